@@ -1,0 +1,38 @@
+"""The `objective` section: which loss is summed over the trained tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag
+
+from holdfast.config.base import FunctionPath, KindAlone, Section, kind_or
+
+
+class NLLConfig(Section):
+    """Negative log-likelihood."""
+
+    kind: Literal["nll"] = "nll"
+
+
+class DFTConfig(Section):
+    """Dynamic fine-tuning: the likelihood weighted by the token's own probability (Wu et al., arXiv:2508.05629)."""
+
+    kind: Literal["dft"] = "dft"
+
+
+class UserObjectiveConfig(Section):
+    """A loss from one file of the user's own."""
+
+    kind: Literal["path"] = "path"
+    path: FunctionPath
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+SupervisedObjective = Annotated[
+    Annotated[NLLConfig, Tag("nll")]
+    | Annotated[DFTConfig, Tag("dft")]
+    | Annotated[UserObjectiveConfig, Tag("path")],
+    KindAlone,
+    kind_or("nll"),
+]

@@ -1,0 +1,146 @@
+"""The `data` section: where rows come from, how they become token sequences, how sequences become batches."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Count, Fraction, FunctionPath, Positive, PositiveInt, Section
+
+Average = Literal["token_mean", "sequence_mean", "constant_length", "prompt_mean"]
+RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"]
+
+
+class SyntheticConfig(Section):
+    """A generated task with exact answers; row i is a pure function of (seed, i)."""
+
+    task: Literal["sort", "reverse", "add", "countdown"]
+    rows: PositiveInt = 20_000
+    noise: Fraction = 0.0
+    """Share of rows whose answer is wrong, for training runs that a verifier must clean up."""
+    seed: int = 0
+    min_length: PositiveInt = 4
+    """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question."""
+    max_length: PositiveInt = 6
+
+    @model_validator(mode="after")
+    def _lengths(self) -> SyntheticConfig:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length={self.min_length} is above max_length={self.max_length}")
+        return self
+
+
+class SourceConfig(Section):
+    """One set of rows."""
+
+    path: str | None = None
+    """A .jsonl, .json or .parquet file, a directory or glob of them, a directory written by
+    `datasets.save_to_disk`, or a hub name; `name@split` picks a split."""
+    synthetic: SyntheticConfig | None = None
+    """A generated task instead of a path."""
+    name: str | None = None
+    """Name in metrics; default: the file's stem or the task."""
+    weight: Positive | None = None
+    """Relative share of draws from this source. Set it on all sources or on none; none means every row once."""
+    rows: RowFormat = "auto"
+    """Shape of a row; `auto` recognises it by its columns and refuses what fits two shapes."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Our column name to the file's, as in {prompt: problem, completion: solution}."""
+    config_name: str | None = None
+    """Configuration of a hub data set, such as `main` for openai/gsm8k."""
+    revision: str | None = None
+    streaming: bool = False
+    """Read front to back without an index, for sets that do not fit the disk."""
+    max_samples: PositiveInt | None = None
+    """Use only the first rows, counted before shuffling."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> SourceConfig:
+        if (self.path is None) == (self.synthetic is None):
+            raise ValueError("set exactly one of path and synthetic")
+        return self
+
+
+class TextConfig(Section):
+    """How a row becomes tokens, and which of them are trained."""
+
+    max_length: PositiveInt = 1024
+    """Longest sequence in tokens."""
+    overlong: Literal["truncate", "split", "drop", "refuse"] = "truncate"
+    """What happens to a longer row; each case is counted in the metrics."""
+    train_on: Literal["all_turns", "last_turn"] = "all_turns"
+    """Which assistant turns of a conversation are trained."""
+    train_on_prompt: bool = False
+    """Train the prompt of prompt/completion rows too."""
+    append_eos: bool = True
+    """End `completion` and `text` rows with the tokenizer's end-of-sequence token."""
+    format: str | None = None
+    """A jinja file that turns the row's columns into the user prompt."""
+    system: str | None = None
+    """A system message for conversations that have none."""
+    chat_template: str | None = None
+    """A jinja file (or the template itself) that replaces the tokenizer's chat template."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra variables for the chat template, such as {enable_thinking: false}."""
+
+
+class DataConfig(SourceConfig, TextConfig):
+    """Training data. One source is written in place; several go under `sources`."""
+
+    path: str | None = None
+    sources: list[SourceConfig] = Field(default_factory=list)
+    """Several sources instead of one."""
+    filter: FunctionPath | None = None
+    """A function row -> bool; rows it refuses are skipped and counted."""
+    validation_split: Fraction = 0.0
+    """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
+
+    shuffle: bool = True
+    shuffle_buffer: PositiveInt = 10_000
+    """Rows shuffled together when streaming: the stream is shuffled block by block."""
+    seed: int | None = None
+    """Seed of the order; default: the run's seed."""
+
+    batch_size: PositiveInt = 32
+    """Sequences per optimizer update, over all ranks."""
+    batch_size_schedule: dict[Count, PositiveInt] = Field(default_factory=dict)
+    """Step to batch size from that step on, as in {100: 64}; before the first entry `batch_size` holds."""
+    tokens_per_micro_batch: PositiveInt = 4096
+    """Most tokens in one forward pass of one rank. Memory only: it never changes the result."""
+    packing: Literal["best_fit", "wrapped", "none"] = "best_fit"
+    """`best_fit` lays whole sequences side by side; `wrapped` cuts the stream of documents into windows of
+    max_length; `none` pads, one sequence per row."""
+    average: Average = "token_mean"
+    """What the loss averages over; see docs/averages.md."""
+    allow_partial: bool = False
+    """Train on a data set smaller than one batch."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> DataConfig:
+        origins = [self.path is not None, self.synthetic is not None, bool(self.sources)]
+        if sum(origins) != 1:
+            raise ValueError("set exactly one of path, synthetic and sources")
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError("set weight on all sources or on none")
+        return self
+
+    @model_validator(mode="after")
+    def _room(self) -> DataConfig:
+        if self.max_length > self.tokens_per_micro_batch:
+            raise ValueError(
+                f"max_length={self.max_length} does not fit tokens_per_micro_batch={self.tokens_per_micro_batch}; "
+                f"raise tokens_per_micro_batch to at least {self.max_length} or lower max_length"
+            )
+        if self.packing == "wrapped" and self.average != "token_mean":
+            raise ValueError(
+                "packing: wrapped cuts documents at window edges, so only average: token_mean has a meaning"
+            )
+        return self
+
+    def all_sources(self) -> list[SourceConfig]:
+        """Return the sources, the in-place one included."""
+        if self.sources:
+            return list(self.sources)
+        return [SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})]

@@ -1,0 +1,21 @@
+"""The `launch` section: how many ranks, and what happens when one dies."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from holdfast.config.base import Count, Positive, PositiveInt, Section
+
+
+class LaunchConfig(Section):
+    """Ranks on this machine. Under torchrun or Slurm the environment decides and this section is not read."""
+
+    ranks: PositiveInt | Literal["auto"] = "auto"
+    """Processes; `auto`: one per GPU, or one on a machine without."""
+    threads_per_rank: PositiveInt = 1
+    """CPU threads of each rank; more than one is slower when ranks share cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_restarts: Count = 0
+    """Times a run is started again after a rank died; two deaths at the same step end it."""
+    timeout_minutes: Positive = 30.0
+    """Longest wait inside one collective."""

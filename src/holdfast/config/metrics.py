@@ -1,0 +1,57 @@
+"""The `metrics` and `evaluation` sections: what is measured, when, and where it goes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import NonNegative, Positive, PositiveInt, Section
+from holdfast.config.data import SourceConfig
+
+
+class MetricsConfig(Section):
+    """metrics.jsonl is always written; the rest is on request."""
+
+    log_every: PositiveInt = 1
+    """Steps between lines in metrics.jsonl and other sinks."""
+    sinks: list[Literal["tensorboard"]] = Field(default_factory=list)
+    """Mirrors of metrics.jsonl."""
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """`auto`: a bar on a terminal, lines elsewhere."""
+    entropy: bool = False
+    """Compute the mean entropy of the policy on trained tokens (one more pass over each logits chunk)."""
+    peak_flops: Positive | None = None
+    """Peak floating-point operations per second of one device, for MFU; default: looked up for known GPUs."""
+
+
+class CompletionsConfig(Section):
+    """Greedy completions of evaluation prompts, compared with the row's answer."""
+
+    samples: PositiveInt = 64
+    """Prompts per set, the first ones."""
+    max_new_tokens: PositiveInt = 128
+    temperature: NonNegative = 0.0
+    """0: greedy."""
+
+
+class EvaluationConfig(Section):
+    """When and on what the model is evaluated."""
+
+    sets: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Named evaluation sets."""
+    every_steps: PositiveInt | None = None
+    every_minutes: Positive | None = None
+    every_epochs: Positive | None = None
+    at_start: bool = False
+    at_end: bool = True
+    limit_samples: PositiveInt | None = None
+    """Evaluate only the first samples of each set."""
+    completions: CompletionsConfig | None = None
+    """Also generate: exact-match accuracy and a completions file."""
+
+    @model_validator(mode="after")
+    def _names(self) -> EvaluationConfig:
+        if "validation" in self.sets:
+            raise ValueError("the name 'validation' belongs to data.validation_split; choose another")
+        return self

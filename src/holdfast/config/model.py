@@ -1,0 +1,83 @@
+"""The `model` section: which weights, which tokenizer, how they are built."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Pattern, PositiveInt, Section
+
+
+class HeadConfig(Section):
+    """How log-probabilities are computed from hidden states."""
+
+    dtype: Literal["model", "float32"] = "model"
+    """Dtype of the head's matrix product. `float32` multiplies in full precision even when the body computes in
+    bfloat16 (ScaleRL, arXiv:2510.13786, section 3.2). The log-sum-exp is float32 or better in both cases."""
+
+    chunk_tokens: PositiveInt | None = None
+    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 64 MiB
+    of float32 logits on the CPU, 512 MiB on a GPU."""
+
+
+class ModelConfig(Section):
+    """A Hugging Face model: weights from `path`, or a random start from `config`."""
+
+    path: str | None = None
+    """A local directory with safetensors files, or a hub name."""
+
+    config: dict[str, Any] | None = None
+    """A transformers configuration with `model_type`; weights start random, the same for every number of ranks."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    hub: Literal["hf", "modelscope"] = "hf"
+    """Where a name that is no local directory is looked up."""
+
+    tokenizer: str | None = None
+    """Directory or hub name of the tokenizer, or `builtin:characters` for generated tasks. Default: `model.path`."""
+
+    config_override: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the transformers configuration to replace, such as `rope_scaling`; dotted names reach
+    sub-configurations (`text_config.rope_theta`)."""
+
+    attention: Literal["auto", "packed", "sdpa", "eager"] = "auto"
+    """`packed` computes attention per document without padding; `sdpa` and `eager` are transformers' own, one
+    document per row with padding. `auto` takes `packed` where a check at start shows it to be exact."""
+
+    resize_vocab: bool = False
+    """Grow the embedding when the tokenizer knows more tokens than the model; new rows start at the mean."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model directory. Off: such a model is refused by name."""
+
+    freeze: list[Pattern] = Field(default_factory=list)
+    """Parameters whose canonical name matches any of these are not trained."""
+
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Storage of trainable parameters (the master weights). `bfloat16` needs `optim.kind: adamw_bf16`."""
+
+    frozen_dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Storage of frozen parameters; `same` follows `model.dtype`."""
+
+    dropout: bool = False
+    """Keep the dropout rates of the model's configuration. Off: all of them are 0."""
+
+    head: HeadConfig = HeadConfig()
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("set exactly one of path (existing weights) and config (random start)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError(
+                "config needs model_type, for example config: {model_type: llama, hidden_size: 128, ...}"
+            )
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError(
+                "a random start has no tokenizer of its own: set tokenizer to a directory, a hub name "
+                "or builtin:characters"
+            )
+        return self

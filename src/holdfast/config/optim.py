@@ -1,0 +1,117 @@
+"""The `optim` section: optimizer, schedule, clipping, and what happens to a non-finite gradient."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Tag, model_validator
+
+from holdfast.config.base import (
+    Count,
+    Fraction,
+    NonNegative,
+    Pattern,
+    Positive,
+    KindAlone,
+    PositiveInt,
+    Section,
+    kind_or,
+)
+
+
+class _Schedule(Section):
+    warmup_steps: Count = 0
+    """Steps over which the rate rises linearly from lr / warmup_steps to lr."""
+    warmup_ratio: Fraction = 0.0
+    """Warm-up as a share of all steps, instead of warmup_steps."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> _Schedule:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("set warmup_steps or warmup_ratio, not both")
+        return self
+
+
+class ConstantSchedule(_Schedule):
+    """lr, after warm-up."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class LinearSchedule(_Schedule):
+    """A straight line from lr to final_ratio x lr at the last step."""
+
+    kind: Literal["linear"] = "linear"
+    final_ratio: Fraction = 0.0
+
+
+class CosineSchedule(_Schedule):
+    """Half a cosine from lr to final_ratio x lr at the last step (Loshchilov & Hutter, arXiv:1608.03983)."""
+
+    kind: Literal["cosine"] = "cosine"
+    final_ratio: Fraction = 0.0
+
+
+class WarmupStableDecaySchedule(_Schedule):
+    """Constant, then a straight line to final_ratio x lr over the last decay_ratio of all steps
+    (Hu et al., MiniCPM, arXiv:2404.06395)."""
+
+    kind: Literal["wsd"] = "wsd"
+    decay_ratio: Fraction = 0.2
+    final_ratio: Fraction = 0.0
+
+
+Schedule = Annotated[
+    Annotated[ConstantSchedule, Tag("constant")]
+    | Annotated[LinearSchedule, Tag("linear")]
+    | Annotated[CosineSchedule, Tag("cosine")]
+    | Annotated[WarmupStableDecaySchedule, Tag("wsd")],
+    KindAlone,
+    kind_or("cosine"),
+]
+
+
+class _Optim(Section):
+    lr: Positive = 1e-5
+    """Peak learning rate."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the parameters that `no_decay` does not name."""
+    no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
+    """Parameters without weight decay, by canonical name."""
+    schedule: Schedule = CosineSchedule(warmup_ratio=0.03)
+    clip_norm: Positive | None = 1.0
+    """Largest global gradient norm; null: no clipping (the norm is still computed and logged)."""
+    max_nonfinite_steps: PositiveInt = 5
+    """Updates in a row that may be skipped for a non-finite gradient norm before the run stops."""
+
+
+class AdamWConfig(_Optim):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on the storage dtype, float32 by default."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+
+
+class AdamWBF16Config(_Optim):
+    """AdamW with bfloat16 weights, moments and a Kahan compensation term: 8 bytes per parameter."""
+
+    kind: Literal["adamw_bf16"] = "adamw_bf16"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+
+
+class SGDConfig(_Optim):
+    """Plain stochastic gradient descent with optional momentum."""
+
+    kind: Literal["sgd"] = "sgd"
+    momentum: Fraction = 0.0
+
+
+OptimConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[AdamWBF16Config, Tag("adamw_bf16")]
+    | Annotated[SGDConfig, Tag("sgd")],
+    KindAlone,
+    kind_or("adamw"),
+]

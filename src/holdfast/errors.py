@@ -1,0 +1,56 @@
+"""Every error a user can meet, as one tree.
+
+    HoldfastError            exit code 1
+    |- UserError             exit code 2: what was asked for cannot work; nothing was changed
+    |  |- ConfigError        a key, a value, or a combination of values in the configuration
+    |  |- DataError          a file, a row or a column
+    |  |- ModelError         a model directory, a tokenizer, a parameter
+    |  `- PlanError          a way of sharding that cannot work
+    |- RunStopped            exit code 3: the run stopped and can be started again
+    `- RankFailed            exit code 3: a rank died; its first cause travels with the error
+
+A message is one paragraph: what happened with its values, where, and what to do. Errors stay picklable, since
+ranks send them to each other so that all of them raise the same one.
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """The root of the tree; `str(error)` is the paragraph a user reads."""
+
+    exit_code = 1
+
+
+class UserError(HoldfastError):
+    """Something the user asked for cannot work; raised before any effect."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A key, a value or a combination of values in the configuration is wrong."""
+
+
+class DataError(UserError):
+    """A data file, row or column is missing or malformed."""
+
+
+class ModelError(UserError):
+    """A model directory, tokenizer or parameter is missing or does not fit."""
+
+
+class PlanError(UserError):
+    """A sharding plan cannot work; the parameters are named."""
+
+
+class RunStopped(HoldfastError):
+    """The run stopped before its end and can be started again with the same command."""
+
+    exit_code = 3
+
+
+class RankFailed(HoldfastError):
+    """Another rank failed; the message names the rank, the phase and the first cause."""
+
+    exit_code = 3

@@ -1,0 +1,134 @@
+"""The values that flow between layers.
+
+Shapes: B rows of a micro-batch, T positions of a row, A position axes (1 for text, 3 or 4 for multi-axis rotary
+embeddings), L tokens of one sequence, N scored tokens of a micro-batch.
+
+One index rule: position t speaks of token t. `predictor_index` says which position's hidden state predicts it; only
+packing writes it, and everything else gathers by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence to train on."""
+
+    sample_id: int
+    """Global sample index: the same sample has the same id for every number of ranks."""
+    prompt_id: int
+    """Sequences that share it count as one prompt in `prompt_mean`; sequences cut from one row share the row's."""
+    tokens: NDArray[np.int64]
+    """[L]"""
+    loss_mask: NDArray[np.bool_]
+    """[L], True where the token is trained; never True for the first token, which nothing predicts."""
+    source: str = ""
+    """Name of the data source, for metrics."""
+    per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """[L] each; carried by pack, split and unpack without knowing what they mean."""
+    model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Inputs only the model understands, such as image patches."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens the loss counts."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: what a single forward pass sees."""
+
+    tokens: Tensor
+    """[B, T] int64"""
+    position_ids: Tensor
+    """[A, B, T] int64, restarting at 0 with every sequence"""
+    sequence_ids: Tensor
+    """[B, T] int64, index into `sample_ids`; -1 on padding"""
+    predictor_index: Tensor
+    """[B, T] int64, position in the same row whose hidden state predicts this token; -1 where none does"""
+    loss_mask: Tensor
+    """[B, T] bool: the tokens the policy chose. Not the same thing as `weights`."""
+    weights: Tensor
+    """[B, T] float: how the loss of a token enters the average; see docs/averages.md"""
+    scored: Tensor
+    """[N] int64, flat positions (row * T + t) of the tokens in `loss_mask`, ascending"""
+    lengths: tuple[tuple[int, ...], ...]
+    """Per row, the lengths of its documents from left to right; padding is a document of its own at the end."""
+    sample_ids: tuple[int, ...]
+    """Sample id of each sequence, in the order of `sequence_ids`."""
+    prompt_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+    count: float
+    """Sum of the sequences' counts in this micro-batch."""
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    """[B, T] each"""
+    model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether each row holds one sequence followed by padding."""
+        return self.tokens.shape[0] > 1
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The samples of one optimizer update, as the micro-batches of this rank."""
+
+    micro_batches: tuple[Batch, ...]
+    """As many on every rank; idle ones hold a single untrained token."""
+    count: float
+    """Sum of counts over all ranks and micro-batches: the one denominator of the loss."""
+    samples: int
+    """Sequences over all ranks."""
+    tokens: int
+    """Tokens over all ranks, padding not counted."""
+    trained_tokens: int
+    """Trained tokens over all ranks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What reading the data counted, over all ranks: truncated, dropped, fill and the like."""
+
+
+class Scores(NamedTuple):
+    """What a forward pass says about the scored tokens. A named tuple, so that FSDP2 sees the tensors in it."""
+
+    logprobs: Tensor
+    """[N] log-probability of each scored token, float32 or float64"""
+    entropy: Tensor | None
+    """[N] entropy of the distribution each scored token was drawn from, in nats; None unless asked for"""
+
+
+class LossSum(NamedTuple):
+    """A loss as a sum, never divided: `sum(token loss * weight)` of one micro-batch on one rank."""
+
+    loss: Tensor
+    """[] differentiable"""
+    sums: dict[str, Tensor]
+    """Detached sums for metrics, by name; each is divided by the denominator its name has in `denominators`."""
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What observers receive after every optimizer update."""
+
+    step: int
+    """Updates done so far, this one included."""
+    epoch: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A metric as it is summed over ranks before it is divided once."""
+
+    total: float
+    denominator: float
