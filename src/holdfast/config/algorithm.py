@@ -30,9 +30,7 @@ class UserObjectiveConfig(Section):
 
 
 SupervisedObjective = Annotated[
-    Annotated[NLLConfig, Tag("nll")]
-    | Annotated[DFTConfig, Tag("dft")]
-    | Annotated[UserObjectiveConfig, Tag("path")],
-    KindAlone,
+    Annotated[NLLConfig, Tag("nll")] | Annotated[DFTConfig, Tag("dft")] | Annotated[UserObjectiveConfig, Tag("path")],
     kind_or("nll"),
+    KindAlone,
 ]

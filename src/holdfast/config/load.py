@@ -79,9 +79,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> dict[KeyPat
         name, equals, text = override.partition("=")
         keys = tuple(name.strip().split("."))
         if not equals or not all(keys):
-            raise ConfigError(
-                f"{override!r} is not an override. Write section.key=value, for example optim.lr=2e-6."
-            )
+            raise ConfigError(f"{override!r} is not an override. Write section.key=value, for example optim.lr=2e-6.")
         _set(document.values, keys, parse_scalar(text), override)
         path: KeyPath = tuple(int(key) if key.isdigit() else key for key in keys)
         origins[path] = override

@@ -72,9 +72,7 @@ class ModelConfig(Section):
         if (self.path is None) == (self.config is None):
             raise ValueError("set exactly one of path (existing weights) and config (random start)")
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError(
-                "config needs model_type, for example config: {model_type: llama, hidden_size: 128, ...}"
-            )
+            raise ValueError("config needs model_type, for example config: {model_type: llama, hidden_size: 128, ...}")
         if self.config is not None and self.tokenizer is None:
             raise ValueError(
                 "a random start has no tokenizer of its own: set tokenizer to a directory, a hub name "

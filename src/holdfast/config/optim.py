@@ -9,10 +9,10 @@ from pydantic import Field, Tag, model_validator
 from holdfast.config.base import (
     Count,
     Fraction,
+    KindAlone,
     NonNegative,
     Pattern,
     Positive,
-    KindAlone,
     PositiveInt,
     Section,
     kind_or,
@@ -66,8 +66,8 @@ Schedule = Annotated[
     | Annotated[LinearSchedule, Tag("linear")]
     | Annotated[CosineSchedule, Tag("cosine")]
     | Annotated[WarmupStableDecaySchedule, Tag("wsd")],
-    KindAlone,
     kind_or("cosine"),
+    KindAlone,
 ]
 
 
@@ -112,6 +112,6 @@ OptimConfig = Annotated[
     Annotated[AdamWConfig, Tag("adamw")]
     | Annotated[AdamWBF16Config, Tag("adamw_bf16")]
     | Annotated[SGDConfig, Tag("sgd")],
-    KindAlone,
     kind_or("adamw"),
+    KindAlone,
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag
 
-from holdfast.config.base import Pattern, KindAlone, PositiveInt, Section, kind_or
+from holdfast.config.base import KindAlone, Pattern, PositiveInt, Section, kind_or
 
 
 class NoRecompute(Section):
@@ -39,8 +39,8 @@ Recompute = Annotated[
     | Annotated[FullRecompute, Tag("full")]
     | Annotated[EveryKRecompute, Tag("every_k")]
     | Annotated[SelectiveRecompute, Tag("selective")],
-    KindAlone,
     kind_or("none"),
+    KindAlone,
 ]
 
 
