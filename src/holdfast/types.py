@@ -103,8 +103,10 @@ class Scores(NamedTuple):
 
     logprobs: Tensor
     """[N] log-probability of each scored token, float32 or float64"""
+    is_top: Tensor
+    """[N] bool, whether no other token is more probable"""
     entropy: Tensor | None
-    """[N] entropy of the distribution each scored token was drawn from, in nats; None unless asked for"""
+    """[N] entropy in nats of the distribution each scored token stands in; None unless asked for"""
 
 
 class LossSum(NamedTuple):
@@ -112,8 +114,10 @@ class LossSum(NamedTuple):
 
     loss: Tensor
     """[] differentiable"""
+    scores: Scores
+    """Detached."""
     sums: dict[str, Tensor]
-    """Detached sums for metrics, by name; each is divided by the denominator its name has in `denominators`."""
+    """Detached metrics as [2] tensors: total and denominator."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,3 @@ class StepEvent:
     """Updates done so far, this one included."""
     epoch: float
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A metric as it is summed over ranks before it is divided once."""
-
-    total: float
-    denominator: float

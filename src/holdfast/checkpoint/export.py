@@ -1,0 +1,123 @@
+"""Write a model directory that plain transformers loads: streamed, staged, renamed, read back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import HoldfastError
+from holdfast.models.build import Blueprint
+from holdfast.models.conversion import Header, plan_outgoing
+from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+
+ASSETS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+)
+"""Copied byte for byte from where the model came from."""
+
+
+class ExportFailed(HoldfastError):
+    """An export could not be written, or read back differently; nothing was left in its place."""
+
+
+def export(
+    policy: nn.Module,
+    origin: Blueprint,
+    directory: Path,
+    exchange: ProcessExchange,
+    *,
+    dtype: torch.dtype | None = None,
+    largest_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write `directory`; every rank calls this, rank 0 writes.
+
+    Peak memory is one converted tensor. The directory appears whole or not at all; one that stood there is replaced.
+
+    Raises:
+        ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
+    """
+    held = held_tensors(policy)
+    conversions = plan_outgoing(origin.skeleton, headers_of(held, dtype), origin.used_conversions)
+    headers = {name: header for conversion in conversions for name, header in conversion.targets.items()}
+    tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
+    with exchange.together():
+        if exchange.rank == 0:
+            _write(directory, origin, headers, tensors, largest_file_bytes)
+        else:
+            for _ in tensors:
+                pass
+
+
+def _write(
+    directory: Path, origin: Blueprint, headers: dict[str, Header], tensors: Iterator[tuple[str, Tensor]], largest: int
+) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        staging.mkdir()
+        files = plan_files(headers, largest)
+        for name, members in files.items():
+            with (staging / name).open("wb") as file:
+                write_file(file, {member: headers[member] for member in members}, tensors)
+                file.flush()
+                os.fsync(file.fileno())
+        if len(files) > 1:
+            (staging / INDEX).write_text(index_json(files, headers), encoding="utf-8")
+        _write_assets(staging, origin, headers)
+        _read_back(staging, files, headers)
+        _replace(staging, directory)
+    except OSError as error:
+        for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
+            pass
+        raise ExportFailed(f"{directory} could not be written: {error}.") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_assets(staging: Path, origin: Blueprint, headers: dict[str, Header]) -> None:
+    config: Any = origin.original_config
+    config.architectures = [type(origin.skeleton).__name__]
+    config.dtype = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
+    config.save_pretrained(str(staging))
+    origin.tokenizer.save_pretrained(str(staging))
+    for name in ASSETS:
+        if origin.directory is not None and (origin.directory / name).exists():
+            shutil.copyfile(origin.directory / name, staging / name)
+    generation = getattr(origin.skeleton, "generation_config", None)
+    if generation is not None and not (staging / ASSETS[0]).exists():
+        generation.save_pretrained(str(staging))
+
+
+def _read_back(staging: Path, files: dict[str, list[str]], headers: dict[str, Header]) -> None:
+    for name, members in files.items():
+        found = read_header(staging / name)
+        if found != {member: headers[member] for member in members}:
+            raise ExportFailed(f"{staging / name} reads back differently from what was written.")
+
+
+def _replace(staging: Path, directory: Path) -> None:
+    trash = None
+    if directory.exists():
+        trash = directory.parent / f".trash-{directory.name}-{uuid.uuid4().hex[:8]}"
+        directory.rename(trash)
+    staging.rename(directory)
+    descriptor = os.open(directory.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if trash is not None:
+        shutil.rmtree(trash, ignore_errors=True)

@@ -1,0 +1,97 @@
+"""Verbs that only look: configuration, data, parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.load import load
+from holdfast.config.runs import ROOTS, SFTConfig, as_plain
+from holdfast.errors import ConfigError, DataError
+
+
+def show_config(path: Path, overrides: Sequence[str]) -> str:
+    """Return the whole tree as YAML."""
+    import yaml
+
+    text: str = yaml.safe_dump(as_plain(load(path, overrides, SFTConfig).config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def schema(verb: str) -> str:
+    """Return a verb's JSON schema.
+
+    Raises:
+        ConfigError: There is no such verb.
+    """
+    if verb not in ROOTS:
+        raise ConfigError(f"There is no verb {verb!r} with a configuration; there are {', '.join(ROOTS)}.")
+    return json.dumps(ROOTS[verb].model_json_schema(), indent=2)
+
+
+def diff_configs(first: Path, second: Path) -> list[str]:
+    """Return one line per key in which two trees differ."""
+    left, right = (dict(_leaves(as_plain(load(path, [], SFTConfig).config))) for path in (first, second))
+    lines = []
+    for key in sorted(set(left) | set(right)):
+        a, b = left.get(key, "(absent)"), right.get(key, "(absent)")
+        if a != b and key != "run.name":
+            lines.append(f"{key}: {a} -> {b}")
+    return lines
+
+
+def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, values
+
+
+def preview(path: Path, overrides: Sequence[str], row: int) -> None:
+    """Print one row as tokens with the trained ones coloured, and what was counted on the way.
+
+    Raises:
+        DataError: There is no such row.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from holdfast.data.chat import describe
+    from holdfast.models.origin import load_tokenizer
+    from holdfast.training.sources import open_data, row_tokeniser
+
+    loaded = load(path, overrides, SFTConfig)
+    data = open_data(loaded.config, loaded.base)
+    tokenizer = load_tokenizer(loaded.config.model, loaded.base)
+    source = data.training[0]
+    if source.size is not None and row >= source.size:
+        raise DataError(f"{source.name} has rows 0 to {source.size - 1}; there is no row {row}.")
+    found = source.row(row) if source.size is not None else next(iter(source.scan(row)))
+    tokenise = row_tokeniser(tokenizer, loaded.config.data, loaded.base, data.formats)
+    sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
+    console = Console(highlight=False, soft_wrap=True)
+    for example in sequences.examples:
+        text = Text()
+        for token, trained in describe(example, tokenizer):
+            text.append(token, style="bold green" if trained else "dim")
+        console.print(text)
+        console.print(f"{example.tokens.size} tokens, {example.trained_tokens} trained (green)", style="italic")
+    for name, number in sequences.counts.items():
+        console.print(f"{name}: {number}", style="yellow")
+    if not sequences.examples:
+        console.print("this row is not trained on", style="yellow")
+
+
+def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield one line per parameter."""
+    from holdfast.models.build import blueprint
+    from holdfast.models.names import named_parameters
+
+    loaded = load(path, overrides, SFTConfig)
+    origin = blueprint(loaded.config.model, loaded.base, seed=loaded.config.seed)
+    for name, parameter in named_parameters(origin.model).items():
+        shape = "x".join(str(size) for size in parameter.shape) or "scalar"
+        yield f"{name}  {shape}  {'trained' if parameter.requires_grad else 'frozen'}"

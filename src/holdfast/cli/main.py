@@ -1,0 +1,122 @@
+"""`holdfast`: verbs that train, look and explain.
+
+Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopped and can be started again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.errors import HoldfastError
+
+app = typer.Typer(
+    help="Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at a run's configuration.", no_args_is_help=True)
+data_app = typer.Typer(help="Look at a run's data.", no_args_is_help=True)
+model_app = typer.Typer(help="Look at a run's model.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+app.add_typer(model_app, name="model")
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=value ...]", help="Values that replace the file's.")
+]
+
+
+@app.command()
+def sft(run: RunFile, overrides: Overrides = None) -> None:
+    """Supervised fine-tuning."""
+    from holdfast.cli.train import train
+
+    raise typer.Exit(train("sft", run, overrides or []))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],
+    overrides: Overrides = None,
+) -> None:
+    """Evaluate a model on the run's evaluation sets, and write its completions."""
+    from holdfast.cli.train import train_from
+
+    raise typer.Exit(train_from("eval", target, overrides or []))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that decide a run's numbers."""
+    from holdfast.training.directory import versions
+
+    for name, number in versions().items():
+        typer.echo(f"{name} {number}")
+
+
+@config_app.command("show")
+def config_show(run: RunFile, overrides: Overrides = None) -> None:
+    """Print the whole tree, defaults included."""
+    from holdfast.cli.inspect import show_config
+
+    typer.echo(show_config(run, overrides or []), nl=False)
+
+
+@config_app.command("schema")
+def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")] = "sft") -> None:
+    """Print the tree's JSON schema, for editors and agents."""
+    from holdfast.cli.inspect import schema
+
+    typer.echo(schema(verb))
+
+
+@config_app.command("diff")
+def config_diff(first: Path, second: Path) -> None:
+    """Print the keys in which two runs differ; exit 1 if they do."""
+    from holdfast.cli.inspect import diff_configs
+
+    lines = diff_configs(first, second)
+    for line in lines:
+        typer.echo(line)
+    raise typer.Exit(1 if lines else 0)
+
+
+@data_app.command("preview")
+def data_preview(
+    run: RunFile,
+    overrides: Overrides = None,
+    row: Annotated[int, typer.Option(help="Which row, in the file's order.")] = 0,
+) -> None:
+    """Print one row as tokens; trained ones are coloured."""
+    from holdfast.cli.inspect import preview
+
+    preview(run, overrides or [], row)
+
+
+@model_app.command("parameters")
+def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
+    """Print every parameter's name, shape, and whether it is trained."""
+    from holdfast.cli.inspect import parameters
+
+    for line in parameters(run, overrides or []):
+        typer.echo(line)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one paragraph, never a traceback."""
+    try:
+        app()
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

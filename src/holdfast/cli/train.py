@@ -1,0 +1,53 @@
+"""Start a run: check its configuration here, then train in ranks of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.cli.worker import work
+from holdfast.config.load import Loaded, load
+from holdfast.config.runs import ROOTS, SFTConfig, as_plain
+from holdfast.errors import ConfigError
+from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
+
+EXPORTED_CONFIG = "holdfast.yaml"
+"""Written into every export, so that it can be evaluated on its own."""
+
+
+def train(verb: str, path: Path, overrides: Sequence[str]) -> int:
+    """Run a verb and return its exit code."""
+    loaded = load(path, overrides, ROOTS[verb])
+    assert isinstance(loaded.config, SFTConfig)
+    return start(verb, Loaded(loaded.config, loaded.base))
+
+
+def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
+    """Run a verb on a run's file or on an exported model."""
+    if not target.is_dir():
+        loaded = load(target, overrides, SFTConfig)
+        return start(verb, loaded)
+    path = target / EXPORTED_CONFIG
+    if not path.exists():
+        raise ConfigError(
+            f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
+            f"`holdfast eval RUN.yaml model.path={target}`."
+        )
+    here = [f"model.path={target.resolve()}", "model.config=null", "model.tokenizer=null", "model.freeze=[]"]
+    loaded = load(path, [*here, *overrides], SFTConfig)
+    return start(verb, loaded)
+
+
+def start(verb: str, loaded: Loaded[SFTConfig]) -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    if under_torchrun():
+        return work(verb, loaded.config, loaded.base)
+    with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
+        file = Path(directory) / "config.json"
+        file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
+        command = [sys.executable, "-m", "holdfast.cli.worker", verb, str(file), str(loaded.base)]
+        place = Path(loaded.config.run.dir) / loaded.config.run.name
+        return launch_local(command, resolve_ranks(loaded.config.launch), loaded.config.launch, place)

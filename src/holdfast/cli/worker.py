@@ -1,0 +1,65 @@
+"""One rank of a run: what the launcher starts, and what torchrun is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.errors import HoldfastError, UserError
+
+
+def work(verb: str, config: SFTConfig, base: Path) -> int:
+    """Join the other ranks, run the verb, and return the exit code."""
+    from holdfast.parallel.failure import FailureChannel
+    from holdfast.parallel.mesh import joined
+
+    first = True
+    try:
+        with joined(config.launch) as world:
+            first = world.is_first
+            channel = FailureChannel(world.store, world.rank, world.size, world.launch_directory)
+            with channel.guard():
+                return _verbs(verb, config, base, world)
+    except UserError as error:
+        # Every rank raises the same one; the first speaks for all.
+        if first:
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    except HoldfastError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _verbs(verb: str, config: SFTConfig, base: Path, world: object) -> int:
+    from holdfast.parallel.mesh import World
+    from holdfast.recipes.evaluation import evaluate_run
+    from holdfast.recipes.sft import sft
+
+    assert isinstance(world, World)
+    if verb == "eval":
+        evaluate_run(config, base, world)
+        return 0
+    outcome = sft(config, base, world)
+    if world.is_first:
+        print(_closing_words(outcome.step, outcome.stopped, outcome.directory, outcome.export), flush=True)
+    return 3 if outcome.stopped is not None and outcome.stopped != "stopped by an observer" else 0
+
+
+def _closing_words(step: int, stopped: str | None, directory: str, export: str | None) -> str:
+    ending = f"{stopped}, after step {step}" if stopped is not None else f"done after step {step}"
+    model = f"; the model is in {export}" if export is not None else ""
+    return f"{ending}. The run is in {directory}{model}."
+
+
+def main() -> None:
+    """Run as `python -m holdfast.cli.worker VERB CONFIG.json BASE`."""
+    verb, file, base = sys.argv[1:4]
+    config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), SFTConfig)
+    sys.exit(work(verb, config, Path(base)))
+
+
+if __name__ == "__main__":
+    main()

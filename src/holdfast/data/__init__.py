@@ -1,0 +1,1 @@
+"""From rows to token sequences to batches. Imports only configuration, types and errors."""

@@ -1,0 +1,191 @@
+"""Rows that the `datasets` library keeps in Arrow tables: parquet files, saved data sets, the hub.
+
+Arrow gives every struct of a column the same keys, so a key that a row's file lacks comes back as a null. Nulls inside
+a column are therefore dropped; a column that is null as a whole stays, so that it can be reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from holdfast.errors import DataError
+
+PARQUET_SUFFIXES = (".parquet",)
+
+_ROWS_PER_READ = 256
+
+
+class ArrowRows:
+    """A `datasets.Dataset`, memory-mapped from its file."""
+
+    def __init__(self, dataset: Any, content_hash: str) -> None:
+        self._dataset = dataset
+        self.content_hash = content_hash
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return without_inner_nulls(self._dataset[index])
+
+
+@dataclass(frozen=True)
+class HubName:
+    """What names rows on the hub."""
+
+    name: str
+    split: str
+    config_name: str | None
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.split}"
+
+
+@dataclass(frozen=True)
+class HubStream:
+    """A hub data set read front to back."""
+
+    dataset: Any
+    content_hash: str
+
+    def scan(self, start: int) -> Iterator[dict[str, Any]]:
+        """Yield rows from row `start` on."""
+        rows = self.dataset.skip(start) if start else self.dataset
+        yield from map(without_inner_nulls, rows)
+
+
+def without_inner_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the nulls inside columns, keep the columns."""
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def open_parquet(files: Sequence[Path]) -> ArrowRows:
+    """Open parquet files through the library's Arrow cache, which all ranks of a machine share.
+
+    Raises:
+        DataError: A file is not parquet, or the files have different columns.
+    """
+    from datasets import load_dataset
+
+    names = [str(path) for path in files]
+    with _reading(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"):
+        dataset = load_dataset("parquet", data_files={"train": names}, split="train")
+    digest = xxhash.xxh3_128()
+    for path in files:
+        with path.open("rb") as opened:
+            while chunk := opened.read(1 << 20):
+                digest.update(chunk)
+    return ArrowRows(dataset, digest.hexdigest())
+
+
+def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
+    """Yield rows front to back; files before row `start` are skipped by their footers."""
+    from datasets import Dataset
+    from pyarrow import ArrowException, Table  # type: ignore[import-untyped]  # has no stubs
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]  # has no stubs
+
+    to_skip = start
+    for path in files:
+        try:
+            with ParquetFile(path) as opened:
+                if to_skip >= opened.metadata.num_rows:
+                    to_skip -= opened.metadata.num_rows
+                    continue
+                for batch in opened.iter_batches(batch_size=_ROWS_PER_READ):
+                    rest = batch.slice(to_skip)
+                    to_skip = max(0, to_skip - batch.num_rows)
+                    yield from map(without_inner_nulls, Dataset(Table.from_batches([rest])))
+        except (ArrowException, OSError) as error:
+            raise DataError(f"{path}: cannot be read as parquet ({error}).") from None
+
+
+def is_saved_dataset(directory: Path) -> bool:
+    """Say whether `datasets.save_to_disk` wrote the directory."""
+    return (directory / "dataset_dict.json").is_file() or (
+        (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()
+    )
+
+
+def open_saved(directory: Path, split: str | None) -> ArrowRows:
+    """Open what `datasets.save_to_disk` wrote; `choose_split` says what a missing split means.
+
+    Raises:
+        DataError: The directory is damaged, or has no such split.
+    """
+    from datasets import DatasetDict, load_from_disk
+
+    with _reading(str(directory)):
+        loaded = load_from_disk(str(directory))
+    splits = dict(loaded) if isinstance(loaded, DatasetDict) else {str(loaded.split or "train"): loaded}
+    dataset = splits[choose_split(splits, split, str(directory))]
+    # The library's fingerprint is stored with the data and changes with every transformation.
+    return ArrowRows(dataset, dataset._fingerprint)
+
+
+def choose_split(splits: Mapping[str, Any], wanted: str | None, path: str) -> str:
+    """Return the name of the wanted split: without a wish `train`, or the only one there is.
+
+    Raises:
+        DataError: There is no such split; those that exist are listed.
+    """
+    listed = ", ".join(splits)
+    if wanted is not None:
+        if wanted in splits:
+            return wanted
+        raise DataError(f"{path} has no split {wanted!r}; its splits are: {listed}.")
+    if "train" in splits:
+        return "train"
+    if len(splits) == 1:
+        return next(iter(splits))
+    example = f"{path}@{next(iter(splits))}"
+    raise DataError(f"{path} has the splits {listed} and none is called train. Choose one, as in {example}.")
+
+
+def open_hub(hub: HubName, streaming: bool, tried: str) -> ArrowRows | HubStream:
+    """Open a data set of the hub by name. The library runs no code that comes with it.
+
+    Args:
+        hub: What to open.
+        streaming: Read front to back over the network, without a copy on disk.
+        tried: Where the name was looked for as a local path, for the error.
+
+    Raises:
+        DataError: The hub has no such data set, configuration or split, or cannot be reached.
+    """
+    from datasets import load_dataset_builder
+
+    with _reading(f"data set {hub} ({tried}, so the hub was asked)"):
+        builder = load_dataset_builder(hub.name, hub.config_name, revision=hub.revision)
+        # The builder's hash follows the commit, so a moved branch is another data set.
+        content_hash = f"{builder.hash}/{builder.config.name}/{hub.split}"
+        if streaming:
+            return HubStream(builder.as_streaming_dataset(split=hub.split), content_hash)
+        builder.download_and_prepare()
+        return ArrowRows(builder.as_dataset(split=hub.split), content_hash)
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn the library's errors into ours, as one paragraph with their cause."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except (OSError, ValueError, TypeError, RuntimeError, DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"Cannot read {what}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None

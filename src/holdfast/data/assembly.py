@@ -1,0 +1,83 @@
+"""From accepted rows to the micro-batches of this rank: plan, move sequences once, pack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.config.data import DataConfig
+from holdfast.data.candidates import Candidates
+from holdfast.data.exchange import Exchange
+from holdfast.data.packing import pack
+from holdfast.data.planning import plan_packs
+from holdfast.data.weights import shares
+from holdfast.types import Example, MiniBatch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How packs are built; memory and speed only."""
+
+    padded: bool = False
+    pad_token: int = 0
+    dtype: torch.dtype = torch.float32
+    """Dtype of the loss weights."""
+    attention_share: float = 1 / 16384
+    """Cost of a token pair in attention relative to a token elsewhere."""
+
+
+def assemble(found: Candidates, exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
+    """Build this rank's part of a mini-batch; all ranks plan alike from what they all know."""
+    known = found.known
+    trained = [sequence.trained for sequence in known]
+    share = shares(config.average, trained, [sequence.draw for sequence in known], config.max_length)
+    plan = plan_packs(
+        [sequence.tokens for sequence in known],
+        budget=config.tokens_per_micro_batch,
+        ranks=exchange.size,
+        padded=layout.padded,
+        attention_share=layout.attention_share,
+    )
+    held = _move(found, exchange, plan.packs)
+    micro_batches = tuple(
+        pack(
+            [held[unit] for unit in units],
+            [share[unit] for unit in units],
+            padded=layout.padded,
+            pad_token=layout.pad_token,
+            dtype=layout.dtype,
+        )
+        for units in plan.packs[exchange.rank]
+    )
+    tokens = sum(sequence.tokens for sequence in known)
+    capacity = plan.micro_batches * exchange.size * config.tokens_per_micro_batch
+    counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
+    return MiniBatch(
+        micro_batches=micro_batches,
+        count=sum(part.count for part in share),
+        samples=len(known),
+        tokens=tokens,
+        trained_tokens=sum(trained),
+        metrics=counted
+        | {
+            "data/rows": float(found.rows),
+            "data/tokens": float(tokens),
+            "data/mean_length": tokens / max(1, len(known)),
+            "data/fill": tokens / capacity,
+            "data/micro_batches": float(plan.micro_batches),
+        },
+    )
+
+
+def _move(found: Candidates, exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[int, Example]:
+    """Send every sequence to the rank that trains it; return this rank's, by unit."""
+    outgoing = []
+    for rank_packs in packs:
+        units = sorted(unit for units in rank_packs for unit in units)
+        mine = [unit for unit in units if found.known[unit].owner == exchange.rank]
+        outgoing.append({unit: found.mine[(found.known[unit].draw, found.known[unit].index)] for unit in mine})
+    held: dict[int, Example] = {}
+    for received in exchange.swap(outgoing):
+        held |= received
+    return held

@@ -1,0 +1,234 @@
+"""From a row to token sequences with the tokens to train marked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.config.data import RowFormat, TextConfig
+from holdfast.data.chat_mask import Masked, mask_conversation
+from holdfast.data.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.data.formats import Conversation, PlainText, PromptCompletion, Shape, normalise, prompt_of, recognise
+from holdfast.data.lengths import Stretch, fit
+from holdfast.data.plain_text import PlainTokeniser
+from holdfast.data.rows import Row
+from holdfast.data.template_file import PromptFormat, template_text
+from holdfast.errors import DataError
+from holdfast.types import Example
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """What one row gives."""
+
+    examples: tuple[Example, ...]
+    """Several for a row that is split, or that a template writes as one sequence per turn; none if it was dropped."""
+    counts: Mapping[str, int]
+    """Sequences that were `truncated`, `split`, `overlong_dropped`, left out since they train nothing (`untrained`), or
+    whose answer the template does not close (`no_end_of_turn`); rows that were `split_by_turn`, or whose reasoning the
+    template does not write (`reasoning_dropped`). Only what happened is listed."""
+
+
+class RowTokeniser:
+    """Turns rows into token sequences, as one tokenizer and one `data` section say."""
+
+    def __init__(self, tokenizer: Any, text: TextConfig, base: Path) -> None:
+        """Read the templates.
+
+        Args:
+            tokenizer: A transformers tokenizer.
+            text: What to train, and how long.
+            base: The YAML's directory, where template files are looked up after the current directory.
+
+        Raises:
+            DataError: A template file is missing or wrong, or a template variable is not the template's to set.
+        """
+        self._text = text
+        self._plain = PlainTokeniser(tokenizer, append_eos=text.append_eos)
+        self._format = None if text.format is None else PromptFormat(text.format, base)
+        self._template = _chat_template(tokenizer, text, base)
+        # Whoever sets one of these wants a chat: a prompt that is plain text becomes the user's message.
+        self._wraps_text = bool(text.system or text.chat_template or text.template_kwargs)
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3_128 of all that decides which tokens a row gives, the tokenizer's vocabulary aside."""
+        templates = [self._template.source, None if self._format is None else self._format.source]
+        text = json.dumps([self._text.model_dump(include=set(TextConfig.model_fields)), templates], sort_keys=True)
+        return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+    def examples(
+        self, row: Row, sample_id: int, source: str, row_format: RowFormat = "auto", row_name: str | None = None
+    ) -> Tokenised:
+        """Turn a row into sequences; all of them share the sample's id.
+
+        Args:
+            row: Under our column names.
+            sample_id: Global index of the sample.
+            source: Name of the data source.
+            row_format: The row's shape; `auto` recognises it.
+            row_name: What an error calls the row; default: its sample id and source.
+
+        Raises:
+            DataError: The row lacks a column, the template refuses it, or it cannot be masked.
+        """
+        where = row_name or f"Row {sample_id} of {source}"
+        counts: Counter[str] = Counter()
+        stretches = [
+            piece
+            for stretch in self._stretches(self._content(row, row_format, where), where, counts)
+            for piece in fit(stretch, self._text, where, counts)
+        ]
+        return Tokenised(tuple(_example(stretch, sample_id, source) for stretch in stretches), dict(counts))
+
+    def prompt_tokens(self, row: Row, row_name: str) -> NDArray[np.int64]:
+        """Return the tokens a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
+
+        Raises:
+            DataError: The row has no prompt, or the template refuses it.
+        """
+        if self._format is not None:
+            is_alpaca = "instruction" in row and "prompt" not in row
+            row = self._with_prompt(row, "alpaca" if is_alpaca else "prompt_completion", row_name)
+        prompt = prompt_of(row, row_name)
+        if isinstance(prompt, str):
+            if not self._wraps_text:
+                return np.asarray(self._plain.opening(prompt), dtype=np.int64)
+            prompt = Conversation([{"role": "user", "content": prompt}])
+        conversation = self._prepared(prompt, row_name)
+        try:
+            return np.asarray(self._template.ids(conversation, generation_prompt=True), dtype=np.int64)
+        except TemplateRefuses as refusal:
+            raise DataError(f"{row_name}: {self._template.name} cannot write the prompt: {refusal}.") from None
+
+    def _content(self, row: Row, row_format: RowFormat, where: str) -> Conversation | PromptCompletion | PlainText:
+        """Bring the row into one of three forms, with the prompt that `data.format` writes."""
+        try:
+            shape = recognise(row, row_format, prompt_is_rendered=self._format is not None)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        content = normalise(self._with_prompt(row, shape, where), shape, where)
+        if isinstance(content, PromptCompletion) and self._wraps_text:
+            asked = {"role": "user", "content": content.prompt}
+            return Conversation([asked, {"role": "assistant", "content": content.completion}], first_trained=1)
+        return content
+
+    def _with_prompt(self, row: Row, shape: Shape, where: str) -> Row:
+        """Put what `data.format` renders in the place of the prompt."""
+        if self._format is None:
+            return row
+        match shape:
+            case "prompt_completion":
+                return {**row, "prompt": self._format.render(row, where)}
+            case "alpaca":
+                return {**row, "instruction": self._format.render(row, where), "input": None}
+            case _:
+                raise DataError(
+                    f"{where}: data.format writes the prompt of prompt_completion and alpaca rows, but this is a "
+                    f"{shape} row. Remove data.format, or name the columns by data.columns."
+                )
+
+    def _stretches(
+        self, content: Conversation | PromptCompletion | PlainText, where: str, counts: Counter[str]
+    ) -> list[Stretch]:
+        match content:
+            case PlainText():
+                return [self._plain.text(content)]
+            case PromptCompletion():
+                return [self._plain.prompt_completion(content, train_on_prompt=self._text.train_on_prompt)]
+            case Conversation():
+                return self._conversation(self._prepared(content, where), where, counts)
+
+    def _conversation(self, conversation: Conversation, where: str, counts: Counter[str]) -> list[Stretch]:
+        turns = conversation.assistant_turns
+        if not turns:
+            counts["untrained"] += 1
+            return []
+        if self._text.train_on == "last_turn":
+            turns = turns[-1:]
+        masked = mask_conversation(self._template, conversation, turns, where)
+        if masked.drops_reasoning:
+            counts["reasoning_dropped"] += 1
+        if len(masked.parts) > 1:
+            counts["split_by_turn"] += 1
+        open_ended = sum(part.tokens[part.spans[-1][1] - 1] not in self._template.special_ids for part in masked.parts)
+        if open_ended:
+            counts["no_end_of_turn"] += open_ended
+        trains_prompt = self._text.train_on_prompt and conversation.first_trained > 0
+        return [_stretch(part, trains_prompt=trains_prompt) for part in masked.parts]
+
+    def _prepared(self, conversation: Conversation, where: str) -> Conversation:
+        """Add the system message of `data.system`, and see that there is a template at all."""
+        try:
+            self._template.check()
+        except TemplateRefuses as refusal:
+            raise DataError(
+                f"{where} is a conversation, but the tokenizer has no chat template to write it with ({refusal}). "
+                "Set data.chat_template to a jinja file."
+            ) from None
+        if self._text.system is None or conversation.messages[0]["role"] in ("system", "developer"):
+            return conversation
+        system = {"role": "system", "content": self._text.system}
+        first_trained = conversation.first_trained and conversation.first_trained + 1
+        return replace(conversation, messages=[system, *conversation.messages], first_trained=first_trained)
+
+
+def describe(example: Example, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Return each token's text and whether it is trained; joined, the texts are the sequence's.
+
+    A character that takes several tokens stands with the last of them.
+    """
+    tokens = example.tokens.tolist()
+    described = []
+    # A window of two pieces: decoded alone, a token loses the space before it in some tokenizers.
+    start = shown = 0
+    for position, trained in enumerate(example.loss_mask.tolist()):
+        before = _decoded(tokenizer, tokens[start:shown])
+        text = _decoded(tokenizer, tokens[start : position + 1])
+        is_whole = not text.endswith("\ufffd") or position + 1 == len(tokens)
+        described.append((text[len(before) :] if is_whole else "", trained))
+        if is_whole:
+            start, shown = shown, position + 1
+    return described
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _chat_template(tokenizer: Any, text: TextConfig, base: Path) -> ChatTemplate:
+    ours = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(text.template_kwargs)
+    if ours:
+        raise DataError(f"data.template_kwargs: {min(ours)!r} is an argument that Holdfast sets, not a variable.")
+    if text.chat_template is None:
+        name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+        return ChatTemplate(tokenizer, None, text.template_kwargs, name)
+    source = template_text(text.chat_template, base, "data.chat_template")
+    name = "the template written in data.chat_template" if source == text.chat_template else text.chat_template
+    return ChatTemplate(tokenizer, source, text.template_kwargs, name)
+
+
+def _stretch(masked: Masked, *, trains_prompt: bool) -> Stretch:
+    trained = [False] * len(masked.tokens)
+    for start, end in masked.spans:
+        trained[start:end] = [True] * (end - start)
+    if trains_prompt:
+        end = masked.spans[-1][1]
+        trained[:end] = [True] * end
+    return Stretch(masked.tokens, trained)
+
+
+def _example(stretch: Stretch, sample_id: int, source: str) -> Example:
+    loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
+    loss_mask[0] = False
+    tokens = np.asarray(stretch.tokens, dtype=np.int64)
+    return Example(sample_id, sample_id, tokens, loss_mask, source)

@@ -1,0 +1,144 @@
+"""JSON lines and JSON arrays as rows by number.
+
+The file stays on disk; memory holds one offset per row. Every value is as the file writes it: a columnar reader would
+fill the keys that one row lacks and another has with nulls, and so rewrite tool schemas and tool calls.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import weakref
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, cast
+
+import xxhash
+
+from holdfast.data.json_array import array_elements
+from holdfast.errors import DataError
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class JsonRows:
+    """Rows of JSON files, one after the other. Every line is parsed once at the start, so a bad one is found there."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Index the files.
+
+        Raises:
+            DataError: A line is not a JSON object; file and line are named.
+        """
+        digest = xxhash.xxh3_128()
+        self._files: list[IO[bytes]] = []
+        self._starts: list[array[int]] = []
+        self._rows_before = [0]
+        for path in files:
+            opened = _seekable_lines(path)
+            weakref.finalize(self, opened.close)
+            starts = _index(path, opened, digest)
+            self._files.append(opened)
+            self._starts.append(starts)
+            self._rows_before.append(self._rows_before[-1] + len(starts) - 1)
+        self.content_hash: str = digest.hexdigest()
+        """xxh3_128 of the lines, decompressed; those of an array as we write them."""
+
+    def __len__(self) -> int:
+        return self._rows_before[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part = bisect_right(self._rows_before, index) - 1
+        starts, offset = self._starts[part], index - self._rows_before[part]
+        # pread leaves the file's position alone, so processes that share it after a fork do not disturb each other.
+        line = os.pread(self._files[part].fileno(), starts[offset + 1] - starts[offset], starts[offset])
+        row: Mapping[str, Any] = json.loads(line)
+        return row
+
+
+def scan_json(files: Sequence[Path], start: int) -> Iterator[Mapping[str, Any]]:
+    """Yield rows front to back without an index; of the lines before row `start` none is parsed."""
+    to_skip = start
+    for path in files:
+        unit = _unit(path)
+        for number, line in enumerate(_lines(path, unit), start=1):
+            if not line.strip():
+                continue
+            if to_skip:
+                to_skip -= 1
+                continue
+            yield _parse(line, f"{path}, {unit} {number}")
+
+
+def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
+    """Return where each row starts, and where the last one ends."""
+    starts = array("q")
+    unit = _unit(path)
+    end = 0
+    for number, line in enumerate(opened, start=1):
+        digest.update(line)
+        if line.strip():
+            _parse(line, f"{path}, {unit} {number}")
+            starts.append(end)
+        end += len(line)
+    starts.append(end)
+    return starts
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not valid JSON ({error}). Each row is one JSON object on one line.") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a row must be a JSON object with named columns, not a {type(row).__name__}.")
+    return row
+
+
+def _seekable_lines(path: Path) -> IO[bytes]:
+    """Open the file itself where its lines are the rows, else an unnamed temporary copy written as JSON lines."""
+    unit = _unit(path)
+    if unit == "line" and path.suffix != ".gz":
+        return path.open("rb")
+    with ExitStack() as if_it_fails:
+        copy = if_it_fails.enter_context(tempfile.TemporaryFile())
+        copy.writelines(_lines(path, unit))
+        copy.seek(0)
+        if_it_fails.pop_all()
+        return copy
+
+
+def _lines(path: Path, unit: str) -> Iterator[bytes]:
+    try:
+        with _decompressed(path) as opened:
+            if unit == "line":
+                yield from opened
+            else:
+                for element in array_elements(opened, path):
+                    yield json.dumps(element, ensure_ascii=False).encode() + b"\n"
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+
+
+def _decompressed(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+def _unit(path: Path) -> str:
+    """Say what a row is in this file: a `line`, or an `element` of one JSON array."""
+    try:
+        with _decompressed(path) as opened:
+            head = opened.read(4096)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+    return "element" if head.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[") else "line"

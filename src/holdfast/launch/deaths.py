@@ -1,0 +1,150 @@
+"""Which rank was the first cause, and what a user is told about it. Pure: text and exit codes in, text out."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.launch.directory import Report
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 3
+_LAST_LINES = 6
+_LONGEST_ERROR = 15
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_=>()])")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", flags=re.MULTILINE)
+"""torch.distributed puts this before each line of a traceback."""
+_TRACEBACK = "Traceback (most recent call last):"
+_FATAL = ("Fatal Python error:", "terminate called after")
+_NATIVE_LOG = re.compile(r"^\[?(rank\d+\]:)?\[?[IWEF]\d{4} ")
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one rank ended."""
+
+    rank: int
+    exit_code: int
+    """Negative: the number of the signal that killed it."""
+    time: float
+    """Seconds since the epoch at which the launcher saw it."""
+    phase: str
+    report: Report | None
+    log: str
+    """What it wrote in this attempt."""
+    ended_by_launcher: bool
+
+
+def first_cause(deaths: Sequence[Death]) -> Death:
+    """Return the death that brought the others about.
+
+    A rank that names its own error, or was killed, comes before one that only lost another rank; then the earlier
+    one. SIGABRT counts as losing another rank: so NCCL ends a process whose peer went away.
+    """
+
+    def order(death: Death) -> tuple[bool, float]:
+        report = death.report
+        if report is not None and report.kind in ("error", "user"):
+            return False, report.time
+        lost_another = (
+            death.ended_by_launcher
+            or death.exit_code in (0, EXIT_STOPPED, -signal.SIGABRT)
+            or (report is not None and report.kind == "peer")
+        )
+        return lost_another, death.time
+
+    return min(deaths, key=order)
+
+
+def how_it_ended(exit_code: int) -> str:
+    """Return 'was killed by SIGKILL' or 'ended with exit code 7'."""
+    if exit_code < 0:
+        return f"was killed by {_signal_name(-exit_code)}"
+    return f"ended with exit code {exit_code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe(death: Death, step: int | None, log_path: object, already_shown: bool) -> str:
+    """Return the paragraph that names a rank, its signal or exit code, where it was, and its last error lines.
+
+    Args:
+        death: The first cause.
+        step: Where the run was, None before its first step.
+        log_path: Named for the reader.
+        already_shown: Its output stands on the terminal, so only the name of the error is repeated.
+    """
+    report = death.report
+    where = f" in phase {death.phase!r}" if death.phase else ""
+    where += f" at step {step}" if step is not None else ""
+    sentence = f"Rank {death.rank} {how_it_ended(death.exit_code)}{where}"
+    if death.ended_by_launcher and report is not None:
+        sentence = f"Rank {death.rank} failed{where}"
+    if report is not None and report.kind in ("error", "user", "peer"):
+        sentence += f": {report.type}: {report.message}"
+    if not sentence.endswith((".", "!", "?")):
+        sentence += "."
+    if death.exit_code == -signal.SIGKILL and not death.ended_by_launcher:
+        sentence += " If you did not send it, the machine ran out of memory: `dmesg` or the scheduler's log says so."
+    error = last_error(death.log)
+    if already_shown or not error:
+        return f"{sentence}\nLog: {log_path}"
+    indented = "\n".join(f"    {line}" for line in error.splitlines())
+    return f"{sentence}\nIts last lines in {log_path}:\n{indented}"
+
+
+def plain(text: str) -> str:
+    """Return a log as it would read on a terminal: no colours, and of each overwritten line the last state."""
+    text = _RANK_PREFIX.sub("", _ESCAPES.sub("", text))
+    lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
+    return "\n".join(lines)
+
+
+def last_error(log: str) -> str:
+    """Return the lines that say what went wrong: the last exception and the place it came from, else the last lines."""
+    lines = plain(log).splitlines()
+    starts = [index for index, line in enumerate(lines) if _TRACEBACK in line or line.startswith(_FATAL)]
+    if not starts:
+        return last_paragraph(log)
+    if not lines[starts[-1]].startswith(_TRACEBACK):
+        return _paragraph(lines[starts[-1] :])
+    body = lines[starts[-1] + 1 :]
+    # Frames are indented, the exception is not; its message may go on over several lines.
+    exception = next((index for index, line in enumerate(body) if line and not line.startswith(" ")), len(body))
+    frames = [index for index in range(exception) if body[index].lstrip().startswith("File ")]
+    place = body[frames[-1] : exception] if frames else []
+    return "\n".join([*place, *_paragraph(body[exception:]).splitlines()])
+
+
+def _paragraph(lines: Sequence[str]) -> str:
+    kept: list[str] = []
+    for line in lines[:_LONGEST_ERROR]:
+        if kept and (not line or _NATIVE_LOG.match(line)):
+            break
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def last_paragraph(log: str) -> str:
+    """Return the last lines that stand together."""
+    kept: list[str] = []
+    for line in reversed(plain(log).rstrip().splitlines()):
+        if not line or len(kept) == _LAST_LINES:
+            break
+        kept.append(line)
+    return "\n".join(reversed(kept))
+
+
+def says_port_taken(log: str, port: int) -> bool:
+    """Say whether a log reports that the rendezvous port already has a listener."""
+    return any(
+        str(port) in line and ("EADDRINUSE" in line or "address already in use" in line.lower())
+        for line in log.splitlines()
+    )

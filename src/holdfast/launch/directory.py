@@ -1,0 +1,163 @@
+"""The launch directory: where ranks leave logs, their step and their last words before a run directory exists.
+
+It stands hidden beside the run directory, on the same file system, so that its logs can be renamed into the run
+directory. Invariant: a configuration that is refused leaves nothing on the disk that was not there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from holdfast.errors import ConfigError
+
+_READ_AT_MOST = 1 << 16
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank (holdfast.parallel.failure), or the launcher for it, wrote into `failure-rank-N.json`."""
+
+    rank: int
+    kind: str
+    """error: its own; user: an error of the user's; peer: it lost another rank; silent: it died without a word."""
+    phase: str
+    type: str
+    message: str
+    step: int | None
+    time: float
+
+
+class LaunchDirectory:
+    """Owns one launch directory and the way its logs go; a context manager.
+
+    Set `keep_logs` before leaving when the logs are worth keeping although no run directory came to be.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        self._run_directory = run_directory.absolute()
+        parent = self._run_directory.parent
+        self._created = [path for path in (parent, *parent.parents) if not path.exists()]
+        prefix = f".{self._run_directory.name}.launch-"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        except OSError as error:
+            raise ConfigError(f"run.dir={parent} cannot be written: {error}.\nName another directory.") from error
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        with contextlib.suppress(OSError):  # a file system without locks: then nothing of ours is ever removed either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _remove_abandoned(parent, prefix, self.path)
+        self.keep_logs = False
+        self._logs = self.path / "logs"
+        if self._run_exists():
+            self._logs = self._run_directory / "logs"
+        self._logs.mkdir(exist_ok=True)
+
+    def __enter__(self) -> LaunchDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.settle()
+        os.close(self._lock)
+        if self._in_hiding and self.keep_logs:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        for parent in self._created:
+            with contextlib.suppress(OSError):  # not empty: somebody uses it
+                parent.rmdir()
+
+    @property
+    def _in_hiding(self) -> bool:
+        return self._logs.parent == self.path
+
+    def _run_exists(self) -> bool:
+        return (self._run_directory / "run.json").exists() or (self._run_directory / "logs").is_dir()
+
+    def settle(self) -> None:
+        """Move the logs into the run directory as soon as rank 0 has made one; ranks keep writing to the same files."""
+        if self._in_hiding and (self._run_directory / "run.json").exists():
+            with contextlib.suppress(OSError):  # another launch of this name was first: ours stay where they are
+                self._logs.rename(self._run_directory / "logs")
+                self._logs = self._run_directory / "logs"
+
+    def log(self, rank: int) -> Path:
+        """Return where the log of a rank is now."""
+        return self._logs / f"rank-{rank}.log"
+
+    def begin_log(self, rank: int, ranks: int, attempt: int) -> int:
+        """Head a new part of a log; return the offset at which it starts."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        with self.log(rank).open("a") as log:
+            log.write(f"--- rank {rank} of {ranks}, attempt {attempt}, {now} ---\n")
+            return log.tell()
+
+    def begin_attempt(self) -> None:
+        """Forget what the ranks of an earlier attempt left."""
+        for pattern in ("failure-rank-*.json", "phase-rank-*", "step"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def step(self) -> int | None:
+        """Return the step rank 0 was at, None before the first."""
+        text = _read(self.path / "step").strip()
+        return int(text) if text.isdecimal() else None
+
+    def phase(self, rank: int) -> str:
+        """Return the phase a rank was in, empty if it never said."""
+        return _read(self.path / f"phase-rank-{rank}").strip()
+
+    def reports(self) -> list[Report]:
+        """Return what ranks said about their failures, earliest first."""
+        found = []
+        for path in self.path.glob("failure-rank-*.json"):
+            with contextlib.suppress(ValueError, TypeError):  # torn or foreign: the exit code still speaks
+                values: dict[str, Any] = json.loads(_read(path))
+                found.append(Report(**values))
+        return sorted(found, key=lambda report: report.time)
+
+    def report(self, report: Report) -> None:
+        """Speak for a rank that died without a word, so that the survivors can name it."""
+        target = self.path / f"failure-rank-{report.rank}.json"
+        staging = target.with_suffix(".launcher")
+        with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
+            staging.write_text(json.dumps(asdict(report)))
+            if not target.exists():
+                staging.rename(target)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(_READ_AT_MOST)
+    except OSError:
+        return ""
+
+
+def _remove_abandoned(parent: Path, prefix: str, own: Path) -> None:
+    """Remove launch directories of this run whose launcher has gone: their lock is free."""
+    for path in parent.glob(f"{prefix}*"):
+        if path == own:
+            continue
+        try:
+            lock = os.open(path / "lock", os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(lock)

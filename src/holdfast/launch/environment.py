@@ -1,0 +1,99 @@
+"""The environment of a rank, and how many ranks this machine takes. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.config.launch import LaunchConfig
+
+LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"
+"""Set in every rank; also the mark by which processes of a launch are found again."""
+
+_DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
+
+
+def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether somebody else (torchrun, a Slurm script) has already started this process as one rank of many."""
+    environ = os.environ if environ is None else environ
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of processes `launch` asks for; `auto` is one per visible GPU, or one."""
+    if launch.ranks != "auto":
+        return launch.ranks
+    if launch.device == "cpu":
+        return 1
+    return max(1, cuda_devices(os.environ if environ is None else environ))
+
+
+def cuda_devices(environ: Mapping[str, str]) -> int:
+    """Count the GPUs CUDA would show to a process with this environment, without importing torch."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return 0
+    found = _installed_gpus(environ)
+    if visible is None:
+        return found
+    count = 0
+    for name in (entry.strip() for entry in visible.split(",")):
+        # CUDA stops at the first name it does not know, and shows what stands before it.
+        known = int(name) < found if name.isdecimal() else name.startswith(("GPU-", "MIG-")) and found > 0
+        if not known:
+            break
+        count += 1
+    return count
+
+
+def _installed_gpus(environ: Mapping[str, str]) -> int:
+    # nvidia-smi first: inside a container it sees what the container may use, /proc sees the whole machine.
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is not None:
+        try:
+            listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        else:
+            if listing.returncode == 0:
+                return len(re.findall(r"^GPU \d+:", listing.stdout, flags=re.MULTILINE))
+    try:
+        return sum(1 for _ in _DRIVER_DIRECTORY.iterdir())
+    except OSError:
+        return 0
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback address that is free now; another program may still take it first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def rank_environment(
+    environ: Mapping[str, str], rank: int, ranks: int, port: int, threads: int, directory: Path
+) -> dict[str, str]:
+    """Return the environment of one rank: the user's own, plus what `torch.distributed` and Holdfast read."""
+    return {
+        # A killed rank must not take its last lines with it, and a crash in C++ must show the Python stack.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        LAUNCH_DIRECTORY_VARIABLE: str(directory),
+    }

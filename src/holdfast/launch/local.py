@@ -1,0 +1,86 @@
+"""Start the ranks of a run on this machine, and start them again when one dies.
+
+The exit code is the command's: 0 done, 2 refused, 3 stopped and can be started again (holdfast.errors). This process
+never imports torch. Restarting is safe because a run resumes by itself from its newest verified checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast.config.launch import LaunchConfig
+from holdfast.errors import RunStopped, UserError
+from holdfast.launch.directory import LaunchDirectory
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
+from holdfast.launch.processes import Guard
+from holdfast.launch.stops import StopRequests
+from holdfast.launch.watch import Ending, Patience, Start, Verdict, attempt, tell
+
+__all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
+
+_MOST_PORTS = 5
+
+
+def launch_local(
+    command: Sequence[str],
+    ranks: int,
+    launch: LaunchConfig,
+    run_directory: Path,
+    environ: Mapping[str, str] | None = None,
+    patience: Patience | None = None,
+) -> int:
+    """Run `command` once per rank and return the exit code of the whole.
+
+    Args:
+        command: The argv of one rank; its number and the others' come from the environment, as under torchrun.
+        ranks: Processes to start; see `resolve_ranks`.
+        launch: Restarts and threads.
+        run_directory: Where the run will live. Rank 0 makes it, `run.json` in it says that it did.
+        environ: The environment ranks inherit, this process's own if None.
+        patience: Times between a death and the end of the other ranks.
+
+    Call it in the main thread: only there can Ctrl-C and SIGTERM be passed on. Raises ConfigError if nothing can be
+    written beside the run directory.
+    """
+    environ = os.environ if environ is None else environ
+    start = Start(command, ranks, launch.threads_per_rank, environ, patience or Patience())
+    with LaunchDirectory(run_directory) as directory:
+        mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
+        with Guard(mark, environ) as guard, StopRequests() as stops:
+            ending = _attempts(start, launch.max_restarts, directory, guard, stops)
+        directory.keep_logs = ending.verdict in (Verdict.DIED, Verdict.PORT_TAKEN)
+    match ending.verdict:
+        case Verdict.DONE:
+            return 0
+        case Verdict.REFUSED:
+            return UserError.exit_code
+        case Verdict.STOPPED | Verdict.DIED | Verdict.PORT_TAKEN:
+            return RunStopped.exit_code
+
+
+def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard: Guard, stops: StopRequests) -> Ending:
+    died_at: set[int | None] = set()
+    restarts = ports = 0
+    number = 1
+    while True:
+        ending = attempt(number, start, directory, guard, stops)
+        if ending.text:
+            tell(ending.text)
+        number += 1
+        if ending.verdict is Verdict.PORT_TAKEN and ports < _MOST_PORTS and not stops.any:
+            ports += 1
+            continue
+        if ending.verdict is not Verdict.DIED:
+            return ending
+        place = "before its first step" if ending.step is None else f"at step {ending.step}"
+        if ending.step in died_at:
+            tell(f"The run died {place} twice, so it is not started again: the cause is not chance.")
+            return ending
+        if stops.any or restarts == max_restarts:
+            tell("The same command starts the run again, from its newest verified checkpoint.")
+            return ending
+        died_at.add(ending.step)
+        restarts += 1
+        tell(f"Restart {restarts} of at most {max_restarts}, from the newest verified checkpoint.")

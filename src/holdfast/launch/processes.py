@@ -1,0 +1,165 @@
+"""Find and end every process of a launch: ranks, their children, and children that moved to a session of their own.
+
+Invariant: whatever way the launcher ends, SIGKILL included, no process it started outlives it. A process belongs to a
+launch when its environment carries the launch directory (children inherit it, and cannot leave it as they can leave a
+process group), or when it stands in the process group or session of a rank.
+
+Run as a program this file is the *guard*: a process outside the launcher's session that waits for the launcher's end
+of a pipe to close. A pipe closes however its owner dies, and unlike PR_SET_PDEATHSIG it reaches grandchildren too.
+The guard imports the standard library only, so that it starts in about 10 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+
+_PROC = Path("/proc")
+_DONE = "done"
+_GUARD_KILL_SECONDS = 30.0
+
+
+def living(mark: str, leaders: Collection[int]) -> set[int]:
+    """Return the processes of a launch that still run.
+
+    Args:
+        mark: `NAME=value` as it stands in the environment of every process of the launch.
+        leaders: Ranks' process ids; each leads a session and a process group.
+    """
+    if not (_PROC / "self" / "stat").exists():  # without /proc the process groups are all one can see
+        return {leader for leader in leaders if _group_exists(leader)}
+    wanted = mark.encode() + b"\0"
+    found = set()
+    for entry in os.listdir(_PROC):  # noqa: PTH208  names only: a Path per process costs more than the scan
+        if entry.isdecimal() and int(entry) != os.getpid() and _belongs(entry, wanted, leaders):
+            found.add(int(entry))
+    return found
+
+
+def _belongs(pid: str, wanted: bytes, leaders: Collection[int]) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123  see living
+            state, _parent, group, session = stat.read().rpartition(b")")[2].split()[:4]
+        if state in (b"Z", b"X"):
+            return False
+        if int(group) in leaders or int(session) in leaders:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as environ:  # noqa: PTH123
+            return (b"\0" + wanted) in (b"\0" + environ.read())
+    except (OSError, ValueError):  # it ended while we looked, or belongs to another user
+        return False
+
+
+def _group_exists(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # macOS answers so for a group of zombies
+        return False
+    return True
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if _PROC.joinpath("self", "stat").exists():
+            os.kill(pid, number)
+        else:
+            os.killpg(pid, number)
+
+
+def end(
+    mark: str,
+    leaders: Collection[int],
+    term_seconds: float,
+    kill_seconds: float,
+    reap: Callable[[], None] = lambda: None,
+) -> set[int]:
+    """Ask every process of the launch to end, then kill what stays; return what even SIGKILL did not end.
+
+    Args:
+        mark: See `living`.
+        leaders: See `living`.
+        term_seconds: Time between SIGTERM and SIGKILL; 0 sends SIGKILL at once.
+        kill_seconds: Time to wait for killed processes to go (one inside a hung driver call cannot).
+        reap: Called between looks, to collect children that ended.
+    """
+    if term_seconds > 0:
+        for pid in living(mark, leaders):
+            _send(pid, signal.SIGTERM)
+        deadline = time.monotonic() + term_seconds
+        reap()
+        while living(mark, leaders) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            reap()
+    deadline = time.monotonic() + kill_seconds
+    while True:
+        remaining = living(mark, leaders)  # again each time: a process may have started another meanwhile
+        for pid in remaining:
+            _send(pid, signal.SIGKILL)
+        reap()
+        if not remaining or time.monotonic() > deadline:
+            return remaining
+        time.sleep(0.05)
+
+
+class Guard:
+    """The process that ends a launch whose launcher was killed; a context manager."""
+
+    def __init__(self, mark: str, environ: Mapping[str, str]) -> None:
+        name = mark.partition("=")[0]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={key: value for key, value in environ.items() if key != name},
+            start_new_session=True,
+            text=True,
+        )
+        self._tell(mark)
+
+    def watch(self, leader: int) -> None:
+        """Add a rank to those that must not outlive this process."""
+        self._tell(str(leader))
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a guard that somebody killed is no reason to stop a run
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._tell(_DONE)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def _guard_main() -> None:
+    mark = sys.stdin.readline().rstrip("\n")
+    leaders: set[int] = set()
+    for line in sys.stdin:
+        if line.strip() == _DONE:
+            return
+        leaders.add(int(line))
+    if mark:
+        end(mark, leaders, term_seconds=0.0, kill_seconds=_GUARD_KILL_SECONDS)
+
+
+if __name__ == "__main__":
+    _guard_main()

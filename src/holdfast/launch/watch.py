@@ -1,0 +1,260 @@
+"""One attempt: start the ranks, watch them, end what is left when one dies, and say how it went.
+
+Invariant: when `attempt` returns, no process of the attempt runs, and a death is followed by that within 10 seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from signal import SIGINT, SIGTERM
+
+from holdfast.launch.deaths import (
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    Death,
+    describe,
+    first_cause,
+    how_it_ended,
+    last_paragraph,
+    says_port_taken,
+)
+from holdfast.launch.directory import LaunchDirectory, Report
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, free_port, rank_environment
+from holdfast.launch.processes import Guard, end
+from holdfast.launch.stops import StopRequests
+from holdfast.launch.terminal import Relay
+
+_POLL_SECONDS = 0.05
+_LOOK_SECONDS = 0.25
+_READ_OF_LOG = 1 << 16
+# Codes of a rank that a request to stop met before it could handle it: Python's and a shell's spelling.
+_ENDED_BY_REQUEST = (0, EXIT_STOPPED, -SIGINT, 128 + SIGINT, -SIGTERM, 128 + SIGTERM)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Times between a death and the end of everything; their sum stays below 10 seconds."""
+
+    settle_seconds: float = 3.0
+    """The others may end by themselves, with a message of their own."""
+    term_seconds: float = 3.0
+    """From SIGTERM to SIGKILL."""
+    kill_seconds: float = 2.0
+    """For killed processes to go."""
+
+
+class Verdict(Enum):
+    """How an attempt went."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    REFUSED = "refused"
+    PORT_TAKEN = "port taken"
+    DIED = "died"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt went, what the user is told, and the step it had reached."""
+
+    verdict: Verdict
+    text: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every attempt starts."""
+
+    command: Sequence[str]
+    ranks: int
+    threads: int
+    environ: Mapping[str, str]
+    patience: Patience
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log_start: int
+    seen_dead_at: float | None = None
+    ended_by_launcher: bool = False
+
+    def poll(self) -> int | None:
+        code = self.process.poll()
+        if code is not None and self.seen_dead_at is None:
+            self.seen_dead_at = time.time()
+        return code
+
+
+def tell(text: str) -> None:
+    """Write a paragraph to the user's terminal."""
+    with contextlib.suppress(OSError):  # the terminal has gone: the exit code still speaks
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
+
+
+def attempt(number: int, start: Start, directory: LaunchDirectory, guard: Guard, stops: StopRequests) -> Ending:
+    """Run all ranks once, from their start to the end of the last process."""
+    directory.begin_attempt()
+    port = free_port()
+    starts = [directory.begin_log(rank, start.ranks, number) for rank in range(start.ranks)]
+    relay = Relay(directory.log(0))
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(start.ranks):
+            ranks.append(_Rank(rank, _start_rank(rank, port, start, directory, relay), starts[rank]))
+            guard.watch(ranks[-1].process.pid)
+    finally:
+        relay.start()
+        if len(ranks) == start.ranks:
+            _watch(ranks, directory, stops, start.patience)
+        left = _end(ranks, directory, start.patience)
+        relay.finish(1.0)
+        directory.settle()
+    if left:
+        tell(f"These processes did not end even on SIGKILL: {', '.join(map(str, sorted(left)))}.")
+    return _judge(ranks, directory, stops, port, relay.wrote)
+
+
+def _start_rank(
+    rank: int, port: int, start: Start, directory: LaunchDirectory, relay: Relay
+) -> subprocess.Popen[bytes]:
+    environ = rank_environment(start.environ, rank, start.ranks, port, start.threads, directory.path)
+    with directory.log(rank).open("ab") as log:
+        return subprocess.Popen(
+            list(start.command),
+            stdin=subprocess.DEVNULL,
+            stdout=relay.stdout if rank == 0 else log,
+            stderr=relay.stderr if rank == 0 else log,
+            env=environ,
+            # A session of its own: Ctrl-C at the terminal reaches the launcher alone, which passes on what it decides.
+            start_new_session=True,
+        )
+
+
+def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, patience: Patience) -> None:
+    """Return when all ranks have ended, or when the rest must be ended."""
+    deadline: float | None = None
+    next_look = 0.0
+    while any(rank.poll() is None for rank in ranks):
+        for request, text in stops.to_pass_on():
+            tell(text)
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.process.send_signal(request)
+        if stops.now:
+            tell("Stopping now.")
+            return
+        now = time.monotonic()
+        if deadline is None and now >= next_look:
+            next_look = now + _LOOK_SECONDS
+            directory.settle()
+            if _trouble(ranks, directory):
+                deadline = now + patience.settle_seconds
+        if deadline is not None and now > deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
+    """Say whether a rank died or said that it fails, and speak for those that died without a word.
+
+    A rank that ends with 0, or with 3 and no report, has stopped in good order: the others are waited for.
+    """
+    reports = {report.rank for report in directory.reports()}
+    dead = False
+    for rank in ranks:
+        code = rank.poll()
+        if code in (None, 0) or (code == EXIT_STOPPED and rank.number not in reports):
+            continue
+        dead = True
+        if rank.number not in reports and code != EXIT_USER_ERROR:
+            assert code is not None
+            assert rank.seen_dead_at is not None
+            sentence = f"it {how_it_ended(code)}"
+            phase = directory.phase(rank.number)
+            directory.report(
+                Report(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
+            )
+    return dead or bool(reports)
+
+
+def _end(ranks: Sequence[_Rank], directory: LaunchDirectory, patience: Patience) -> set[int]:
+    for rank in ranks:
+        rank.ended_by_launcher = rank.poll() is None
+
+    def reap() -> None:
+        for rank in ranks:
+            rank.poll()
+
+    mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
+    leaders = {rank.process.pid for rank in ranks}
+    return end(mark, leaders, patience.term_seconds, patience.kill_seconds, reap)
+
+
+def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, port: int, wrote: bool) -> Ending:
+    step = directory.step()
+    reports = {report.rank: report for report in directory.reports()}
+    deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
+    by_themselves = [death for death in deaths if not death.ended_by_launcher]
+    codes = {death.exit_code for death in by_themselves}
+    refused = [death for death in by_themselves if death.exit_code == EXIT_USER_ERROR]
+    failures = [report for report in reports.values() if report.kind == "error"]
+    if refused:
+        return Ending(Verdict.REFUSED, _refusal(refused, wrote), step)
+    if stops.now or (stops.any and not failures and codes <= set(_ENDED_BY_REQUEST)):
+        return Ending(Verdict.DONE if {death.exit_code for death in deaths} == {0} else Verdict.STOPPED, "", step)
+    if not reports and len(by_themselves) == len(ranks) and codes <= {0, EXIT_STOPPED}:
+        return Ending(Verdict.STOPPED if EXIT_STOPPED in codes else Verdict.DONE, "", step)
+    if step is None and deaths[0].exit_code > 0 and says_port_taken(deaths[0].log, port):
+        text = f"Port {port} was taken by another program; starting the ranks again on another port."
+        return Ending(Verdict.PORT_TAKEN, text, step)
+    cause = first_cause(deaths)
+    shown = cause.rank == 0 and wrote
+    return Ending(Verdict.DIED, describe(cause, step, _short(directory.log(cause.rank)), shown), step)
+
+
+def _refusal(refused: Sequence[Death], rank_0_wrote: bool) -> str:
+    if refused[0].rank == 0 and rank_0_wrote:
+        return ""
+    report = refused[0].report
+    return report.message if report is not None and report.kind == "user" else last_paragraph(refused[0].log)
+
+
+def _death(rank: _Rank, directory: LaunchDirectory, report: Report | None) -> Death:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL
+        rank.process.wait(timeout=0.1)
+    code = rank.poll()
+    return Death(
+        rank=rank.number,
+        exit_code=-9 if code is None else code,
+        time=rank.seen_dead_at or time.time(),
+        phase=report.phase if report is not None else directory.phase(rank.number),
+        report=report,
+        log=_tail(directory.log(rank.number), rank.log_start),
+        ended_by_launcher=rank.ended_by_launcher,
+    )
+
+
+def _tail(path: os.PathLike[str], start: int) -> str:
+    try:
+        with open(path, "rb") as log:  # noqa: PTH123  a PathLike is all that is asked of the caller
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start, size - _READ_OF_LOG))
+            return log.read(_READ_OF_LOG).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _short(path: os.PathLike[str]) -> str:
+    relative = os.path.relpath(path)
+    return os.fspath(path) if relative.startswith("..") else relative

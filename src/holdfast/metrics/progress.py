@@ -1,0 +1,128 @@
+"""What one sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+
+class Progress(Protocol):
+    """Shows steps as they pass."""
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Print a message without breaking the display."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen as it is."""
+        ...
+
+
+def open_progress(kind: Literal["auto", "bar", "lines", "off"], total: int | None, first_step: int = 0) -> Progress:
+    """Return the display that suits the terminal.
+
+    Args:
+        kind: `auto` is a bar on a terminal and lines elsewhere.
+        total: Steps of the whole run, if known.
+        first_step: Steps done before.
+    """
+    if kind == "off":
+        return Silent()
+    if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
+        return Bar(total, first_step)
+    return Lines(total)
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """Return the few numbers worth a glance."""
+    shown = [
+        ("loss", "loss", "{:.4f}"),
+        ("reward", "reward", "{:.3f}"),
+        ("mean_token_accuracy", "accuracy", "{:.3f}"),
+        ("grad_norm", "norm", "{:.3f}"),
+        ("learning_rate", "lr", "{:.2e}"),
+        ("throughput/tokens_per_second", "tok/s", "{:,.0f}"),
+        ("throughput/mfu", "mfu", "{:.1%}"),
+    ]
+    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in shown if name in metrics)
+
+
+class Silent:
+    """Shows nothing but messages."""
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def say(self, text: str) -> None:
+        """Print the message."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lines:
+    """A line per step, at most one a second."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._last = float("-inf")
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step if a second has passed, or if it is the first or the last."""
+        now = time.monotonic()
+        if now - self._last >= 1.0 or step == self._total:
+            self._last = now
+            of = f"/{self._total}" if self._total else ""
+            print(f"step {step}{of}  {summary(metrics)}", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print the message."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Bar:
+    """A bar with the step's numbers and the time that is left."""
+
+    def __init__(self, total: int | None, first_step: int) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            ProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as RichProgress
+
+        columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24)]
+        columns += [
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        ]
+        self._progress = RichProgress(*columns)
+        self._task = self._progress.add_task("train", total=total, completed=first_step, numbers="")
+        self._progress.start()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=step, numbers=summary(metrics))
+
+    def say(self, text: str) -> None:
+        """Print above the bar."""
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Stop redrawing."""
+        self._progress.stop()

@@ -1,0 +1,218 @@
+"""Attention inside documents that lie side by side, through transformers' attention interface.
+
+transformers' models call the function registered under their `_attn_implementation` with queries, keys and values of
+the whole row. Ours attends within each document only, from the lengths that travel with the call: no mask of the row
+is ever built. On CUDA in 16-bit this is torch's variable-length flash kernel; elsewhere, and for soft caps and sinks,
+one product per document (documents of equal length that lie next to each other share one).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own short name
+from torch import Tensor, nn
+
+from holdfast.errors import ModelError
+
+PACKED = "holdfast_packed"
+"""Name under which transformers finds this attention."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin and end in a packed row."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each, on the host."""
+    offsets: Tensor
+    """[documents + 1] int32 on the device: where each starts, and the end of the last"""
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> Documents:
+        """Lay documents of these lengths side by side."""
+        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lengths, ends.to(device, non_blocking=True))
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, documents, length) for each run of neighbours of equal length."""
+        start = 0
+        for length, run in groupby(self.lengths):
+            count = len(list(run))
+            yield start, count, length
+            start += count * length
+
+
+def register() -> None:
+    """Make the packed attention known to transformers; doing it again changes nothing."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, _no_mask)
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    return None
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - the interface's; documents take its place
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally within each document.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, T, head size]
+        key: [1, key heads, T, head size]; each serves heads / key heads queries.
+        value: As key.
+        attention_mask: Not used.
+        scaling: Factor of the products; default 1 / sqrt(head size).
+        dropout: Probability of dropping an attention weight.
+        options: `documents` (ours), and what a layer asks for: `sliding_window`, `softcap`, `s_aux` (sinks).
+
+    Returns:
+        [1, T, heads, head size], and None in place of attention weights.
+
+    Raises:
+        ModelError: The model does not hand our lengths to its attention, or asks for a bias we do not know.
+    """
+    documents: Documents | None = options.get("documents")
+    if documents is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass keyword arguments to its attention, so packed documents would "
+            "see each other. Set model.attention: sdpa."
+        )
+    if options.get("position_bias") is not None or options.get("is_causal") is False:
+        raise ModelError(
+            f"{type(module).__name__} uses a position bias or attends to later tokens, which packed attention does "
+            "not do. Set model.attention: sdpa."
+        )
+    window = options.get("sliding_window")
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap is None and sinks is None and _can_use_flash(query):
+        return _flash(query, key, value, documents, scaling, window, dropout), None
+    parts = []
+    for start, count, length in documents.runs():
+        rows = slice(start, start + count * length)
+        q, k, v = (_stack(tensor[:, :, rows], count, length) for tensor in (query, key, value))
+        mask = _window_mask(length, window, query.device)
+        if softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        else:
+            out = _explicit(q, k, v, mask, scaling, dropout, softcap, sinks)
+        parts.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
+
+
+def _stack(tensor: Tensor, count: int, length: int) -> Tensor:
+    """[1, heads, count * length, size] -> [count, heads, length, size]"""
+    if count == 1:
+        return tensor
+    return tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return [length, length], True where a query may see a key, or None for plain causal attention.
+
+    A query sees itself and the window - 1 tokens before it, as in transformers and Mistral 7B (arXiv:2310.06825).
+    """
+    if window is None or window >= length:
+        return None
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with the weights written out, for what the fused kernels do not offer.
+
+    `softcap` bounds scores by cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118); `sinks` [heads] is one more logit
+    per head that takes weight and gives nothing (gpt-oss, after arXiv:2309.17453).
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    length = query.shape[2]
+    visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    weights = scores.softmax(-1, dtype=wide).to(query.dtype)[..., :length]
+    return F.dropout(weights, dropout) @ value if dropout else weights @ value
+
+
+def _can_use_flash(query: Tensor) -> bool:
+    return query.device.type == "cuda" and query.dtype in {torch.bfloat16, torch.float16} and query.shape[-1] <= 256
+
+
+@cache
+def _flash_takes_groups() -> bool:
+    """Whether torch's kernel takes fewer key heads than query heads; torch 2.11 does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ModelError("torch's variable-length attention has no dropout. Set model.dropout: false.")
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, heads, size]
+    options: dict[str, Any] = {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and _flash_takes_groups():
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    longest = max(documents.lengths)
+    out: Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        documents.offsets,
+        documents.offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    return out[None]

@@ -1,0 +1,288 @@
+"""A model on the meta device, and all that is needed to fill, train and export it.
+
+Nothing here allocates a parameter. Buffers that no checkpoint holds (rotary frequencies, for one) are garbage after a
+model leaves the meta device and no loader mends them, so they are computed once on the CPU and kept as the reference
+that every materialised model is filled from and compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.model import ModelConfig
+from holdfast.errors import ModelError
+from holdfast.models.attention import PACKED, register
+from holdfast.models.conversion import plan_incoming
+from holdfast.models.family import Family, family_of
+from holdfast.models.names import canonical_name, named_parameters
+from holdfast.models.origin import config_from_values, load_tokenizer, locate, read_config
+from holdfast.models.safetensors_files import StoredTensors
+from holdfast.models.weights_in import LiveSource, RandomSource, StoredSource, WeightSource
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model before it has weights."""
+
+    model: Any
+    """The transformers model on the meta device, to be sharded and filled."""
+    skeleton: Any
+    """A second one that stays on meta: names and shapes for conversions, whatever wraps the first."""
+    original_config: Any
+    """The configuration as it came, for exports."""
+    family: Family
+    tokenizer: Any
+    source: WeightSource
+    buffers: dict[str, Tensor]
+    """Every buffer, computed on the CPU, by canonical name."""
+    used_conversions: tuple[Any, ...] | None
+    """Transforms that the weights came through; None for a random start."""
+    directory: Path | None
+    """Where weights and assets came from."""
+    packed: bool
+    """Whether attention is computed per document."""
+    notes: tuple[str, ...] = field(default=())
+    """What a user should read at start."""
+
+
+def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, tokenizer: Any = None) -> Blueprint:
+    """Plan a model from its configuration section.
+
+    Args:
+        config: The section.
+        base: The directory of the YAML.
+        seed: Of a random start.
+        live: A transformers model in memory, instead of `path` or `config`.
+        tokenizer: A tokenizer in memory, instead of the configured one.
+
+    Raises:
+        ModelError: Files are missing or do not fit, a pattern matches nothing, the vocabulary is too small.
+    """
+    register()
+    directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
+    if live is not None:
+        raw_config = copy.deepcopy(live.config)
+    elif directory is not None:
+        raw_config = read_config(directory, trust_remote_code=config.trust_remote_code)
+    else:
+        assert config.config is not None
+        raw_config = config_from_values(config.config)
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
+    apply_overrides(raw_config, config.config_override)
+    notes = []
+    old_vocabulary = raw_config.get_text_config().vocab_size
+    new_vocabulary = _vocabulary(raw_config, tokenizer, config)
+    if new_vocabulary != old_vocabulary:
+        raw_config.get_text_config().vocab_size = new_vocabulary
+        notes.append(f"vocabulary grown from {old_vocabulary} to {new_vocabulary}")
+    if config.trust_remote_code:
+        notes.append(f"trust_remote_code is on: Python code from {config.path} runs in this process")
+    run_config = copy.deepcopy(raw_config)
+    _for_training(run_config, keep_dropout=config.dropout)
+    model_class = type(live) if live is not None else _model_class(run_config, config.trust_remote_code)
+    model, skeleton = (_on_meta(model_class, copy.deepcopy(run_config)) for _ in range(2))
+    buffers = reference_buffers(model_class, copy.deepcopy(run_config))
+    freeze(model, config.freeze)
+    used = None
+    source: WeightSource
+    if live is not None:
+        source = LiveSource(live)
+    elif directory is None:
+        source = RandomSource(skeleton, seed)
+    else:
+        source, used = _stored(skeleton, directory, old_vocabulary, new_vocabulary)
+    family = family_of(model)
+    packed = _choose_attention(model, family, config.attention, notes)
+    return Blueprint(
+        model, skeleton, raw_config, family, tokenizer, source, buffers, used, directory, packed, tuple(notes)
+    )
+
+
+def _stored(skeleton: Any, directory: Path, old: int, new: int) -> tuple[WeightSource, tuple[Any, ...]]:
+    stored = StoredTensors(directory)
+    growing: dict[str, int] = {}
+    if new != old:
+        layers = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+        matrices = {id(layer.weight) for layer in layers if layer is not None}
+        growing = {name: new for name, value in skeleton.named_parameters() if id(value) in matrices}
+        skeleton = _on_meta(type(skeleton), _with_vocabulary(skeleton.config, old))
+    incoming = plan_incoming(skeleton, stored.headers, str(directory))
+    return StoredSource(stored, incoming.conversions, growing), incoming.used
+
+
+def _with_vocabulary(config: Any, size: int) -> Any:
+    config = copy.deepcopy(config)
+    config.get_text_config().vocab_size = size
+    return config
+
+
+def _vocabulary(config: Any, tokenizer: Any, options: ModelConfig) -> int:
+    """Return the vocabulary size to train with.
+
+    Raises:
+        ModelError: The tokenizer knows more tokens than the embedding has rows.
+    """
+    rows: int = config.get_text_config().vocab_size
+    needed = max(tokenizer.get_vocab().values(), default=0) + 1
+    if needed <= rows:
+        return rows
+    if not options.resize_vocab:
+        raise ModelError(
+            f"The tokenizer has token ids up to {needed - 1}, the model's embedding has {rows} rows. Use the model's "
+            "own tokenizer, or set model.resize_vocab: true to grow the embedding."
+        )
+    return needed
+
+
+def apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
+    """Set fields of a transformers configuration; dotted names reach sub-configurations.
+
+    Raises:
+        ModelError: A field does not exist.
+    """
+    for dotted, value in overrides.items():
+        *path, name = dotted.split(".")
+        place = config
+        for part in path:
+            place = getattr(place, part, None)
+        if place is None or not hasattr(place, name):
+            raise ModelError(
+                f"model.config_override: {type(config).__name__} has no field {dotted}. Its fields stand in the "
+                "model's config.json."
+            )
+        setattr(place, name, value)
+
+
+def _sub_configs(config: Any) -> Iterator[Any]:
+    from transformers import PreTrainedConfig
+
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _sub_configs(value)
+
+
+def _for_training(config: Any, *, keep_dropout: bool) -> None:
+    for part in _sub_configs(config):
+        part.use_cache = False
+        if keep_dropout:
+            continue
+        for name, value in list(vars(part).items()):
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if trust_remote_code and hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if type(config) in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
+            return auto
+    raise ModelError(f"transformers has no language model for model_type {config.model_type!r}.")
+
+
+def _on_meta(model_class: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return _construct(model_class, config)
+
+
+def _construct(model_class: Any, config: Any) -> Any:
+    # float32 here is the dtype of the skeleton; storage is decided when tensors are placed.
+    config.dtype = torch.float32
+    maker = getattr(model_class, "from_config", None) or model_class._from_config  # noqa: SLF001 - same, for a class
+    return maker(config)
+
+
+def reference_buffers(model_class: Any, config: Any) -> dict[str, Tensor]:
+    """Build the model's buffers on the CPU, without allocating its parameters."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), _parameters_on_meta():
+        model = _construct(model_class, config)
+    return {canonical_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Send each parameter to the meta device the moment a module registers it."""
+    original = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Turn off gradients of parameters whose canonical name matches.
+
+    Raises:
+        ModelError: A pattern matches nothing, or nothing is left to train.
+    """
+    import difflib
+
+    parameters = named_parameters(model)
+    for pattern in patterns:
+        matched = [name for name in parameters if re.search(pattern, name)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, parameters, n=2, cutoff=0.3) or list(parameters)[:2]
+            raise ModelError(
+                f"model.freeze: {pattern!r} matches no parameter. Names look like {', '.join(near)}; print all of them "
+                "with `holdfast model parameters RUN.yaml`."
+            )
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(value.requires_grad for value in parameters.values()):
+        raise ModelError(f"model.freeze {patterns} leaves no parameter to train.")
+
+
+def set_storage(model: nn.Module, dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+    """Give the meta parameters the dtypes they are stored in; ties stay ties, buffers stay as they are."""
+    stored: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in stored:
+                target = dtype if parameter.requires_grad else frozen_dtype
+                wanted = target if parameter.is_floating_point() else parameter.dtype
+                cast = nn.Parameter(parameter.detach().to(wanted), requires_grad=parameter.requires_grad)
+                stored[id(parameter)] = stored[id(cast)] = cast
+            module.register_parameter(name, stored[id(parameter)])
+
+
+def _choose_attention(model: Any, family: Family, wanted: str, notes: list[str]) -> bool:
+    """Set the attention implementation; return whether it is the packed one.
+
+    Raises:
+        ModelError: Packed attention was asked for and cannot be exact.
+    """
+    if wanted in {"auto", "packed"}:
+        reason = family.why_not_packed
+        if not reason:
+            model.set_attn_implementation(PACKED)
+            return True
+        if wanted == "packed":
+            raise ModelError(f"model.attention: packed is not exact for {family.name}: {reason}. Use auto or sdpa.")
+        notes.append(f"attention: one document per row, since {reason}")
+        wanted = "sdpa"
+    try:
+        model.set_attn_implementation(wanted)
+    except ValueError as error:
+        raise ModelError(f"{family.name} has no {wanted} attention: {error}") from error
+    return False

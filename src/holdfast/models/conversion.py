@@ -1,0 +1,210 @@
+"""Between the tensors of a file and the tensors of a model: transformers' own mapping, one group at a time.
+
+transformers 5 renames, stacks and splits weights when it loads a directory (Mixtral's experts become one tensor) and
+undoes it when it saves. We ask it for that mapping and apply it to the few tensors that belong together, so that no
+rank ever holds more than one converted tensor. A plan is made from shapes alone, on the meta device: missing, unknown
+and misshapen tensors are known before a byte of data is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import ModelError
+
+
+class Header(NamedTuple):
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors that are converted together."""
+
+    sources: tuple[str, ...]
+    targets: Mapping[str, Header]
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    """Sources by name -> targets by name."""
+    renames_only: bool
+    """One source becomes one target, unchanged."""
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """How a directory becomes a model's tensors."""
+
+    conversions: tuple[Conversion, ...]
+    used: tuple[Any, ...]
+    """transformers' transforms that matched: an export undoes just these."""
+    ignored: tuple[str, ...]
+    """Stored tensors that the model's class declares as not needed."""
+
+
+def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str) -> Incoming:
+    """Plan how stored tensors fill a model.
+
+    Args:
+        model: A transformers model, on any device; only names and shapes are read.
+        stored: What the files hold.
+        origin: Where they are, for messages.
+
+    Raises:
+        ModelError: A tensor is missing, unknown, or of another shape than the model's.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    wanted = _state_headers(model)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    groups: dict[str, _Group] = {}
+    unknown = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target not in wanted:
+            unknown.append(name)
+            continue
+        group = groups.setdefault(target, _Group(target, by_pattern[pattern] if pattern is not None else None))
+        group.members.append((name, pattern or name))
+    conversions = tuple(group.conversion(model, stored, ()) for group in groups.values())
+    ignored = _ignored(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    _check_complete(model, conversions, wanted, [name for name in unknown if name not in ignored], origin)
+    return Incoming(conversions, tuple(entry for entry in transforms if entry.was_used()), tuple(ignored))
+
+
+def plan_outgoing(model: Any, held: Mapping[str, Header], used: Sequence[Any] | None) -> tuple[Conversion, ...]:
+    """Plan how a model's tensors become the names and shapes that its directories have.
+
+    Args:
+        model: A transformers model, on any device.
+        held: The model's tensors to write, one name of each tie.
+        used: The transforms that matched when the weights came in; None if they did not come from a directory.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
+
+    if used is None:
+        # Whether a prefix was there before is known only from the files, so without files none is added.
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        used = [entry for entry in known if not isinstance(entry, PrefixChange)]
+    backwards = [entry.reverse_transform() for entry in reversed(list(used))]
+    renamings = [entry for entry in backwards if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in backwards if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    groups: dict[str, _Group] = {}
+    for name in sorted(held, key=dot_natural_key):
+        target, pattern = _first_match(name, converters)
+        if pattern is None:
+            target = _rename(name, renamings)
+        group = groups.setdefault(target, _Group(target, by_pattern[pattern] if pattern is not None else None))
+        group.members.append((name, pattern or name))
+    return tuple(group.conversion(model, held, renamings) for group in groups.values())
+
+
+class _Group:
+    """Tensors that share a target, and the transform that joins them."""
+
+    def __init__(self, target: str, transform: Any | None) -> None:
+        self.target = target
+        self.transform = transform
+        self.members: list[tuple[str, str]] = []
+        """(name, pattern it matched)"""
+
+    def conversion(self, model: Any, headers: Mapping[str, Header], renamings: Iterable[Any]) -> Conversion:
+        sources = tuple(name for name, _ in self.members)
+        if self.transform is None:
+            if len(sources) != 1:
+                raise ModelError(f"{', '.join(sources)} would all become {self.target}.")
+            target = {self.target: headers[sources[0]]}
+            return Conversion(sources, target, lambda tensors: {self.target: tensors[sources[0]]}, True)
+
+        def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            transform = copy.deepcopy(self.transform)
+            assert transform is not None
+            for name, pattern in self.members:
+                transform.add_tensor(self.target, name, pattern, tensors[name])
+            converted = transform.convert(self.target, model=model, config=model.config)
+            flat = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+            return {_rename(name, renamings): value for name, value in flat.items()}
+
+        on_meta = {name: torch.empty(headers[name].shape, dtype=headers[name].dtype, device="meta") for name in sources}
+        targets = {name: Header(tuple(value.shape), value.dtype) for name, value in run(on_meta).items()}
+        return Conversion(sources, targets, run, False)
+
+
+def _rename(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _first_match(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            return renamed, pattern
+    return name, None
+
+
+def _state_headers(model: nn.Module) -> dict[str, Header]:
+    return {name: Header(tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
+
+
+def _ignored(names: Sequence[str], patterns: Iterable[str] | None) -> list[str]:
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _check_complete(
+    model: nn.Module,
+    conversions: Sequence[Conversion],
+    wanted: Mapping[str, Header],
+    unknown: Sequence[str],
+    origin: str,
+) -> None:
+    from holdfast.models.names import tied_names
+
+    given = {name: header for conversion in conversions for name, header in conversion.targets.items()}
+    aliases = {name: {first, *others} for first, others in tied_names(model).items() for name in (first, *others)}
+    optional = _ignored(list(wanted), getattr(model, "_keys_to_ignore_on_load_missing", None))
+    missing = [
+        name
+        for name in wanted
+        if name not in given and name not in optional and not any(alias in given for alias in aliases.get(name, ()))
+    ]
+    misshapen = [
+        f"{name} is {list(header.shape)}, the model wants {list(wanted[name].shape)}"
+        for name, header in given.items()
+        if name in wanted and header.shape != wanted[name].shape
+    ]
+    unknown = [*unknown, *(name for name in given if name not in wanted)]
+    parts = [
+        _listing("missing tensors", missing),
+        _listing("tensors the model does not know", unknown),
+        _listing("tensors of another shape", misshapen),
+    ]
+    found = "; ".join(part for part in parts if part)
+    if found:
+        raise ModelError(
+            f"{origin} does not fit {type(model).__name__}: {found}. Check that its config.json belongs to its weights."
+        )
+
+
+def _listing(title: str, items: Sequence[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - 4} more" if len(items) > 4 else ""
+    return f"{len(items)} {title} ({', '.join(items[:4])}{more})"

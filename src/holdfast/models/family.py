@@ -1,0 +1,108 @@
+"""What sets one architecture apart from the next, as data.
+
+The generic family serves any causal language model of transformers: a backbone that returns hidden states, and an
+output layer. Exceptions are fields, read from the model's own configuration where it states them. A check at start
+(`models/selfcheck.py`) compares our path with transformers' own forward, so a missing exception stops the run instead
+of training on wrong numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from holdfast.errors import ModelError
+from holdfast.models.scores import HeadSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture's particulars."""
+
+    name: str
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    packs: bool = True
+    """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
+    why_not_packed: str = ""
+
+    def head_spec(self, *, float32_product: bool, chunk_tokens: int | None) -> HeadSpec:
+        """Return how this architecture's logits follow from hidden states."""
+        return HeadSpec(self.logit_scale, self.logit_softcap, float32_product, chunk_tokens)
+
+
+_RECURRENT = ("mamba", "recurrent", "rwkv", "linear_attention", "short_conv", "conv")
+
+
+def family_of(model: nn.Module) -> Family:
+    """Read the particulars of a transformers model from its configuration and layers."""
+    config: Any = model.config
+    text: Any = config.get_text_config()
+    scale = 1.0
+    if getattr(text, "logit_scale", None):  # Cohere multiplies logits
+        scale = float(text.logit_scale)
+    if getattr(text, "logits_scaling", None):  # Granite divides them
+        scale = 1.0 / float(text.logits_scaling)
+    if getattr(text, "lm_head_multiplier", None):  # Falcon-H1
+        scale = float(text.lm_head_multiplier)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or []}
+    recurrent = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENT)) or _recurrent_layers(model)
+    return Family(
+        name=str(config.model_type),
+        logit_scale=scale,
+        logit_softcap=None if softcap is None else float(softcap),
+        packs=not recurrent,
+        why_not_packed=f"its {recurrent[0]} layers carry state across documents" if recurrent else "",
+    )
+
+
+def _recurrent_layers(model: nn.Module) -> list[str]:
+    names = {type(module).__name__ for module in model.modules()}
+    return sorted(name for name in names if any(word in name.lower() for word in ("mamba", "rwkv", "recurrent", "ssm")))
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """Return the part of a language model that ends in hidden states.
+
+    Raises:
+        ModelError: The model has none under the name it announces.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    backbone = getattr(model, prefix, None) if prefix else None
+    if not isinstance(backbone, nn.Module):
+        raise ModelError(
+            f"{type(model).__name__} has no backbone under {prefix!r}; only models made of a backbone and an output "
+            "layer can be trained."
+        )
+    return backbone
+
+
+def output_layer_of(model: nn.Module) -> nn.Module:
+    """Return the layer that turns hidden states into logits.
+
+    Raises:
+        ModelError: The model has no such layer, or it is not a matrix product.
+    """
+    layer: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+    if not isinstance(layer, nn.Module) or not hasattr(layer, "weight"):
+        raise ModelError(f"{type(model).__name__} has no output layer with a weight matrix.")
+    return layer
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the paths of the transformer blocks: list members of the classes the model says must not be split."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = [
+        f"{path}.{index}"
+        for path, members in lists
+        for index, member in enumerate(members)
+        if type(member).__name__ in classes
+    ]
+    if found or not lists:
+        return found
+    path, members = max(lists, key=lambda item: sum(value.numel() for value in item[1].parameters()))
+    return [f"{path}.{index}" for index in range(len(members))]

@@ -1,0 +1,30 @@
+"""One spelling for every parameter, whatever wraps its module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+POLICY_PREFIX = "language_model."
+"""Where `PolicyModel` keeps the transformers model."""
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """Return the name transformers gives a parameter, without the marks of checkpointing, compiling and our root."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix(POLICY_PREFIX)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters by canonical name; of tied ones, the first."""
+    return {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+
+
+def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, for each parameter that has several names, its first name and the others."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(canonical_name(name))
+    return {names[0]: tuple(names[1:]) for names in by_identity.values() if len(names) > 1}

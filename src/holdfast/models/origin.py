@@ -1,0 +1,137 @@
+"""Find a model's files: a local directory, or a hub name that is downloaded into the hub's own cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.model import ModelConfig
+from holdfast.errors import ModelError
+
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
+
+
+def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path:
+    """Return the local directory of a model or tokenizer, downloading it if it is a hub name.
+
+    Args:
+        name: A directory (looked up from the current directory, then beside the YAML) or a hub name.
+        config: Says which hub, revision, and whether code may come along.
+        base: The directory of the YAML.
+        weights: Download weights too, not only texts.
+
+    Raises:
+        ModelError: There is neither such a directory nor such a name on the hub.
+    """
+    for directory in (Path(name).expanduser(), base / name):
+        if directory.is_dir():
+            return directory.resolve()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
+        raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).")
+    patterns = _TEXTS + (_WEIGHTS if weights else []) + (["*.py"] if config.trust_remote_code else [])
+    if config.hub == "modelscope":
+        return _from_modelscope(name, config.revision, patterns)
+    return _from_hugging_face(name, config.revision, patterns)
+
+
+def _from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        at = f" at revision {revision}" if revision else ""
+        raise ModelError(
+            f"{name} is no directory here, and the Hugging Face hub did not give it{at}: {reason}. Check the spelling, "
+            "the network and HF_TOKEN."
+        ) from error
+
+
+def _from_modelscope(name: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        raise ModelError("model.hub: modelscope needs a package: pip install 'holdfast[modelscope]'.") from error
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{name} is no directory here, and ModelScope did not give it: {error}.") from error
+
+
+def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
+    """Return the transformers configuration of a model directory.
+
+    Raises:
+        ModelError: There is none, it is damaged, or it brings code that may not run.
+    """
+    from transformers import AutoConfig
+
+    path = directory / "config.json"
+    if not path.exists():
+        held = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
+        raise ModelError(f"{directory} has no config.json, so it is no model directory. It holds {held}.")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}.") from error
+    if "auto_map" in raw and not trust_remote_code:
+        raise ModelError(
+            f"{directory} brings Python code of its own ({', '.join(sorted(raw['auto_map']))}), which would run on "
+            "your machine. Read it, then set model.trust_remote_code: true."
+        )
+    try:
+        return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"transformers cannot read {path}: {reason}") from error
+
+
+def config_from_values(values: dict[str, Any]) -> Any:
+    """Return a transformers configuration from `model.config`.
+
+    Raises:
+        ModelError: transformers knows no such model_type, or refuses a value.
+    """
+    import difflib
+
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = str(values["model_type"])
+    if kind not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ModelError(f"transformers knows no model_type {kind!r}.{hint}")
+    try:
+        return AutoConfig.for_model(**values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"model.config does not make a {kind} configuration: {error}") from error
+
+
+def load_tokenizer(config: ModelConfig, base: Path) -> Any:
+    """Return the run's tokenizer.
+
+    Raises:
+        ModelError: There is none where it was looked for.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.tokenizer or config.path
+    assert name is not None, "the configuration demands a tokenizer"
+    if name == "builtin:characters":
+        from holdfast.data.characters import character_tokenizer
+
+        return character_tokenizer()
+    directory = locate(name, config, base, weights=False)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{directory} has no tokenizer that transformers can load: {reason} Set model.tokenizer to a directory "
+            "that has one."
+        ) from error

@@ -1,0 +1,120 @@
+"""The sharded root: takes a batch, returns scores or a loss.
+
+Backbone and head are called nowhere else. FSDP2 gathers a root's own parameters only inside the root's forward; a head
+touched outside it finds shards where it expects a matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import ModelError
+from holdfast.models.attention import Documents
+from holdfast.models.family import Family, backbone_of, output_layer_of
+from holdfast.models.scores import Head, HeadSpec, score, separable_loss
+from holdfast.objectives.base import Objective, scored_tokens
+from holdfast.types import Batch, LossSum, Scores
+
+
+class PolicyModel(nn.Module):
+    """A transformers language model as a policy over tokens.
+
+    Args:
+        language_model: The transformers model.
+        family: Its particulars.
+        head_spec: How its logits follow from hidden states.
+        padded: Batches hold one document per row, and attention is transformers' own.
+    """
+
+    def __init__(self, language_model: nn.Module, family: Family, head_spec: HeadSpec, *, padded: bool = False) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.family = family
+        self.head_spec = head_spec
+        self.padded = padded
+
+    def forward(
+        self, batch: Batch, objective: Objective | None = None, *, temperature: float = 1.0, entropy: bool = False
+    ) -> LossSum | Scores:
+        """Score the batch's trained tokens; with an objective, sum its loss over them.
+
+        Args:
+            batch: On the model's device.
+            objective: The loss, or None for differentiable scores.
+            temperature: Divides the logits.
+            entropy: Also compute entropies, even if the objective does not need them.
+        """
+        hidden = self.hidden_states(batch)
+        predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
+        targets = batch.tokens.flatten()[batch.scored]
+        head = self._head()
+        if objective is None:
+            return score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
+        entropy = entropy or objective.needs_entropy
+        tokens = scored_tokens(batch)
+        loss: Tensor
+        if objective.separable:
+
+            def terms(logprobs: Tensor, entropies: Tensor | None, start: int, end: int) -> Tensor:
+                part = tokens.part(start, end)
+                return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
+
+            loss, scores = separable_loss(
+                predicted, head, targets, terms, self.head_spec, temperature=temperature, entropy=entropy
+            )
+        else:
+            live = score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
+            terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
+            loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
+            scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]
+        return LossSum(loss, scores, objective.sums(scores, tokens))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
+        inputs: dict[str, Any] = dict(batch.model_inputs)
+        if self.padded:
+            inputs["attention_mask"] = batch.sequence_ids >= 0
+        else:
+            inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device)
+        positions = batch.position_ids
+        output = backbone_of(self.language_model)(
+            input_ids=batch.tokens,
+            position_ids=positions[0] if positions.shape[0] == 1 else positions,
+            # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
+            use_cache=False,
+            **inputs,
+        )
+        if getattr(output, "past_key_values", None) is not None:
+            raise ModelError(
+                f"{type(self.language_model).__name__} returned a key/value cache although none was asked for."
+            )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def upstream_logprobs(self, tokens: Tensor) -> Tensor:
+        """Score one sequence by transformers' own forward: the yardstick of the check at start.
+
+        Args:
+            tokens: [L] int64
+
+        Returns:
+            [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
+        """
+        output = self.language_model(input_ids=tokens[None], use_cache=False)
+        logits: Tensor = output.logits[0, :-1]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+
+    def _head(self) -> Head:
+        layer = output_layer_of(self.language_model)
+        return Head(layer.weight, getattr(layer, "bias", None))  # type: ignore[arg-type]  # a parameter
+
+
+def predictors(batch: Batch) -> Tensor:
+    """Return [N] flat positions of the hidden states that predict the scored tokens."""
+    width = batch.tokens.shape[1]
+    rows = batch.scored // width * width
+    return rows + batch.predictor_index.flatten()[batch.scored]

@@ -1,0 +1,173 @@
+"""Read and write safetensors files tensor by tensor.
+
+The format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON header with
+dtype, shape and byte range of every tensor, then the bytes. The library writes a file from a dictionary that holds all
+its tensors at once; ours writes each tensor as it comes and holds one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import ModelError
+from holdfast.models.conversion import Header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def read_header(path: Path) -> dict[str, Header]:
+    """Return what a file holds, and check that its bytes are all there.
+
+    Raises:
+        ModelError: The file is cut short or no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ModelError(f"{path} is no safetensors file, or it is cut short ({size} bytes). Copy it again.")
+        try:
+            entries: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise ModelError(f"{path} has a damaged header: {error}. Copy it again.") from error
+    entries.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if 8 + length + end != size:
+        raise ModelError(f"{path} holds {size} bytes, its header announces {8 + length + end}. Copy it again.")
+    unknown = sorted({entry["dtype"] for entry in entries.values()} - set(_DTYPES))
+    if unknown:
+        raise ModelError(f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported.")
+    return {name: Header(tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+
+
+def weight_files(directory: Path) -> dict[str, Path]:
+    """Return the file that holds each tensor of a model directory.
+
+    Raises:
+        ModelError: There are no safetensors files, or one that the index names is missing.
+    """
+    index = directory / INDEX
+    if index.exists():
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for file in names.values() if not (directory / file).exists()})
+        if missing:
+            raise ModelError(
+                f"{directory} lacks {', '.join(missing)}, which {INDEX} names. Copy or download the directory again."
+            )
+        return {name: directory / file for name, file in names.items()}
+    single = directory / SINGLE
+    if single.exists():
+        return dict.fromkeys(read_header(single), single)
+    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    hint = f" It has {', '.join(other[:3])}: load and save it once with transformers to convert." if other else ""
+    raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
+
+
+class StoredTensors:
+    """The tensors of a model directory, read when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = weight_files(directory)
+        self.headers: dict[str, Header] = {}
+        for path in sorted(set(self._files.values())):
+            self.headers |= read_header(path)
+        absent = sorted(name for name in self._files if name not in self.headers)
+        if absent:
+            raise ModelError(f"{directory}: the index names {absent[0]}, and no file holds it.")
+        self._open: tuple[Path, Any] | None = None
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Return a tensor, or the given rows of it."""
+        from safetensors import safe_open
+
+        path = self._files.get(name) or next(iter(self._files.values()))
+        if self._open is None or self._open[0] != path:
+            self._open = (path, safe_open(str(path), framework="pt"))
+        if rows is None:
+            whole: Tensor = self._open[1].get_tensor(name)
+            return whole
+        part: Tensor = self._open[1].get_slice(name)[rows]
+        return part
+
+
+def plan_files(headers: Mapping[str, Header], largest_bytes: int) -> dict[str, list[str]]:
+    """Distribute tensors over files in order, none above `largest_bytes` unless a single tensor is.
+
+    Returns:
+        Names by file, named as transformers names them.
+    """
+    files: list[list[str]] = [[]]
+    used = 0
+    for name, header in headers.items():
+        size = tensor_bytes(header)
+        if files[-1] and used + size > largest_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    total = len(files)
+    return {f"model-{index:05d}-of-{total:05d}.safetensors": names for index, names in enumerate(files, start=1)}
+
+
+def tensor_bytes(header: Header) -> int:
+    """Return the size of a tensor's data."""
+    return torch.Size(header.shape).numel() * header.dtype.itemsize
+
+
+def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write one file from tensors that arrive in the order of `headers`; what follows them is left in the iterator.
+
+    Raises:
+        ValueError: A tensor has another name, shape or dtype than planned.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, header in headers.items():
+        end = position + tensor_bytes(header)
+        entries[name] = {"dtype": _CODES[header.dtype], "shape": list(header.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name, header in headers.items():
+        given, tensor = next(tensors)
+        if given != name or tuple(tensor.shape) != header.shape or tensor.dtype != header.dtype:
+            raise ValueError(f"planned {name} {header}, got {given} {tuple(tensor.shape)} {tensor.dtype}")
+        file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+
+
+def index_json(files: Mapping[str, list[str]], headers: Mapping[str, Header]) -> str:
+    """Return the text of the index of several files."""
+    weight_map = {name: file for file, names in files.items() for name in names}
+    metadata = {
+        "total_parameters": sum(torch.Size(header.shape).numel() for header in headers.values()),
+        "total_size": sum(tensor_bytes(header) for header in headers.values()),
+    }
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

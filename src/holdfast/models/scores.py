@@ -1,0 +1,326 @@
+"""Log-probabilities and entropy of chosen tokens, without the logits of a sequence.
+
+Tokens are scored in chunks; a chunk's logits live in one buffer that is turned in place into exp(logit - max). From
+that buffer, its row sums and its row maxima follow the log-probability, the entropy and every gradient:
+
+    log p_t   = l_t - m - log z            z = sum_j e_j,  e_j = exp(l_j - m)
+    H         = log z - (1/z) sum_j e_j log e_j
+    dlog p_t / dl_j = [j = t] - e_j / z
+    dH / dl_j       = -(e_j / z) (log e_j - log z + H)
+
+Two forms share this arithmetic. A separable loss knows its gradient as soon as a chunk's log-probabilities are known,
+so the gradients of hidden states and head are formed in the forward pass: three matrix products in all. Any other loss
+keeps only log-probabilities and computes each chunk again in the backward pass: four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.types import Scores
+
+TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
+"""(log-probabilities [n], entropy [n] or None, start, end) -> weighted loss terms [n] of tokens start..end-1"""
+
+_CACHE_ELEMENTS = 65_536
+"""Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """How logits follow from hidden states: `softcap * tanh(scale * (W h + b) / softcap) / temperature`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """Gemma 2 (arXiv:2408.00118, section 2)."""
+    float32_product: bool = False
+    """Multiply in float32 even when hidden states are bfloat16."""
+    chunk_tokens: int | None = None
+
+
+class Head(NamedTuple):
+    """The head's parameters, as they are inside the sharded root's forward."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+
+
+def score(
+    hidden: Tensor, head: Head, targets: Tensor, spec: HeadSpec, *, temperature: float = 1.0, entropy: bool = False
+) -> Scores:
+    """Score tokens, differentiably; the backward pass computes each chunk again.
+
+    Args:
+        hidden: [N, H], the hidden state that predicts each token.
+        head: The output layer.
+        targets: [N] int64.
+        spec: How logits follow from hidden states.
+        temperature: Divides the logits.
+        entropy: Also return the entropy (one more sweep over each chunk).
+    """
+    how = _How(spec, temperature, entropy, torch.is_grad_enabled())
+    logprobs, entropies, is_top = _Recompute.apply(hidden, head.weight, head.bias, targets, how)
+    return Scores(logprobs, is_top, entropies if entropy else None)
+
+
+def separable_loss(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    terms: TokenTerms,
+    spec: HeadSpec,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Scores]:
+    """Sum a loss over tokens and form its gradients in the same pass.
+
+    Args:
+        terms: The weighted loss of each token of a chunk.
+        hidden, head, targets, spec, temperature, entropy: As in `score`.
+
+    Returns:
+        The differentiable sum [] and the detached scores.
+    """
+    how = _How(spec, temperature, entropy, torch.is_grad_enabled())
+    loss, logprobs, entropies, is_top = _OnePass.apply(hidden, head.weight, head.bias, targets, terms, how)
+    return loss, Scores(logprobs, is_top, entropies if entropy else None)
+
+
+class _How(NamedTuple):
+    """Options of one call."""
+
+    spec: HeadSpec
+    temperature: float
+    want_entropy: bool
+    want_gradients: bool
+    """Whether gradients are recorded where the call is made; inside an autograd function they never are."""
+
+
+class _Chunk(NamedTuple):
+    """One chunk after the forward sweep."""
+
+    exponentials: Tensor
+    """[n, V] e_j"""
+    normaliser: Tensor
+    """[n] z"""
+    slope: Tensor | None
+    """[n, V] derivative of the soft cap, without scale and temperature; None without a cap"""
+    logprobs: Tensor
+    entropy: Tensor | None
+    is_top: Tensor
+
+
+def _chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
+    if spec.chunk_tokens is not None:
+        return spec.chunk_tokens
+    room = 2**26 if device.type == "cpu" else 2**29
+    return max(64, min(4096, room // (4 * vocabulary)))
+
+
+def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _Chunk:
+    spec, temperature = how.spec, how.temperature
+    logits = hidden @ head.weight.t()
+    if logits.dtype in {torch.bfloat16, torch.float16}:
+        logits = logits.float()
+    if head.bias is not None:
+        logits += head.bias
+    slope = None
+    if spec.softcap is not None:
+        logits = logits.mul_(spec.scale / spec.softcap).tanh_()
+        slope = 1 - logits * logits
+        logits.mul_(spec.softcap / temperature)
+    elif spec.scale != temperature:
+        logits.mul_(spec.scale / temperature)
+    maximum = logits.amax(-1, keepdim=True)
+    chosen = logits.gather(1, targets[:, None])
+    normaliser = torch.empty_like(maximum)
+    mean_log = torch.empty_like(maximum) if how.want_entropy else None
+    rows = max(1, _CACHE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
+    for start in range(0, logits.shape[0], rows):
+        block = logits[start : start + rows]
+        block.sub_(maximum[start : start + rows]).exp_()
+        torch.sum(block, -1, keepdim=True, out=normaliser[start : start + rows])
+        if mean_log is not None:
+            mean_log[start : start + rows] = torch.special.xlogy(block, block).sum(-1, keepdim=True)
+    log_normaliser = normaliser.log()
+    entropy = None if mean_log is None else (log_normaliser - mean_log / normaliser).squeeze(1)
+    logprobs = (chosen - maximum - log_normaliser).squeeze(1)
+    return _Chunk(logits, normaliser.squeeze(1), slope, logprobs, entropy, (chosen >= maximum).squeeze(1))
+
+
+class _HeadGradients:
+    """Gradients of one call: rows of hidden states as they come, head gradients summed in float32 or better."""
+
+    def __init__(self, hidden: Tensor, head: Head, how: _How) -> None:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.hidden = torch.empty_like(hidden) if hidden.requires_grad else None
+        self.weight = torch.zeros_like(head.weight, dtype=wide) if head.weight.requires_grad else None
+        wants_bias = head.bias is not None and head.bias.requires_grad
+        self.bias = torch.zeros_like(head.bias, dtype=wide) if wants_bias and head.bias is not None else None
+        self._inner = how.spec.scale / how.temperature
+
+    @property
+    def wanted(self) -> bool:
+        return self.hidden is not None or self.weight is not None or self.bias is not None
+
+    def add(
+        self,
+        chunk: _Chunk,
+        hidden: Tensor,
+        head: Head,
+        targets: Tensor,
+        rows: slice,
+        by_logprob: Tensor,
+        by_entropy: Tensor | None,
+    ) -> None:
+        """Add a chunk's part, given the loss's derivatives by its log-probabilities and entropies.
+
+        The exponentials are consumed. The one-hot part of the derivative is added by index, and row factors are
+        applied to the narrow side of each product, so the [n, V] buffer is swept as little as possible.
+        """
+        exponentials, normaliser = chunk.exponentials, chunk.normaliser
+        row_factor = -by_logprob / normaliser
+        if by_entropy is not None and chunk.entropy is not None:
+            logs = torch.special.xlogy(exponentials, exponentials)
+            factor = row_factor - by_entropy / normaliser * (chunk.entropy - normaliser.log())
+            exponentials = exponentials.mul_(factor[:, None]).sub_(logs.mul_((by_entropy / normaliser)[:, None]))
+            row_factor = torch.ones_like(row_factor)
+        at_target = by_logprob
+        if chunk.slope is not None:
+            exponentials = exponentials.mul_(chunk.slope)
+            at_target = by_logprob * chunk.slope.gather(1, targets[:, None]).squeeze(1)
+        row_factor, at_target = row_factor * self._inner, at_target * self._inner
+        narrow = exponentials.to(hidden.dtype)
+        if self.hidden is not None:
+            part = (narrow @ head.weight).mul_(row_factor[:, None].to(hidden.dtype))
+            self.hidden[rows] = part.addcmul_(head.weight[targets], at_target[:, None].to(hidden.dtype))
+        if self.weight is not None:
+            scaled = hidden * row_factor[:, None].to(hidden.dtype)
+            if self.weight.dtype == hidden.dtype:
+                self.weight.addmm_(narrow.t(), scaled)
+            else:
+                self.weight += narrow.t() @ scaled
+            self.weight.index_add_(0, targets, (hidden * at_target[:, None]).to(self.weight.dtype))
+        if self.bias is not None:
+            self.bias += (exponentials * row_factor[:, None]).sum(0)
+            self.bias.index_add_(0, targets, at_target.to(self.bias.dtype))
+
+    def as_inputs(self, states: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients in the dtypes of the inputs."""
+        hidden = None if self.hidden is None else self.hidden.to(states.dtype)
+        weight = None if self.weight is None else self.weight.to(head.weight.dtype)
+        bias = None if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype)
+        return hidden, weight, bias
+
+
+def _prepared(hidden: Tensor, head: Head, how: _How) -> tuple[Tensor, Head]:
+    """Cast hidden states and head to the dtype of the product; requires_grad says which gradients are wanted."""
+    dtype = torch.float32 if how.spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad and how.want_gradients)
+
+    return cast(hidden), Head(cast(head.weight), None if head.bias is None else cast(head.bias))
+
+
+def _chunks(states: Tensor, head: Head, how: _How) -> Iterator[slice]:
+    size = _chunk_tokens(how.spec, head.weight.shape[0], states.device)
+    for start in range(0, states.shape[0], size):
+        yield slice(start, min(start + size, states.shape[0]))
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: TokenTerms, how: _How
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        states, head = _prepared(hidden, Head(weight, bias), how)
+        gradients = _HeadGradients(states, head, how)
+        outputs = _Outputs(states)
+        loss = torch.zeros((), dtype=outputs.dtype, device=hidden.device)
+        for rows in _chunks(states, head, how):
+            with torch.no_grad():
+                chunk = _forward_chunk(states[rows], head, targets[rows], how)
+            value, by_logprob, by_entropy = _differentiate(terms, chunk, rows)
+            loss += value
+            outputs.keep(rows, chunk)
+            if gradients.wanted:
+                with torch.no_grad():
+                    gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprob, by_entropy)
+            del chunk  # or two chunks of logits would be alive at once
+        ctx.parts = gradients.as_inputs(hidden, Head(weight, bias))
+        ctx.mark_non_differentiable(outputs.logprobs, outputs.entropy, outputs.is_top)
+        return loss, outputs.logprobs, outputs.entropy, outputs.is_top
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
+        ctx.parts = ()
+        return (*parts, None, None, None)
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states, head = _prepared(hidden, Head(weight, bias), how)
+        outputs = _Outputs(states)
+        with torch.no_grad():
+            for rows in _chunks(states, head, how):
+                outputs.keep(rows, _forward_chunk(states[rows], head, targets[rows], how))
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.how = how
+        ctx.mark_non_differentiable(outputs.is_top)
+        return outputs.logprobs, outputs.entropy, outputs.is_top
+
+    @staticmethod
+    def backward(ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        how: _How = ctx.how
+        states, head = _prepared(hidden, Head(weight, bias), how)
+        gradients = _HeadGradients(states, head, how)
+        with torch.no_grad():
+            for rows in _chunks(states, head, how):
+                chunk = _forward_chunk(states[rows], head, targets[rows], how)
+                by_chunk_entropy = by_entropy[rows] if how.want_entropy else None
+                gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprobs[rows], by_chunk_entropy)
+                del chunk
+        return (*gradients.as_inputs(hidden, Head(weight, bias)), None, None)
+
+
+class _Outputs:
+    """The [N] results of all chunks."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.dtype = torch.float64 if states.dtype == torch.float64 else torch.float32
+        tokens, device = states.shape[0], states.device
+        self.logprobs = torch.empty(tokens, dtype=self.dtype, device=device)
+        self.entropy = torch.zeros(tokens, dtype=self.dtype, device=device)
+        self.is_top = torch.empty(tokens, dtype=torch.bool, device=device)
+
+    def keep(self, rows: slice, chunk: _Chunk) -> None:
+        self.logprobs[rows] = chunk.logprobs
+        self.is_top[rows] = chunk.is_top
+        if chunk.entropy is not None:
+            self.entropy[rows] = chunk.entropy
+
+
+def _differentiate(terms: TokenTerms, chunk: _Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a chunk's loss and its derivatives by log-probability and entropy."""
+    with torch.enable_grad():
+        logprobs = chunk.logprobs.detach().requires_grad_()
+        entropy = None if chunk.entropy is None else chunk.entropy.detach().requires_grad_()
+        value = terms(logprobs, entropy, rows.start, rows.stop).sum()
+        inputs = [logprobs] if entropy is None else [logprobs, entropy]
+        found = torch.autograd.grad(value, inputs, allow_unused=True)
+    by_logprob = torch.zeros_like(chunk.logprobs) if found[0] is None else found[0]
+    return value.detach(), by_logprob, found[1] if len(found) > 1 else None

@@ -1,0 +1,117 @@
+"""Before step 1: our path through the model against transformers' own, on a few tokens.
+
+A soft cap we do not know of, a logit scale under a new name, an attention that sees across documents: each would train
+on wrong numbers without an error. Two short documents show it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.data.packing import pack, to_device
+from holdfast.data.weights import Share
+from holdfast.errors import ModelError
+from holdfast.models.policy import PolicyModel
+from holdfast.types import Example, Scores
+
+LENGTHS = (19, 23)
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Largest difference of a log-probability; normalisation layers compute in float32 even in a float64 model."""
+LEAK_TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What the check measured."""
+
+    difference: float
+    """Largest difference between our log-probabilities and transformers'."""
+    leak: float
+    """Largest change of one document's log-probabilities when the other document changes."""
+
+
+@torch.no_grad()
+def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: torch.dtype) -> tuple[CheckResult, str]:
+    """Compare, and fall back to one document per row if packing is not exact and may be given up.
+
+    All ranks call this together.
+
+    Args:
+        policy: Sharded and filled.
+        may_fall_back: `model.attention: auto`.
+        compute_dtype: Sets the tolerance.
+
+    Returns:
+        What was measured, and a note for the user ("" if there is nothing to say).
+
+    Raises:
+        ModelError: Our path differs from transformers'.
+    """
+    policy.eval()
+    note = ""
+    try:
+        result = _measure(policy)
+        exact = _exact(result, compute_dtype)
+        reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
+    except ModelError as error:
+        if policy.padded or not may_fall_back:
+            raise
+        exact, reason = False, str(error).split(". ")[0]
+        result = CheckResult(float("inf"), float("inf"))
+    if not exact and not policy.padded and may_fall_back:
+        use_padding(policy)
+        note = f"attention: one document per row, since {reason}"
+        result = _measure(policy)
+        exact = _exact(result, compute_dtype)
+    policy.train()
+    if not exact:
+        raise ModelError(
+            f"Log-probabilities of {policy.family.name} differ from transformers' own by {result.difference:.2e} "
+            f"(between documents: {result.leak:.2e}). Its logits or its attention follow a rule Holdfast does not "
+            "know; please report the architecture."
+        )
+    return result, note
+
+
+def use_padding(policy: PolicyModel) -> None:
+    """Switch to one document per row and transformers' own attention."""
+    policy.padded = True
+    policy.language_model.set_attn_implementation(_upstream_attention(policy))  # type: ignore[operator]
+
+
+def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
+    return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
+
+
+def _measure(policy: PolicyModel) -> CheckResult:
+    model: Any = policy.language_model
+    device = next(policy.buffers(), torch.zeros(0)).device
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    generator = np.random.default_rng(0)
+    first, changed, second = (generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1]))
+    ours = _ours(policy, [first, second], device)
+    after = _ours(policy, [changed, second], device)
+    ours_attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - set_attn_implementation's
+    model.set_attn_implementation(_upstream_attention(policy))
+    theirs = [policy.upstream_logprobs(torch.as_tensor(tokens, device=device)) for tokens in (first, second)]
+    model.set_attn_implementation(ours_attention)
+    difference = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    leak = float((ours[1] - after[1]).abs().max())
+    return CheckResult(difference, leak)
+
+
+def _ours(policy: PolicyModel, documents: list[Any], device: torch.device) -> list[Tensor]:
+    examples = [Example(index, index, tokens, np.arange(tokens.size) > 0) for index, tokens in enumerate(documents)]
+    batch = to_device(pack(examples, [Share(1.0, 1.0)] * len(examples), padded=policy.padded), device)
+    scores = policy(batch)
+    assert isinstance(scores, Scores)
+    return list(scores.logprobs.split([tokens.size - 1 for tokens in documents]))
+
+
+def _upstream_attention(policy: PolicyModel) -> str:
+    return "sdpa" if getattr(policy.language_model, "_supports_sdpa", False) else "eager"

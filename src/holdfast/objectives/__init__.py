@@ -1,0 +1,1 @@
+"""Losses: pure functions from scores and a batch to a sum."""

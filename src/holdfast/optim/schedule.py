@@ -1,0 +1,42 @@
+"""Learning rates as pure functions of the step: nothing to save, nothing to restore wrongly."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.config.optim import CosineSchedule, LinearSchedule, Schedule, WarmupStableDecaySchedule
+
+
+def learning_rate_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:
+    """Return the factor of the peak rate for an update.
+
+    Args:
+        schedule: Its shape.
+        step: Updates done before this one.
+        total_steps: Updates of the whole run; None only for a constant schedule without warmup_ratio.
+
+    Warm-up gives (step + 1) / warmup_steps, so the first update is not wasted. Decay runs from the end of warm-up to
+    the last update, which has exactly final_ratio.
+    """
+    warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * (total_steps or 0))
+    if step < warmup:
+        return (step + 1) / warmup
+    if total_steps is None:
+        return 1.0
+    last = total_steps - 1
+    match schedule:
+        case LinearSchedule(final_ratio=final):
+            return 1.0 + (final - 1.0) * _progress(step, warmup, last)
+        case CosineSchedule(final_ratio=final):
+            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, warmup, last)))
+        case WarmupStableDecaySchedule(final_ratio=final, decay_ratio=decay):
+            start = max(warmup, total_steps - math.ceil(decay * total_steps) - 1)
+            return 1.0 + (final - 1.0) * _progress(step, start, last)
+        case _:
+            return 1.0
+
+
+def _progress(step: int, start: int, last: int) -> float:
+    if last <= start:
+        return 0.0 if step < last else 1.0
+    return min(1.0, max(0.0, (step - start) / (last - start)))

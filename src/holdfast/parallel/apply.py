@@ -1,0 +1,154 @@
+"""Turn a plan into wrapped modules: the only file that shards, checkpoints activations or compiles."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
+from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
+
+FORWARD_METHODS = ("upstream_logprobs",)
+"""Methods of the root, besides forward, that find its parameters gathered."""
+
+_KEPT_OPERATIONS = [
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+]
+"""What selective recomputation keeps: matrix products and attention cost the most to run again."""
+
+
+def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
+    """Wrap a policy in place: recompute, then compile, then shard.
+
+    Args:
+        policy: The root (`PolicyModel`), its parameters on any device.
+        plan: Made for it.
+        mesh: With the axes replicate and shard.
+    """
+    for path, kind in plan.recompute.items():
+        _replace(policy, path, _recomputed(_module(policy, path), kind))
+    for path in plan.compile_blocks:
+        _module(policy, path).compile()
+    options = _options(policy, plan, mesh)
+    for unit in plan.units:
+        if unit.name != ROOT:
+            modules = [_module(policy, path) for path in unit.modules]
+            fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
+        else:
+            fully_shard(policy, reshard_after_forward=unit.reshard, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            _set_always_on(module)
+    for method in FORWARD_METHODS:
+        register_fsdp_forward_method(policy, method)
+
+
+def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, Any]:
+    parameters = named_parameters(policy)
+    compute = getattr(torch, plan.compute_dtype)
+    return {
+        "mesh": mesh if plan.replicate > 1 else mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute,
+            reduce_dtype=getattr(torch, plan.reduce_dtype),
+            # FSDP2 would cast floating-point tensors inside our dataclasses too: advantages and weights, silently.
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
+        "ignored_params": {parameters[name] for name in plan.replicated},
+    }
+
+
+def _set_always_on(module: FSDPModule) -> None:
+    # We normalise losses ourselves: gradients are summed over ranks, never averaged. Setting the divisor alone fails on
+    # gloo, which has no pre-multiplied sum.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    # Where ranks use different parameters of a unit, FSDP2 would add their gradients to each other, silently.
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+    else:
+        give_unused_zero_gradients(module)
+
+
+def give_unused_zero_gradients(module: FSDPModule) -> None:
+    """Do what `set_reduce_scatter_unused_params` does, for torch 2.11 and 2.12, which lack it.
+
+    Before a unit reduces, each trained parameter that the backward pass did not reach gets a zero gradient, so that
+    all ranks reduce the same list.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group  # the name in every version; one group without per-param meshes
+    if group is not None:
+        group.post_backward = partial(_post_backward_with_zeros, group, group.post_backward)
+
+
+def _post_backward_with_zeros(group: Any, post_backward: Any, *unused: Any) -> None:
+    for parameter in group.fsdp_params:
+        live = getattr(parameter, "_unsharded_param", None)
+        if live is None or not live.requires_grad or not group.reduce_grads:
+            continue
+        if live.grad is None and parameter.unsharded_accumulated_grad is None:
+            live.grad = torch.zeros_like(live)
+    post_backward(*unused)
+
+
+def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> None:
+    """Say whether the next backward pass is the update's last: gradients that wait until then are reduced in it."""
+    assert isinstance(policy, FSDPModule)
+    if plan.reduce_last_only:
+        policy.set_requires_gradient_sync(last)
+
+
+def _module(policy: nn.Module, path: str) -> nn.Module:
+    for name, module in policy.named_modules():
+        if canonical_name(name) == path and name != "":
+            found = module
+            break
+    else:
+        raise KeyError(path)
+    return found
+
+
+def _replace(policy: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    policy.get_submodule(f"{POLICY_PREFIX}{parent}".rstrip(".")).register_module(name, module)
+
+
+def _recomputed(block: nn.Module, kind: Recomputed) -> nn.Module:
+    # Only the non-reentrant form sees gradients of captured tensors; the reentrant one gives zero key, value and router
+    # gradients without an error.
+    options: dict[str, Any] = {"checkpoint_impl": CheckpointImpl.NO_REENTRANT, "preserve_rng_state": True}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    wrapped: nn.Module = checkpoint_wrapper(block, **options)
+    return wrapped
+
+
+def _keep_products(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
+    name = getattr(operation, "__name__", str(operation)).split(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def unit_of(plan: ShardPlan, name: str) -> ShardUnit:
+    """Return the unit that holds a parameter."""
+    return next(unit for unit in plan.units if name in unit.parameters)

@@ -1,0 +1,90 @@
+"""The collectives that are not FSDP's: small facts, sequences, and errors that all ranks raise alike."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.errors import HoldfastError
+
+T = TypeVar("T")
+
+
+class ProcessExchange:
+    """Objects between ranks over a gloo group of its own, so that another thread's collectives cannot mix in."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def gather(self, item: T) -> list[T]:
+        """Return every rank's item, by rank."""
+        if self._group is None:
+            return [item]
+        items: list[T] = [item] * self.size
+        dist.all_gather_object(items, item, group=self._group)
+        return items
+
+    def swap(self, outgoing: Sequence[T]) -> list[T]:
+        """Send outgoing[r] to rank r and return what every rank sent here, by rank."""
+        if self._group is None:
+            return list(outgoing)
+        # What travels was pickled by this program's other ranks and by nobody else.
+        parts = [bytearray(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)) for item in outgoing]
+        sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        incoming_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming_sizes, sizes, group=self._group)
+        sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+        received = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, incoming_sizes.tolist(), sizes.tolist(), group=self._group)
+        data = received.numpy().tobytes()
+        items: list[T] = []
+        start = 0
+        for size in incoming_sizes.tolist():
+            items.append(pickle.loads(data[start : start + size]))  # noqa: S301 - see above
+            start += size
+        return items
+
+    def agree(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on every rank the error that any rank met in the block; of several, the lowest rank's.
+
+        Only errors a user can mend are shared this way: anything else is a rank's own failure.
+        """
+        error: HoldfastError | None = None
+        try:
+            yield
+        except HoldfastError as caught:
+            error = caught
+        first = next((found for found in self.gather(error) if found is not None), None)
+        if first is not None:
+            raise first
+
+
+def reduce_sums(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Add [2] tensors (total, denominator) over all ranks in one collective.
+
+    Args:
+        sums: The same names on every rank.
+        device: Where they are.
+    """
+    if not sums:
+        return {}
+    stacked = torch.stack([value.to(device=device, dtype=torch.float64) for value in sums.values()])
+    dist.all_reduce(stacked)
+    return dict(zip(sums, stacked, strict=True))

@@ -1,0 +1,128 @@
+"""Fill a sharded model on the meta device, one tensor at a time, each rank its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from holdfast.errors import ModelError
+from holdfast.models.names import canonical_name, tied_names
+from holdfast.models.weights_in import WeightSource
+
+
+def local_rows(tensor: Tensor) -> slice:
+    """Return which rows of dimension 0 this rank holds; all of them for a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, tensor.shape[0] if tensor.ndim else 0)
+    shards = [(axis, place) for axis, place in enumerate(tensor.placements) if isinstance(place, Shard)]
+    if not shards:
+        return slice(0, tensor.shape[0])
+    ((axis, place),) = shards
+    assert place.dim == 0, "units are sharded by rows"
+    ranks = tensor.device_mesh.size(axis)
+    rows_per_rank = -(-tensor.shape[0] // ranks)
+    start = min(tensor.device_mesh.get_local_rank(axis) * rows_per_rank, tensor.shape[0])
+    rows = tensor.to_local().shape[0]
+    return slice(start, start + rows)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the memory this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def materialise(
+    policy: nn.Module,
+    source: WeightSource,
+    buffers: Mapping[str, Tensor],
+    device: torch.device,
+    *,
+    offload: bool = False,
+) -> None:
+    """Give a sharded model its tensors.
+
+    Args:
+        policy: Sharded, on the meta device.
+        source: Where parameters and stored buffers come from.
+        buffers: The CPU reference of every buffer.
+        device: Where the model computes.
+        offload: Keep parameters in host memory.
+
+    Raises:
+        ModelError: A parameter was not given, or a buffer differs from its reference.
+    """
+    ties = tied_names(policy)
+    policy.to_empty(device=torch.device("cpu") if offload else device)
+    if offload:
+        _move_buffers(policy, device)
+    if tied_names(policy) != ties:
+        raise ModelError(f"Tied parameters came apart while the model was placed: {sorted(ties)}.")
+    places = _places(policy)
+    reference = {name: value for name, value in buffers.items() if name in places}
+    for name, value in reference.items():
+        places[name].copy_(value)
+    filled = set(reference)
+    for group in source.groups():
+        rows = {name: local_rows(places[name]) for name in group.targets if name in places}
+        for name, tensor in group.load(rows).items():
+            local_part(places[name]).copy_(tensor)
+            filled.add(name)
+    for first, others in ties.items():
+        names = {first, *others}
+        if names & filled:
+            filled |= names
+    missing = sorted(set(places) - filled)
+    if missing:
+        raise ModelError(f"No tensor was given for {', '.join(missing[:4])} ({len(missing)} in all).")
+    check_buffers(policy, buffers)
+
+
+def _places(policy: nn.Module) -> dict[str, Tensor]:
+    places: dict[str, Tensor] = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        places[canonical_name(name)] = parameter.data if not isinstance(parameter.data, DTensor) else parameter
+    for name, buffer in policy.named_buffers():
+        places[canonical_name(name)] = buffer
+    return places
+
+
+def _move_buffers(policy: nn.Module, device: torch.device) -> None:
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+
+
+def check_buffers(policy: nn.Module, reference: Mapping[str, Tensor]) -> None:
+    """Compare the buffers that no checkpoint holds with their CPU reference.
+
+    Raises:
+        ModelError: One differs, or was cast.
+    """
+    stored = {canonical_name(name) for name in policy.state_dict()}
+    for name, buffer in policy.named_buffers():
+        known = canonical_name(name)
+        if known in stored or known not in reference:
+            continue
+        expected = reference[known]
+        if buffer.dtype != expected.dtype or not torch.equal(buffer.cpu(), expected):
+            raise ModelError(
+                f"The buffer {known} ({buffer.dtype}) differs from what the model's code computes ({expected.dtype}). "
+                "Nothing may cast or move it: rotary frequencies in bfloat16 turn every position."
+            )
+
+
+def sharded_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters by canonical name, each as its shard, whatever ran before.
+
+    After an evaluation some units are still gathered; writes to gathered copies are lost when they are freed, and
+    arithmetic between them and shards raises. Hence every reader goes through here.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {canonical_name(name): parameter for name, parameter in policy.named_parameters()}

@@ -1,0 +1,105 @@
+"""Join the ranks of a run: the only place outside `launch` that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from holdfast.config.launch import LaunchConfig
+from holdfast.config.parallel import ParallelConfig
+from holdfast.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    store: dist.Store
+    """Outlives a broken collective: failures are told through it."""
+    launch_directory: Path | None
+    """Where our launcher looks for failure reports; None under other launchers."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and talks to the user."""
+        return self.rank == 0
+
+
+@contextmanager
+def joined(launch: LaunchConfig) -> Iterator[World]:
+    """Join the other ranks for the length of a block.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from the launcher, torchrun or Slurm; a process
+    without them is a world of its own. Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+
+    Raises:
+        ConfigError: A GPU was asked for and there is none.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    device = _device(launch.device, local_rank)
+    if device.type == "cpu":
+        torch.set_num_threads(launch.threads_per_rank)
+    else:
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=launch.timeout_minutes)
+    directory = os.environ.get("HOLDFAST_LAUNCH_DIR")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory(prefix="holdfast-store-") as alone:
+        store: dist.Store
+        if "MASTER_ADDR" in os.environ:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+            hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            store = dist.TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
+        else:
+            store = dist.FileStore(str(Path(alone) / "store"), size)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout
+        )
+        try:
+            yield World(rank, size, local_rank, device, store, Path(directory) if directory else None)
+        finally:
+            dist.destroy_process_group()
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("launch.device: cuda, but torch finds no GPU here. Set launch.device: cpu or auto.")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. "
+            "Lower launch.ranks, or set launch.device: cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
+    """Arrange the ranks on the axes `replicate` and `shard`.
+
+    Raises:
+        ConfigError: replicate x shard is not the number of ranks.
+    """
+    shard = world.size // parallel.replicate if parallel.shard == "auto" else parallel.shard
+    if parallel.replicate * shard != world.size:
+        raise ConfigError(
+            f"parallel.replicate={parallel.replicate} x parallel.shard={shard} is not the number of ranks, "
+            f"{world.size}. Set shard: auto, or launch.ranks: {parallel.replicate * max(shard, 1)}."
+        )
+    return init_device_mesh(world.device.type, (parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))

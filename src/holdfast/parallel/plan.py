@@ -1,0 +1,263 @@
+"""Who holds what: a pure function from names and shapes to a plan that can be printed, costed and recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from holdfast.config.parallel import EveryKRecompute, FullRecompute, ParallelConfig, SelectiveRecompute
+from holdfast.errors import PlanError
+
+ROOT = "(root)"
+Recomputed = Literal["none", "full", "selective"]
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter without its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Storage, such as float32."""
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+    """Other names of a tied parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def bytes_(self) -> int:
+        """Size in storage."""
+        return self.numel * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype, 4)
+
+
+@dataclass(frozen=True)
+class ShardUnit:
+    """Parameters that are gathered and freed together."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Canonical paths; empty for the root, which holds what no other unit does."""
+    parameters: tuple[str, ...]
+    axis: Literal["shard"]
+    shard_dim: int
+    reshard: bool
+    """Free the gathered parameters after the forward pass."""
+    bytes_: int
+    """Storage of all its parameters, over all ranks of one copy."""
+    trainable: int
+    """Elements that are trained."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Everything `apply` needs."""
+
+    units: tuple[ShardUnit, ...]
+    """Innermost first, the root last."""
+    replicated: tuple[str, ...]
+    """Frozen scalars, which cannot be split: every rank keeps them."""
+    recompute: Mapping[str, Recomputed]
+    """Block path to how its activations come back in the backward pass."""
+    compile_blocks: tuple[str, ...]
+    replicate: int
+    shard: int
+    compute_dtype: str
+    reduce_dtype: str
+    reduce_last_only: bool
+    """Reduce gradients once per update instead of after every micro-batch."""
+    cpu_offload: bool
+    parameters: int
+    trainable: int
+
+    def describe(self) -> str:
+        """Return a few lines for the start of a run."""
+        largest = max(self.units, key=lambda unit: unit.bytes_)
+        total = sum(unit.bytes_ for unit in self.units)
+        lines = [
+            f"{self.parameters:,} parameters, {self.trainable:,} trained, {self.parameters - self.trainable:,} frozen",
+            f"{len(self.units)} units over shard={self.shard} replicate={self.replicate}; largest {largest.name} "
+            f"{_mib(largest.bytes_)}; shards {_mib(total / self.shard)} per rank",
+            f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
+            + (" on the last micro-batch" if self.reduce_last_only else "")
+            + (f", {_recompute_words(self.recompute)}" if self.recompute else "")
+            + (", parameters in host memory" if self.cpu_offload else ""),
+        ]
+        return "\n".join(lines)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _recompute_words(recompute: Mapping[str, Recomputed]) -> str:
+    kinds = sorted(set(recompute.values()))
+    return f"{len(recompute)} blocks recomputed ({', '.join(kinds)})"
+
+
+def plan_shards(
+    parameters: Sequence[ParameterInfo],
+    modules: Sequence[str],
+    blocks: Sequence[str],
+    config: ParallelConfig,
+    *,
+    shard: int,
+    device: str,
+) -> ShardPlan:
+    """Plan how parameters are split.
+
+    Args:
+        parameters: Of the whole model, canonical names, one entry per tie.
+        modules: Canonical paths of all modules, for `parallel.units`.
+        blocks: Canonical paths of the transformer blocks, in order.
+        config: The section.
+        shard: Ranks of one copy.
+        device: cpu or cuda.
+
+    Raises:
+        PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
+    """
+    replicated = tuple(parameter.name for parameter in parameters if not parameter.shape and not parameter.trainable)
+    _refuse_scalars(parameters)
+    groups = _groups(modules, blocks, config)
+    owner = {parameter.name: _owner(parameter.name, groups) for parameter in parameters}
+    _refuse_split_ties(parameters, groups)
+    units = [
+        _unit(name, members, [p for p in parameters if owner[p.name] == name and p.name not in replicated], config)
+        for name, members in sorted(groups.items(), key=lambda item: -max(path.count(".") for path in item[1]))
+    ]
+    root = [p for p in parameters if owner[p.name] == ROOT and p.name not in replicated]
+    units.append(_unit(ROOT, (), root, config))
+    storage = {parameter.dtype for parameter in parameters if parameter.trainable}
+    wide = "float64" if "float64" in storage else "float32"
+    return ShardPlan(
+        units=tuple(units),
+        replicated=replicated,
+        recompute=_recompute(blocks, config),
+        compile_blocks=tuple(blocks) if config.compile == "blocks" else (),
+        replicate=config.replicate,
+        shard=shard,
+        compute_dtype=_compute_dtype(config.compute_dtype, wide, storage, device),
+        reduce_dtype=wide,
+        reduce_last_only=_reduce_last_only(config, storage),
+        cpu_offload=config.cpu_offload,
+        parameters=sum(parameter.numel for parameter in parameters),
+        trainable=sum(parameter.numel for parameter in parameters if parameter.trainable),
+    )
+
+
+def _reduce_last_only(config: ParallelConfig, storage: set[str]) -> bool:
+    # FSDP2 casts a reduced gradient to its parameter's dtype and adds there: 256 micro-batches in bfloat16 storage
+    # summed to 5.0625 where 5.125 was exact. Held back until the last micro-batch, they add in float32.
+    if config.reduce == "auto":
+        return "bfloat16" in storage
+    return config.reduce == "last_micro_batch"
+
+
+def _compute_dtype(wanted: str, wide: str, storage: set[str], device: str) -> str:
+    if wide == "float64":
+        return "float64"
+    if wanted != "auto":
+        return wanted
+    if device == "cuda" or storage == {"bfloat16"}:
+        return "bfloat16"
+    return "float32"
+
+
+def _groups(modules: Sequence[str], blocks: Sequence[str], config: ParallelConfig) -> dict[str, tuple[str, ...]]:
+    """Return unit name -> module paths, the root left out."""
+    if not config.units:
+        groups = {}
+        for run in _neighbours(blocks, config.blocks_per_unit):
+            name = run[0] if len(run) == 1 else f"{run[0]}..{run[-1].rpartition('.')[2]}"
+            groups[name] = tuple(run)
+        return groups
+    chosen: dict[str, tuple[str, ...]] = {}
+    for pattern in config.units:
+        matched = [path for path in modules if path and re.search(pattern, path)]
+        if not matched:
+            raise PlanError(
+                f"parallel.units: {pattern!r} matches no module. Modules are named like {', '.join(modules[1:4])}."
+            )
+        chosen |= {path: (path,) for path in matched}
+    return chosen
+
+
+def _neighbours(blocks: Sequence[str], size: int) -> list[list[str]]:
+    runs: list[list[str]] = []
+    for path in blocks:
+        parent = path.rpartition(".")[0]
+        if runs and len(runs[-1]) < size and runs[-1][0].rpartition(".")[0] == parent:
+            runs[-1].append(path)
+        else:
+            runs.append([path])
+    return runs
+
+
+def _owner(name: str, groups: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the unit with the deepest module that holds a parameter."""
+    best, depth = ROOT, -1
+    for unit, members in groups.items():
+        for path in members:
+            if name.startswith(path + ".") and path.count(".") > depth:
+                best, depth = unit, path.count(".")
+    return best
+
+
+def _refuse_scalars(parameters: Sequence[ParameterInfo]) -> None:
+    scalars = [parameter.name for parameter in parameters if not parameter.shape and parameter.trainable]
+    if scalars:
+        raise PlanError(
+            f"{', '.join(scalars)}: a trained parameter without dimensions cannot be sharded. Freeze it "
+            "(model.freeze), or give it shape [1] in the model."
+        )
+
+
+def _refuse_split_ties(parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]]) -> None:
+    for parameter in parameters:
+        owners = {name: _owner(name, groups) for name in (parameter.name, *parameter.aliases)}
+        if len(set(owners.values())) > 1:
+            where = ", ".join(f"{name} in {unit}" for name, unit in owners.items())
+            raise PlanError(
+                f"A tied parameter would lie in two units ({where}), and FSDP2 would untie it. Change parallel.units "
+                "so that both names fall into one."
+            )
+
+
+def _unit(name: str, modules: tuple[str, ...], members: Sequence[ParameterInfo], config: ParallelConfig) -> ShardUnit:
+    trained = {parameter.dtype: parameter.name for parameter in members if parameter.trainable}
+    if len(trained) > 1:
+        examples = ", ".join(f"{example} is {dtype}" for dtype, example in trained.items())
+        raise PlanError(
+            f"The trained parameters of unit {name} have different storage ({examples}); FSDP2 reduces a unit in one "
+            "dtype. Store them alike, or put them into units of their own (parallel.units)."
+        )
+    return ShardUnit(
+        name=name,
+        modules=modules,
+        parameters=tuple(parameter.name for parameter in members),
+        axis="shard",
+        shard_dim=0,
+        reshard=config.reshard,
+        bytes_=sum(parameter.bytes_ for parameter in members),
+        trainable=sum(parameter.numel for parameter in members if parameter.trainable),
+    )
+
+
+def _recompute(blocks: Sequence[str], config: ParallelConfig) -> dict[str, Recomputed]:
+    match config.recompute:
+        case FullRecompute():
+            return dict.fromkeys(blocks, "full")
+        case EveryKRecompute(k=k):
+            return dict.fromkeys(blocks[::k], "full")
+        case SelectiveRecompute():
+            return dict.fromkeys(blocks, "selective")
+        case _:
+            return {}

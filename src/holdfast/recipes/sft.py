@@ -1,0 +1,28 @@
+"""Supervised fine-tuning.
+
+A batch of sequences, the negative log-likelihood of their trained tokens, one optimizer update. What is averaged over
+is the batch's business (`data.average`), what counts as a trained token the row's (`loss_mask`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.config.runs import SFTConfig
+from holdfast.parallel.mesh import World
+from holdfast.training.build import Live, build_run
+from holdfast.training.fit import Outcome, fit
+from holdfast.training.run import Run
+from holdfast.training.step import train_step
+
+
+def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
+    """Train, evaluate and export as the configuration says."""
+    return fit(build_run(config, base, world, live), sft_step)
+
+
+def sft_step(run: Run) -> dict[str, float] | None:
+    """Make one update; None when the data has ended."""
+    with run.clock.phase("data"):
+        mini_batch = run.stream.next(run.state.step)
+    return None if mini_batch is None else train_step(run, mini_batch)

@@ -1,0 +1,1 @@
+"""Completions from the policy that is being trained."""

@@ -1,0 +1,229 @@
+"""Build a run: every check that can fail before step 1 fails here, on all ranks alike, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from holdfast.config.algorithm import DFTConfig, NLLConfig, SupervisedObjective
+from holdfast.config.runs import SFTConfig, planned_steps
+from holdfast.data.assembly import Layout
+from holdfast.errors import ConfigError, PlanError
+from holdfast.metrics.throughput import ModelCost, peak_flops
+from holdfast.models.build import Blueprint, blueprint, set_storage
+from holdfast.models.family import blocks_of
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+from holdfast.models.policy import PolicyModel
+from holdfast.models.selfcheck import check_forward
+from holdfast.objectives.base import Objective
+from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
+from holdfast.optim.build import build_optimizer
+from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import materialise, sharded_parameters
+from holdfast.parallel.mesh import World, build_mesh
+from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.training.directory import check_writable, run_directory
+from holdfast.training.evaluate import pad_token
+from holdfast.training.observe import Observer, load_function
+from holdfast.training.run import Run
+from holdfast.training.sources import (
+    OpenedData,
+    check_batch,
+    evaluation_sets,
+    open_data,
+    row_tokeniser,
+    training_stream,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Live:
+    """Objects that a Python caller brings instead of naming them in the configuration."""
+
+    rows: Any = None
+    model: Any = None
+    tokenizer: Any = None
+    objective: Objective | None = None
+    observers: tuple[Callable[..., object], ...] = ()
+
+
+def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Run:
+    """Return a run that is ready for its first step; nothing has been written.
+
+    Raises:
+        UserError: Anything that can be known now; the same error on all ranks.
+    """
+    live = live or Live()
+    exchange = ProcessExchange()
+    directory = run_directory(config)
+    with exchange.together():
+        if world.is_first:
+            check_writable(directory)
+    observers = _together(exchange, lambda: _observers(config, base, live))
+    objective = live.objective or _together(exchange, lambda: _objective(config.objective, base))
+    data = _first_rank_first(exchange, lambda: open_data(config, base, live.rows))
+    _together(exchange, lambda: check_batch(config, data, world.size))
+    origin = _first_rank_first(
+        exchange, lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer)
+    )
+    tokenise = _together(exchange, lambda: row_tokeniser(origin.tokenizer, config.data, base, data.formats))
+    policy, plan = build_policy(config, origin, world, exchange)
+    layout = _layout(config, policy, plan, origin)
+    stream = _together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
+    total = planned_steps(config, stream.steps_per_epoch())
+    _together(exchange, lambda: _check_end(config, total))
+    return Run(
+        config=config,
+        world=world,
+        exchange=exchange,
+        origin=origin,
+        plan=plan,
+        policy=policy,
+        optimizer=build_optimizer(config.optim, sharded_parameters(policy)),
+        objective=objective,
+        stream=stream,
+        total_steps=total,
+        cost=_cost(origin, plan),
+        peak_flops=_peak_flops(config, world),
+        directory=directory,
+        source_names=tuple(source.name for source in data.training),
+        evaluation_sets=evaluation_sets(config, data, tokenise, exchange, layout),
+        observers=observers,
+    )
+
+
+def build_policy(
+    config: SFTConfig, origin: Blueprint, world: World, exchange: ProcessExchange
+) -> tuple[PolicyModel, ShardPlan]:
+    """Plan, shard, fill and check the policy.
+
+    Raises:
+        UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
+    """
+    mesh = _together(exchange, lambda: build_mesh(config.parallel, world))
+    storage = getattr(torch, config.model.dtype)
+    frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
+    set_storage(origin.model, storage, frozen)
+    packed = origin.packed and config.data.packing != "none"
+    if not packed and origin.packed:
+        origin.model.set_attn_implementation("eager" if config.model.attention == "eager" else "sdpa")
+    head = config.model.head
+    spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
+    policy = PolicyModel(origin.model, origin.family, spec, padded=not packed)
+    plan = _together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    apply_plan(policy, plan, mesh)
+    with exchange.together():
+        materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    result, note = _together(
+        exchange,
+        lambda: check_forward(
+            policy,
+            may_fall_back=config.model.attention == "auto",
+            compute_dtype=getattr(torch, plan.compute_dtype),
+        ),
+    )
+    if world.is_first:
+        for line in (*plan.describe().splitlines(), *origin.notes, note):
+            if line:
+                print(line, flush=True)
+        print(f"forward check: log-probabilities agree with transformers to {result.difference:.1e}", flush=True)
+    return policy, plan
+
+
+def make_plan(config: SFTConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
+    """Plan the shards of a policy on the meta device."""
+    ties = tied_names(policy)
+    parameters = [
+        ParameterInfo(
+            name,
+            tuple(value.shape),
+            str(value.dtype).removeprefix("torch."),
+            value.requires_grad,
+            ties.get(name, ()),
+        )
+        for name, value in named_parameters(policy).items()
+    ]
+    modules = [canonical_name(name) for name, _ in policy.language_model.named_modules()]
+    blocks = blocks_of(policy.language_model)
+    if not blocks and not config.parallel.units:
+        raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
+    return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device)
+
+
+def _together(exchange: ProcessExchange, build: Callable[[], T]) -> T:
+    """Run on every rank; if it fails on one, raise there and everywhere."""
+    result: list[T] = []
+    with exchange.together():
+        result.append(build())
+    return result[0]
+
+
+def _first_rank_first(exchange: ProcessExchange, build: Callable[[], T]) -> T:
+    """Run on rank 0 before the others, so that downloads and caches are made once."""
+    result: list[T] = []
+    for turn in (True, False):
+        with exchange.together():
+            if (exchange.rank == 0) is turn:
+                result.append(build())
+    return result[0]
+
+
+def _objective(section: SupervisedObjective, base: Path) -> Objective:
+    match section:
+        case NLLConfig():
+            return NegativeLogLikelihood()
+        case DFTConfig():
+            return DynamicFineTuning()
+        case _:
+            made = load_function(section.path, base, "objective.path")(**section.kwargs)
+            missing = [
+                name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)
+            ]
+            if missing:
+                raise ConfigError(
+                    f"objective.path {section.path} must return an object with separable, needs_entropy, token_terms "
+                    f"and sums (holdfast.objectives.base.Objective); {', '.join(missing)} is missing."
+                )
+            return made  # type: ignore[no-any-return]  # checked above
+
+
+def _observers(config: SFTConfig, base: Path, live: Live) -> tuple[Observer, ...]:
+    named = [Observer(path, load_function(path, base, "observers")) for path in config.observers]
+    return (*named, *(Observer(getattr(function, "__name__", "observer"), function) for function in live.observers))
+
+
+def _layout(config: SFTConfig, policy: PolicyModel, plan: ShardPlan, origin: Blueprint) -> Layout:
+    text = origin.skeleton.config.get_text_config()
+    attention = text.num_hidden_layers * text.hidden_size / max(1, plan.parameters)
+    dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+    return Layout(policy.padded, pad_token(origin.tokenizer), dtype, attention)
+
+
+def _check_end(config: SFTConfig, total: int | None) -> None:
+    schedule = config.optim.schedule
+    if total is None and (schedule.kind != "constant" or schedule.warmup_ratio > 0):
+        raise ConfigError(
+            f"optim.schedule {schedule.kind} needs to know the last step, and the data's length is not known before it "
+            "is read. Set steps, or use schedule: {kind: constant}."
+        )
+
+
+def _cost(origin: Blueprint, plan: ShardPlan) -> ModelCost:
+    text = origin.skeleton.config.get_text_config()
+    return ModelCost(plan.trainable, plan.parameters - plan.trainable, text.num_hidden_layers, text.hidden_size)
+
+
+def _peak_flops(config: SFTConfig, world: World) -> float | None:
+    if config.metrics.peak_flops is not None:
+        return config.metrics.peak_flops
+    return peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+
+
+__all__ = ["Live", "OpenedData", "build_policy", "build_run", "make_plan"]

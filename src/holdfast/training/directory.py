@@ -1,0 +1,81 @@
+"""The run directory: created only when every check before step 1 has passed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import uuid
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.base import Section
+from holdfast.config.runs import as_plain
+from holdfast.errors import ConfigError
+
+LIBRARIES = ("holdfast", "torch", "transformers", "datasets", "safetensors", "tokenizers", "numpy", "peft")
+
+
+def run_directory(config: Any) -> Path:
+    """Return where a run writes; a dry run has a place of its own, and leaves a real run's alone."""
+    name = f".{config.run.name}.dry-run" if config.dry_run else str(config.run.name)
+    return Path(config.run.dir) / name
+
+
+def check_writable(directory: Path) -> None:
+    """Refuse a place that cannot be written, or that holds something else than a run.
+
+    Raises:
+        ConfigError: Nothing could be written there.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
+    if directory.exists() and any(directory.iterdir()) and not (directory / "run.json").exists():
+        raise ConfigError(f"{directory} holds other things than a run. Choose another run.dir or run.name.")
+    place = directory
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"{place} cannot be written by this user. Choose another run.dir.")
+
+
+def create(directory: Path, config: Section, verb: str) -> None:
+    """Create the directory, or refresh the descriptions in one that exists."""
+    directory.mkdir(parents=True, exist_ok=True)
+    identity = directory / "run.json"
+    if not identity.exists():
+        _write(identity, json.dumps({"run_id": uuid.uuid4().hex, "verb": verb, "format": 1}, indent=2) + "\n")
+    _write(directory / "config.resolved.yaml", resolved_yaml(config))
+    _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+
+def resolved_yaml(config: Section) -> str:
+    """Return the whole tree as YAML, defaults included; it can be run as it is."""
+    import yaml
+
+    text: str = yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that decide numbers."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def remove(directory: Path) -> None:
+    """Remove a run directory (a dry run's)."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,135 @@
+"""Evaluation: loss on named sets, and completions compared with their answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.config.metrics import CompletionsConfig
+from holdfast.data.packing import to_device
+from holdfast.data.stream import SampleStream
+from holdfast.models.policy import PolicyModel
+from holdfast.objectives.base import Objective, ratio
+from holdfast.parallel.collectives import ProcessExchange, reduce_sums
+from holdfast.rollout.generation import complete
+from holdfast.rollout.replica import Replica
+from holdfast.types import Example, LossSum
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Rows that are never trained on."""
+
+    name: str
+    open_stream: Callable[[], SampleStream]
+    """A stream that passes over the rows once, from the start."""
+    read_prompts: Callable[[int], Sequence[Example]]
+    """This rank's share of the first rows, as sequences to complete; the argument is their number over all ranks."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One completion beside what was expected."""
+
+    sample_id: int
+    prompt: str
+    completion: str
+    reference: str
+    correct: bool
+    finished: bool
+
+
+@torch.no_grad()
+def evaluate_loss(
+    policy: PolicyModel, objective: Objective, stream: SampleStream, device: torch.device
+) -> dict[str, float]:
+    """Return the mean loss and its companions over one pass; the same on every rank."""
+    policy.eval()
+    sums: dict[str, Tensor] = {}
+    step = 0
+    while (mini_batch := stream.next(step)) is not None:
+        for micro_batch in mini_batch.micro_batches:
+            batch = to_device(micro_batch, device)
+            output = policy(batch, objective)
+            assert isinstance(output, LossSum)
+            part = {"loss": ratio(output.loss, batch.count)} | output.sums
+            sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
+        step += 1
+    policy.train()
+    numbers = {name: value.tolist() for name, value in reduce_sums(sums, device).items()}
+    return {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
+
+
+def evaluate_completions(
+    replica: Replica, tokenizer: Any, examples: Sequence[Example], options: CompletionsConfig, exchange: ProcessExchange
+) -> tuple[dict[str, float], list[Answered]]:
+    """Complete this rank's prompts and compare with their last trained span.
+
+    A completion is correct if its text, special tokens and outer white space left out, is the reference's.
+
+    Returns:
+        Metrics over all ranks, and all ranks' completions by sample id (the same on every rank).
+    """
+    prompts, references = (
+        zip(*(split_at_answer(example) for example in examples), strict=True) if examples else ((), ())
+    )
+    completions = complete(
+        replica.model,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        stop_tokens=stop_tokens(replica.model, tokenizer),
+        pad_token=pad_token(tokenizer),
+        temperature=options.temperature,
+    )
+    mine = []
+    for example, prompt, reference, completion in zip(examples, prompts, references, completions, strict=True):
+        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        expected = tokenizer.decode(reference, skip_special_tokens=True)
+        right = completion.finished and text.strip() == expected.strip()
+        shown = tokenizer.decode(prompt)
+        mine.append(Answered(example.sample_id, shown, text, expected, right, completion.finished))
+    answered = sorted((item for part in exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
+    if not answered:
+        return {}, []
+    return {
+        "completions/accuracy": float(np.mean([item.correct for item in answered])),
+        "completions/finished": float(np.mean([item.finished for item in answered])),
+    }, answered
+
+
+def split_at_answer(example: Example) -> tuple[list[int], list[int]]:
+    """Return what comes before the last trained span, and the span."""
+    trained = np.flatnonzero(example.loss_mask)
+    breaks = np.flatnonzero(np.diff(trained) > 1)
+    start = int(trained[breaks[-1] + 1]) if breaks.size else int(trained[0])
+    end = int(trained[-1]) + 1
+    return example.tokens[:start].tolist(), example.tokens[start:end].tolist()
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return every token that ends a completion: the tokenizer's, and those of the generation settings."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [tokenizer.eos_token_id, *several] if token is not None})
+
+
+def pad_token(tokenizer: Any) -> int:
+    """Return a token to fill gaps with; what it is never matters, gaps are not read."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def write_completions(path: Path, answered: Sequence[Answered]) -> None:
+    """Write one JSON object per completion."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(asdict(item), ensure_ascii=False) for item in answered]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

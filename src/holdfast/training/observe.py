@@ -1,0 +1,91 @@
+"""Observers: a user's functions that see every step and may ask for a stop, a save or an evaluation."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.types import StepEvent
+
+ANSWERS = ("stop", "save", "evaluate")
+
+
+class ObserverFailed(HoldfastError):
+    """An observer raised, answered something unknown, or kept state that JSON cannot hold."""
+
+
+@dataclass
+class Observer:
+    """One observer and its state.
+
+    The function takes an event, and a dictionary of its own as a second parameter if it has one; what it keeps there is
+    saved with the run and handed back after a resume.
+    """
+
+    name: str
+    function: Callable[..., object]
+
+    def __post_init__(self) -> None:
+        """Note whether the function wants a state."""
+        self._takes_state = len(inspect.signature(self.function).parameters) > 1
+
+    def __call__(self, event: StepEvent, state: dict[str, Any]) -> frozenset[str]:
+        """Return what the observer asks for.
+
+        Raises:
+            ObserverFailed: It raised, or answered something else.
+        """
+        try:
+            answer = self.function(event, state) if self._takes_state else self.function(event)
+            json.dumps(state)
+        except Exception as error:
+            raise ObserverFailed(
+                f"Observer {self.name} failed at step {event.step}: {type(error).__name__}: {error}."
+            ) from error
+        asked = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
+        wrong = [item for item in asked if item not in ANSWERS]
+        if wrong:
+            raise ObserverFailed(
+                f"Observer {self.name} answered {wrong[0]!r} at step {event.step}; it may answer "
+                f"{', '.join(ANSWERS)} or None."
+            )
+        return frozenset(asked)
+
+
+def ask(observers: Iterable[Observer], event: StepEvent, states: dict[str, Any]) -> frozenset[str]:
+    """Ask all observers; rank 0 does this and tells the others."""
+    asked: frozenset[str] = frozenset()
+    for observer in observers:
+        asked |= observer(event, states.setdefault(observer.name, {}))
+    return asked
+
+
+def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
+    """Import `file.py:name`, looked up beside the YAML, then from the current directory.
+
+    Raises:
+        ConfigError: The file or the function is not there, or the file raises when it is imported.
+    """
+    file, _, name = path.rpartition(":")
+    found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{key}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}.")
+    spec = importlib.util.spec_from_file_location(f"holdfast_user_{found.stem}", found)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{key}: {found} raises when it is imported: {type(error).__name__}: {error}.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
+        raise ConfigError(f"{key}: {found} has no function {name}. It has {', '.join(functions) or 'none'}.")
+    return function  # type: ignore[no-any-return]  # checked to be callable

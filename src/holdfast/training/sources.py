@@ -1,0 +1,200 @@
+"""From the data and evaluation sections to streams of mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.data import DataConfig, RowFormat
+from holdfast.config.runs import SFTConfig
+from holdfast.data.assembly import Layout
+from holdfast.data.candidates import CandidateReader, Tokenise
+from holdfast.data.chat import RowTokeniser, Tokenised
+from holdfast.data.exchange import Exchange
+from holdfast.data.order import DrawOrder
+from holdfast.data.reading import HeldOut, RowReader
+from holdfast.data.rows import Row, Source, from_rows, open_source
+from holdfast.data.stream import Limits, SampleStream
+from holdfast.errors import DataError
+from holdfast.training.evaluate import EvaluationSet
+from holdfast.training.observe import load_function
+from holdfast.types import Example
+
+_ENDLESS = 2**31 - 1
+"""More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """All rows of a run, before a model exists."""
+
+    training: tuple[Source, ...]
+    weights: tuple[float, ...] | None
+    formats: dict[str, RowFormat]
+    """Row format by source name."""
+    evaluation: dict[str, Source]
+
+
+def open_data(config: SFTConfig, base: Path, rows: Any = None) -> OpenedData:
+    """Open every source.
+
+    Args:
+        config: The run.
+        base: The YAML's directory.
+        rows: Training rows in memory, instead of the configured ones.
+
+    Raises:
+        DataError: A source is missing or empty, or two have the same name.
+    """
+    sections = config.data.all_sources()
+    sources = [open_source(section, base) for section in sections] if rows is None else [from_rows(rows, "rows")]
+    formats: dict[str, RowFormat] = {
+        source.name: section.rows for source, section in zip(sources, sections, strict=False)
+    }
+    names = [source.name for source in sources]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"Two sources are called {twice!r}; give one of them another data.sources name.")
+    evaluation = {name: open_source(section, base) for name, section in config.evaluation.sets.items()}
+    formats |= {evaluation[name].name: section.rows for name, section in config.evaluation.sets.items()}
+    share = config.data.validation_split
+    if share > 0:
+        for source in sources:
+            label = "validation" if len(sources) == 1 else f"validation/{source.name}"
+            evaluation[label] = HeldOut(source, share, keep=True)
+        sources = [HeldOut(source, share, keep=False) for source in sources]
+    weights = tuple(section.weight for section in sections if section.weight is not None)
+    mixed = len(sources) > 1 and len(weights) == len(sources)
+    _check_mixture(sources, mixed)
+    return OpenedData(tuple(sources), weights if mixed else None, formats, evaluation)
+
+
+def _check_mixture(sources: Sequence[Source], weighted: bool) -> None:
+    streaming = [source.name for source in sources if source.size is None]
+    if streaming and len(sources) > 1 and not weighted:
+        raise DataError(
+            f"{streaming[0]} is streamed, so nobody knows how many rows it has, and it is mixed with other sources. "
+            "Set weight on every source."
+        )
+    empty = [source.name for source in sources if source.size == 0]
+    if empty:
+        raise DataError(f"{empty[0]} has no rows. Check the path, the split and data.validation_split.")
+
+
+def check_batch(config: SFTConfig, data: OpenedData, ranks: int) -> None:
+    """Refuse a batch that no data or not every rank can fill.
+
+    Raises:
+        DataError: With the numbers.
+    """
+    sizes = [source.size for source in data.training]
+    rows = None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
+    batch = config.data.batch_size
+    if batch < ranks:
+        raise DataError(
+            f"data.batch_size={batch} is less than the number of ranks, {ranks}: some would never have a sequence. "
+            "Raise data.batch_size, or lower launch.ranks."
+        )
+    if rows is None:
+        return
+    if rows < ranks:
+        raise DataError(f"There are {rows} rows for {ranks} ranks. Add data, or lower launch.ranks.")
+    if rows < batch and not config.data.allow_partial and config.data.packing != "wrapped":
+        raise DataError(
+            f"{', '.join(source.name for source in data.training)} has {rows} rows, less than one batch of {batch}. "
+            "Lower data.batch_size, add data, or set data.allow_partial: true."
+        )
+
+
+def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat]) -> Tokenise:
+    """Return the function that turns rows into sequences."""
+    text = data
+    if data.packing == "wrapped":
+        text = data.model_copy(update={"max_length": _ENDLESS})
+    tokeniser = RowTokeniser(tokenizer, text, base)
+
+    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised:
+        return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
+
+    return tokenise
+
+
+def training_stream(
+    config: SFTConfig, data: OpenedData, tokenise: Tokenise, exchange: Exchange, layout: Layout, base: Path
+) -> SampleStream:
+    """Return the endless stream of training batches."""
+    order = DrawOrder(
+        [source.size for source in data.training],
+        data.weights,
+        seed=config.seed if config.data.seed is None else config.data.seed,
+        shuffle=config.data.shuffle,
+        block=config.data.shuffle_buffer,
+    )
+    accept = None if config.data.filter is None else _row_filter(config.data.filter, base)
+    reader = CandidateReader(RowReader(data.training, order), tokenise, exchange, accept)
+    unknown = any(source.size is None for source in data.training)
+    passes = None if config.epochs is None or not unknown else max(1, round(config.epochs))
+    repeat = config.overfit_batches is not None
+    limits = Limits(passes, config.overfit_batches or config.limit_batches, repeat)
+    return SampleStream(reader, config.data, exchange, layout, limits)
+
+
+def evaluation_sets(
+    config: SFTConfig, data: OpenedData, tokenise: Tokenise, exchange: Exchange, layout: Layout
+) -> tuple[EvaluationSet, ...]:
+    """Return the named evaluation sets; they are read in order, and small ones are welcome."""
+    limit = config.evaluation.limit_samples
+    batch = max(config.data.batch_size, exchange.size)
+    rows = batch if limit is None else max(min(limit, batch), 1)
+    section = config.data.model_copy(
+        update={"allow_partial": True, "batch_size": rows, "batch_size_schedule": {}, "packing": _whole(config)}
+    )
+    limits = Limits(passes=1, batches=None if limit is None else -(-limit // rows))
+
+    def stream_of(source: Source) -> Callable[[], SampleStream]:
+        def open_stream() -> SampleStream:
+            order = DrawOrder([source.size], shuffle=False)
+            rows_of = CandidateReader(RowReader([source], order), tokenise, exchange)
+            return SampleStream(rows_of, section, exchange, layout, limits)
+
+        return open_stream
+
+    def prompts_of(source: Source) -> Callable[[int], Sequence[Example]]:
+        return lambda count: _first_examples(source, tokenise, count, exchange)
+
+    return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
+
+
+def _whole(config: SFTConfig) -> str:
+    return "best_fit" if config.data.packing == "wrapped" else config.data.packing
+
+
+def _first_examples(source: Source, tokenise: Tokenise, count: int, exchange: Exchange) -> list[Example]:
+    """Return this rank's share of the first rows, one sequence of each."""
+    if source.size is not None:
+        rows = ((index, source.row(index)) for index in range(min(count, source.size)))
+    else:
+        rows = enumerate(islice(source.scan(0), count))
+    found = []
+    for index, row in rows:
+        if index % exchange.size == exchange.rank:
+            examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
+            found.extend(examples[-1:])
+    return found
+
+
+def _row_filter(path: str, base: Path) -> Callable[[Row], bool]:
+    function = load_function(path, base, "data.filter")
+
+    def accept(row: Row) -> bool:
+        try:
+            return bool(function(row))
+        except Exception as error:
+            raise DataError(
+                f"data.filter {path} raised {type(error).__name__}: {error} on the row {dict(row)!r:.200}"
+            ) from error
+
+    return accept

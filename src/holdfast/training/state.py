@@ -1,0 +1,26 @@
+"""What a run must remember between steps; all of it JSON-ready."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Progress of a run. Weights, optimizer state, random state and the data cursor are saved beside it."""
+
+    step: int = 0
+    """Updates done, skipped ones included."""
+    tokens: int = 0
+    """Tokens trained on, padding not counted."""
+    samples: int = 0
+    skipped_steps: int = 0
+    """Updates skipped for a non-finite gradient norm."""
+    skipped_in_a_row: int = 0
+    observers: dict[str, Any] = field(default_factory=dict)
+    """Each observer's own state, by its path."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return asdict(self)

@@ -1,0 +1,98 @@
+"""One optimizer update: the only place of our training path that calls backward() and step().
+
+The loss of an update is sum(token loss * weight) / sum(count) over all ranks and micro-batches. The denominator is
+known before the first forward pass, so each micro-batch's part is final and nothing is averaged afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from holdfast.data.packing import to_device
+from holdfast.errors import RunStopped
+from holdfast.objectives.base import ratio
+from holdfast.optim.build import set_learning_rate
+from holdfast.optim.clip import clip_factor, local_gradients, scale, squared_norm
+from holdfast.optim.schedule import learning_rate_factor
+from holdfast.parallel.apply import set_last_micro_batch
+from holdfast.parallel.collectives import reduce_sums
+from holdfast.training.run import Run
+from holdfast.types import Batch, LossSum, MiniBatch
+
+
+def train_step(run: Run, mini_batch: MiniBatch) -> dict[str, float]:
+    """Make one update and return its metrics, the same on every rank.
+
+    A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
+    not finite is skipped on all ranks and counted.
+
+    Raises:
+        RunStopped: Too many updates in a row were skipped.
+    """
+    rate = run.config.optim.lr * learning_rate_factor(run.config.optim.schedule, run.state.step, run.total_steps)
+    set_learning_rate(run.optimizer, rate)
+    denominator = mini_batch.count if mini_batch.count > 0 else 1.0
+    sums: dict[str, Tensor] = {}
+    with run.clock.phase("forward_backward"):
+        for index, micro_batch in enumerate(mini_batch.micro_batches):
+            set_last_micro_batch(run.policy, run.plan, last=index == len(mini_batch.micro_batches) - 1)
+            batch = to_device(micro_batch, run.world.device)
+            output = run.policy(batch, run.objective, entropy=run.config.metrics.entropy)
+            assert isinstance(output, LossSum)
+            (output.loss / denominator).backward()
+            part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(run, batch, output)
+            sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
+    with run.clock.phase("optimizer"):
+        return _update(run, sums, mini_batch, rate)
+
+
+def _update(run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: float) -> dict[str, float]:
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    gradients = local_gradients(parameters)
+    device = run.world.device
+    # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
+    own = squared_norm(gradients, device) / run.plan.replicate
+    reduced = reduce_sums({**sums, "grad_norm": ratio(own, 0.0)}, device)
+    numbers = {name: value.tolist() for name, value in reduced.items()}  # the step's one wait for the device
+    norm = math.sqrt(numbers.pop("grad_norm")[0])
+    state = run.state
+    if math.isfinite(norm):
+        scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
+        run.optimizer.step()
+        state.skipped_in_a_row = 0
+    else:
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
+    run.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    state.tokens += mini_batch.tokens
+    state.samples += mini_batch.samples
+    if state.skipped_in_a_row >= run.config.optim.max_nonfinite_steps:
+        raise RunStopped(
+            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
+            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
+        )
+    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
+    return metrics | {
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "num_tokens": float(state.tokens),
+        "optim/skipped_steps": float(state.skipped_steps),
+        **mini_batch.metrics,
+    }
+
+
+def _by_source(run: Run, batch: Batch, output: LossSum) -> dict[str, Tensor]:
+    """Return the summed negative log-likelihood of each data source's trained tokens."""
+    if len(run.source_names) < 2:
+        return {}
+    index = {name: number for number, name in enumerate(run.source_names)}
+    of_sequence = torch.tensor([index[name] for name in batch.sources] or [0], device=batch.tokens.device)
+    of_token = of_sequence[batch.sequence_ids.flatten()[batch.scored]]
+    totals = torch.zeros(2, len(index), dtype=torch.float64, device=batch.tokens.device)
+    totals[0].index_add_(0, of_token, -output.scores.logprobs.double())
+    totals[1].index_add_(0, of_token, torch.ones_like(of_token, dtype=torch.float64))
+    return {f"nll/{name}": totals[:, number] for name, number in index.items()}
