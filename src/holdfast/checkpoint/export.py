@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from holdfast.models.conversion import Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+
+EXPORTED_CONFIG = "holdfast.yaml"
+"""The run's resolved configuration in an export, so that `holdfast eval EXPORT` needs nothing else."""
 
 ASSETS = (
     "generation_config.json",
@@ -41,8 +45,18 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
+    extra_files: Mapping[str, str] | None = None,
 ) -> None:
     """Write `directory`; every rank calls this, rank 0 writes.
+
+    Args:
+        policy: The sharded model.
+        origin: What it was built from: names, configuration, tokenizer, assets.
+        directory: The model directory; replaced if it exists.
+        exchange: The ranks.
+        dtype: Cast floating-point tensors to this; None keeps them as stored.
+        largest_file_bytes: Weights are spread over files of at most this size.
+        extra_files: Texts to lay beside the weights, by file name.
 
     Peak memory is one converted tensor. The directory appears whole or not at all; one that stood there is replaced.
 
@@ -55,15 +69,23 @@ def export(
     tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
     with exchange.together():
         if exchange.rank == 0:
-            _write(directory, origin, headers, tensors, largest_file_bytes)
+            _write(directory, _Contents(origin, headers, dict(extra_files or {})), tensors, largest_file_bytes)
         else:
             for _ in tensors:
                 pass
 
 
-def _write(
-    directory: Path, origin: Blueprint, headers: dict[str, Header], tensors: Iterator[tuple[str, Tensor]], largest: int
-) -> None:
+@dataclass(frozen=True)
+class _Contents:
+    """What a directory shall hold, the tensors' data aside."""
+
+    origin: Blueprint
+    headers: dict[str, Header]
+    texts: dict[str, str]
+
+
+def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Tensor]], largest: int) -> None:
+    headers = contents.headers
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
@@ -76,7 +98,7 @@ def _write(
                 os.fsync(file.fileno())
         if len(files) > 1:
             (staging / INDEX).write_text(index_json(files, headers), encoding="utf-8")
-        _write_assets(staging, origin, headers)
+        _write_assets(staging, contents)
         _read_back(staging, files, headers)
         _replace(staging, directory)
     except OSError as error:
@@ -87,7 +109,10 @@ def _write(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_assets(staging: Path, origin: Blueprint, headers: dict[str, Header]) -> None:
+def _write_assets(staging: Path, contents: _Contents) -> None:
+    origin, headers = contents.origin, contents.headers
+    for name, text in contents.texts.items():
+        (staging / name).write_text(text, encoding="utf-8")
     config: Any = origin.original_config
     config.architectures = [type(origin.skeleton).__name__]
     config.dtype = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)

@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
 
 EXPORTED_CONFIG = "holdfast.yaml"
-"""Written into every export, so that it can be evaluated on its own."""
+"""As `checkpoint.export` writes it; repeated here because that module imports torch."""
 
 
 def train(verb: str, path: Path, overrides: Sequence[str]) -> int:

@@ -74,7 +74,9 @@ def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, 
             # FSDP2 would cast floating-point tensors inside our dataclasses too: advantages and weights, silently.
             cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if plan.cpu_offload
+        else OffloadPolicy(),
         "ignored_params": {parameters[name] for name in plan.replicated},
     }
 

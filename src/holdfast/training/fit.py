@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from holdfast.checkpoint.export import export
+from holdfast.checkpoint.export import EXPORTED_CONFIG, export
 from holdfast.metrics.progress import Progress, open_progress
 from holdfast.metrics.sink import JsonlSink, Sink, TensorBoardSink
 from holdfast.rollout.replica import Replica
@@ -114,7 +114,8 @@ def _report(run: Run, sinks: list[Sink], screen: Progress, latest: dict[str, flo
     if step % every == 0 or step == run.total_steps or any(name.startswith("eval/") for name in line):
         for sink in sinks:
             sink.write(step, line)
-    screen.update(step, line)
+    if "loss" in line:
+        screen.update(step, line)
     evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
     if evaluated and run.world.is_first:
         text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in evaluated.items())
@@ -151,5 +152,6 @@ def _export(run: Run, name: str) -> str:
         run.exchange,
         dtype=None if wanted == "same" else getattr(torch, wanted),
         largest_file_bytes=run.config.checkpoint.export_shard_bytes,
+        extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
     )
     return str(place)

@@ -1,0 +1,37 @@
+"""Fixtures that many suites share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], object]]:
+    """Return the rank pool of a size; pools live as long as the session."""
+    from tests.ranks import RankPool
+
+    made: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        return made.setdefault(size, RankPool(size))
+
+    yield pool
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """Return the GSM8K training rows where a copy lies beside the checkout."""
+    path = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
+    if not path.exists():
+        pytest.skip("no copy of GSM8K beside this checkout")
+    return path

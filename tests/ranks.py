@@ -1,0 +1,105 @@
+"""Rank pools: real processes over gloo that stay alive between tests, since importing torch takes longer than a case."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.parallel.mesh import World
+
+
+class RankError(AssertionError):
+    """A case failed on some rank; the message holds that rank's traceback."""
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    world = World(rank, size, rank, torch.device("cpu"), store, None)
+    while True:
+        task = connection.recv()
+        if task is None:
+            break
+        function, args = task
+        try:
+            result: Any = (True, function(world, *args))
+        except BaseException as error:  # noqa: BLE001 - the edge of a process: everything goes back to the test
+            result = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        connection.send(result)
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`size` processes that run the same function together."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
+        """Return function(world, *args) of every rank, by rank; raise RankError with the first traceback."""
+        outcomes = self.outcomes(function, *args, timeout_seconds=timeout_seconds)
+        for ok, value in outcomes:
+            if not ok:
+                raise RankError(value[2])
+        return [value for _, value in outcomes]
+
+    def errors(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> list[tuple[str, str]]:
+        """Return (type name, message) of the error every rank raised; fail if one did not raise."""
+        outcomes = self.outcomes(function, *args, timeout_seconds=timeout_seconds)
+        silent = [rank for rank, (ok, _) in enumerate(outcomes) if ok]
+        if silent:
+            raise RankError(f"ranks {silent} raised nothing")
+        return [(value[0], value[1]) for _, value in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> list[tuple[bool, Any]]:
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        results: dict[int, tuple[bool, Any]] = {}
+        while len(results) < self.size:
+            missing = [c for rank, c in enumerate(self._connections) if rank not in results]
+            ready = wait(missing, timeout_seconds)
+            if not ready:
+                self.close(kill=True)
+                raise RankError(f"ranks {sorted(set(range(self.size)) - set(results))} did not answer")
+            for connection in ready:
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                results[rank] = connection.recv()  # type: ignore[union-attr]
+            if any(not ok for ok, _ in results.values()):
+                timeout_seconds = min(timeout_seconds, 20.0)  # the others may hang in a collective without this rank
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the processes; a pool that is used again starts new ones."""
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                connection.send(None)
+            process.join(20)
+            connection.close()
+        self._connections, self._processes = [], []
