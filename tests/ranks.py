@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 
 
@@ -23,7 +24,7 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    world = World(rank, size, rank, torch.device("cpu"), store, None)
+    world = World(rank, size, rank, torch.device("cpu"), FailureChannel(store, rank, size))
     while True:
         task = connection.recv()
         if task is None:

@@ -13,16 +13,13 @@ from holdfast.errors import HoldfastError, UserError
 
 def work(verb: str, config: SFTConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
-    from holdfast.parallel.failure import FailureChannel
     from holdfast.parallel.mesh import joined
 
     first = True
     try:
         with joined(config.launch) as world:
             first = world.is_first
-            channel = FailureChannel(world.store, world.rank, world.size, world.launch_directory)
-            with channel.guard():
-                return _verbs(verb, config, base, world)
+            return _verbs(verb, config, base, world)
     except UserError as error:
         # Every rank raises the same one; the first speaks for all.
         if first:

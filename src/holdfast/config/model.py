@@ -17,7 +17,7 @@ class HeadConfig(Section):
     bfloat16 (ScaleRL, arXiv:2510.13786, section 3.2). The log-sum-exp is float32 or better in both cases."""
 
     chunk_tokens: PositiveInt | None = None
-    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 64 MiB
+    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 32 MiB
     of float32 logits on the CPU, 512 MiB on a GPU."""
 
 

@@ -76,7 +76,7 @@ def _move(found: Candidates, exchange: Exchange, packs: tuple[tuple[tuple[int, .
     for rank_packs in packs:
         units = sorted(unit for units in rank_packs for unit in units)
         mine = [unit for unit in units if found.known[unit].owner == exchange.rank]
-        outgoing.append({unit: found.mine[(found.known[unit].draw, found.known[unit].index)] for unit in mine})
+        outgoing.append({unit: found.mine[(found.known[unit].draw, found.known[unit].part)] for unit in mine})
     held: dict[int, Example] = {}
     for received in exchange.swap(outgoing):
         held |= received

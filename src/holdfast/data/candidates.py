@@ -22,7 +22,7 @@ class Known(NamedTuple):
     """What every rank knows of one sequence."""
 
     draw: int
-    index: int
+    part: int
     """Which sequence of its row."""
     tokens: int
     trained: int
@@ -35,7 +35,7 @@ class Candidates:
     """The accepted rows of one mini-batch: what this rank holds, and what all ranks know."""
 
     mine: dict[tuple[int, int], Example] = field(default_factory=dict)
-    """(draw, index) -> sequence, for the rows this rank read"""
+    """(draw, part) -> sequence, for the rows this rank read"""
     known: list[Known] = field(default_factory=list)
     """All sequences in draw order, the same on every rank."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -95,7 +95,7 @@ class CandidateReader:
             found.counts.update(fact.counts)
             found.rows += bool(fact.lengths)
             found.known.extend(
-                Known(draw, index, tokens, trained, owner) for index, (tokens, trained) in enumerate(fact.lengths)
+                Known(draw, part, tokens, trained, owner) for part, (tokens, trained) in enumerate(fact.lengths)
             )
         return last, False
 
@@ -118,6 +118,6 @@ class CandidateReader:
             return None
         except DataError as error:
             return error
-        found.mine |= {(draw, index): example for index, example in enumerate(sequences.examples)}
+        found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
         lengths = [(example.tokens.size, example.trained_tokens) for example in sequences.examples]
         return _Fact(lengths, dict(sequences.counts))

@@ -68,7 +68,6 @@ def mask_conversation(
     Raises:
         DataError: The template refuses the conversation, or none of the three ways works.
     """
-    conversation = _first(conversation, turns[-1] + 1)
     has_reasoning = any(reasoning_of(conversation.messages[turn]) for turn in turns)
     reasons: list[str] = []
     for ways in ((by_generation_block, by_prefixes), (by_family,)):
@@ -81,7 +80,7 @@ def mask_conversation(
                 else:
                     return MaskedConversation(parts, drops_reasoning=not keeps_reasoning)
     try:
-        template.ids(conversation)
+        template.ids(_first(conversation, turns[-1] + 1))
     except TemplateRefuses as refusal:
         raise DataError(
             f"{row_name}: {template.name} cannot write this conversation: {refusal}. Its roles are "

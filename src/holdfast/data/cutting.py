@@ -72,7 +72,7 @@ def cut_windows(
     mine: dict[tuple[int, int], Example] = {}
     for number, piece in enumerate(pieces):
         if piece.document.owner == exchange.rank:
-            mine[(piece.document.draw, number)] = piece.of(found.mine[(piece.document.draw, piece.document.index)])
+            mine[(piece.document.draw, number)] = piece.of(found.mine[(piece.document.draw, piece.document.part)])
     trained: dict[tuple[int, int], int] = {}
     for theirs in exchange.gather({key: example.trained_tokens for key, example in mine.items()}):
         trained |= theirs

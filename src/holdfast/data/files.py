@@ -85,7 +85,7 @@ def _by_name(directory: Path) -> dict[str, list[Path]]:
             f"{directory}: {unnamed[0].name} carries no split in its name, but other files do ({', '.join(splits)}). "
             f"Name the files you mean by a glob, as in {directory}/*.jsonl."
         )
-    return splits or {"train": unnamed}
+    return dict(sorted(splits.items())) or {"train": unnamed}
 
 
 def _split_of(relative: Path) -> str | None:

@@ -1,4 +1,7 @@
-"""The elements of one JSON array, read piece by piece: memory holds a chunk of the file and never the whole array."""
+"""The elements of one JSON array, read piece by piece: memory holds a chunk of the file and never the whole array.
+
+The elements are meant to be objects; a bare number that a chunk cuts in two would count as two.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +84,10 @@ class _Text:
                 cut_off = error.msg.startswith("Unterminated") or error.pos >= len(self._window) - _LONGEST_CUT_TOKEN
                 if self._ended or not cut_off:
                     raise DataError(f"{self._path}, element {element}: not valid JSON ({error.msg}).") from None
+                self._grow()
             else:
-                # A number at the end of the window may go on behind it.
-                if end < len(self._window) or self._ended:
-                    self._position = end
-                    return value
-            self._grow()
+                self._position = end
+                return value
 
     def _grow(self) -> None:
         # Twice what is left: a value of n characters is then parsed from its start only log(n) times.

@@ -131,7 +131,7 @@ class DrawOrder:
 def _proportions(weights: Sequence[float], total: int) -> NDArray[np.int64]:
     """Split `total` in proportion to weights by largest remainder; every source gets at least one."""
     exact = np.asarray(weights) / np.sum(weights) * total
-    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    counts: NDArray[np.int64] = np.maximum(np.floor(exact).astype(np.int64), 1)
     while counts.sum() != total:
         step = 1 if counts.sum() < total else -1
         counts[int(np.argmax((exact - counts) * step))] += step

@@ -18,6 +18,8 @@ from torch import Tensor
 from holdfast.data.weights import Share
 from holdfast.types import Batch, Example
 
+_FIXED_COLUMNS = frozenset({"tokens", "position_ids", "sequence_ids", "predictor_index", "loss_mask", "weights"})
+
 
 def pack(
     examples: Sequence[Example],
@@ -40,25 +42,18 @@ def pack(
     Raises:
         ValueError: The first token of a sequence is trained: nothing predicts it.
     """
-    for example in examples:
-        if example.loss_mask.size and example.loss_mask[0]:
-            raise ValueError(f"sample {example.sample_id}: the first token cannot be trained, nothing predicts it")
-    rows = [[index] for index in range(len(examples))] if padded else [list(range(len(examples)))]
-    if not examples:
-        rows = [[]]
-    sizes = [sum(examples[index].tokens.size for index in row) for row in rows]
-    width = max([*sizes, 1])
+    _refuse_trained_starts(examples)
+    rows = _rows(examples, padded)
+    width = max(1, *(sum(lengths) for lengths in rows))
     columns = _empty_columns(len(rows), width, pad_token, examples)
-    for row, members in enumerate(rows):
+    index = 0
+    for row, row_lengths in enumerate(rows):
         start = 0
-        for index in members:
+        for _ in row_lengths:
             start = _place(columns, row, start, index, examples[index], shares[index])
-    lengths = tuple(
-        (*(examples[index].tokens.size for index in row), *((width - size,) if size < width else ()))
-        for row, size in zip(rows, sizes, strict=True)
-    )
+            index += 1
+    lengths = tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows)
     loss_mask = columns["loss_mask"]
-    fixed = {"tokens", "position_ids", "sequence_ids", "predictor_index", "loss_mask", "weights"}
     return Batch(
         tokens=_tensor(columns["tokens"]),
         position_ids=_tensor(columns["position_ids"])[None],
@@ -72,8 +67,20 @@ def pack(
         prompt_ids=tuple(example.prompt_id for example in examples),
         sources=tuple(example.source for example in examples),
         count=float(sum(share.count for share in shares)),
-        per_token={name: _tensor(values) for name, values in columns.items() if name not in fixed},
+        per_token={name: _tensor(values) for name, values in columns.items() if name not in _FIXED_COLUMNS},
     )
+
+
+def _refuse_trained_starts(examples: Sequence[Example]) -> None:
+    for example in examples:
+        if example.loss_mask[:1].any():
+            raise ValueError(f"sample {example.sample_id}: the first token cannot be trained, nothing predicts it")
+
+
+def _rows(examples: Sequence[Example], padded: bool) -> list[tuple[int, ...]]:
+    """Return the lengths of the sequences of each row; no example makes one empty row."""
+    lengths = tuple(example.tokens.size for example in examples)
+    return [(length,) for length in lengths] if padded and lengths else [lengths]
 
 
 def unpack(batch: Batch) -> list[Example]:

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.config.data import DataConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import CandidateReader, Candidates
-from holdfast.data.cutting import cut_windows
+from holdfast.data.cutting import Rest, cut_windows
 from holdfast.data.exchange import Exchange
 from holdfast.errors import DataError
 from holdfast.types import MiniBatch
@@ -157,17 +157,12 @@ class SampleStream:
             draw, ended = self._rows.round(draw, last, found)
             ended = ended or draw == end
             filled = sum(part.tokens for part in found.known) - cursor.offset if wrapped else found.rows
-        rest = None
+        rest = Rest(draw, 0)
         if wrapped:
-            found, rest = cut_windows(found, self._exchange, offset=cursor.offset, goal=goal, window=window)
-        cursor = replace(
-            cursor,
-            draw=draw if rest is None else rest.draw,
-            offset=0 if rest is None else rest.offset,
-            batches_in_epoch=cursor.batches_in_epoch + 1,
-            rows_in_epoch=cursor.rows_in_epoch + found.rows,
-        )
-        return found, cursor, ended and rest is None
+            found, left = cut_windows(found, self._exchange, offset=cursor.offset, goal=goal, window=window)
+            ended, rest = ended and left is None, left or rest
+        counted = {"batches_in_epoch": cursor.batches_in_epoch + 1, "rows_in_epoch": cursor.rows_in_epoch + found.rows}
+        return found, replace(cursor, draw=rest.draw, offset=rest.offset, **counted), ended
 
     def _check(self, found: Candidates, cursor: Cursor, ended: bool, size: int) -> None:
         self._totals.update(found.counts)

@@ -72,6 +72,18 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _sentence(death: Death, step: int | None) -> str:
+    report = death.report
+    where = f" in phase {death.phase!r}" if death.phase else ""
+    where += f" at step {step}" if step is not None else ""
+    sentence = f"Rank {death.rank} {how_it_ended(death.exit_code)}{where}"
+    if death.ended_by_launcher and report is not None:
+        sentence = f"Rank {death.rank} failed{where}"
+    if report is not None and report.kind in ("error", "user", "peer"):
+        sentence += f": {report.type}: {report.message}"
+    return sentence if sentence.endswith((".", "!", "?")) else sentence + "."
+
+
 def describe(death: Death, step: int | None, log_path: object, already_shown: bool) -> str:
     """Return the paragraph that names a rank, its signal or exit code, where it was, and its last error lines.
 
@@ -81,16 +93,7 @@ def describe(death: Death, step: int | None, log_path: object, already_shown: bo
         log_path: Named for the reader.
         already_shown: Its output stands on the terminal, so only the name of the error is repeated.
     """
-    report = death.report
-    where = f" in phase {death.phase!r}" if death.phase else ""
-    where += f" at step {step}" if step is not None else ""
-    sentence = f"Rank {death.rank} {how_it_ended(death.exit_code)}{where}"
-    if death.ended_by_launcher and report is not None:
-        sentence = f"Rank {death.rank} failed{where}"
-    if report is not None and report.kind in ("error", "user", "peer"):
-        sentence += f": {report.type}: {report.message}"
-    if not sentence.endswith((".", "!", "?")):
-        sentence += "."
+    sentence = _sentence(death, step)
     if death.exit_code == -signal.SIGKILL and not death.ended_by_launcher:
         sentence += " If you did not send it, the machine ran out of memory: `dmesg` or the scheduler's log says so."
     error = last_error(death.log)

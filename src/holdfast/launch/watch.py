@@ -201,20 +201,43 @@ def _end(ranks: Sequence[_Rank], directory: LaunchDirectory, patience: Patience)
     return end(mark, leaders, patience.term_seconds, patience.kill_seconds, reap)
 
 
+@dataclass(frozen=True)
+class _Aftermath:
+    """All deaths of an attempt, and what was said of them."""
+
+    deaths: list[Death]
+    reports: list[Report]
+
+    @property
+    def by_themselves(self) -> list[Death]:
+        """Ranks that the launcher did not end."""
+        return [death for death in self.deaths if not death.ended_by_launcher]
+
+    @property
+    def codes(self) -> set[int]:
+        return {death.exit_code for death in self.by_themselves}
+
+    def orderly(self, stops: StopRequests) -> Verdict | None:
+        """Return how the attempt ended if nothing went wrong, else None."""
+        failed = any(report.kind == "error" for report in self.reports)
+        if stops.now or (stops.any and not failed and self.codes <= set(_ENDED_BY_REQUEST)):
+            return Verdict.DONE if {death.exit_code for death in self.deaths} == {0} else Verdict.STOPPED
+        if not self.reports and self.by_themselves == self.deaths and self.codes <= {0, EXIT_STOPPED}:
+            return Verdict.STOPPED if EXIT_STOPPED in self.codes else Verdict.DONE
+        return None
+
+
 def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, port: int, wrote: bool) -> Ending:
     step = directory.step()
     reports = {report.rank: report for report in directory.reports()}
     deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
-    by_themselves = [death for death in deaths if not death.ended_by_launcher]
-    codes = {death.exit_code for death in by_themselves}
-    refused = [death for death in by_themselves if death.exit_code == EXIT_USER_ERROR]
-    failures = [report for report in reports.values() if report.kind == "error"]
+    after = _Aftermath(deaths, list(reports.values()))
+    refused = [death for death in after.by_themselves if death.exit_code == EXIT_USER_ERROR]
     if refused:
         return Ending(Verdict.REFUSED, _refusal(refused, wrote), step)
-    if stops.now or (stops.any and not failures and codes <= set(_ENDED_BY_REQUEST)):
-        return Ending(Verdict.DONE if {death.exit_code for death in deaths} == {0} else Verdict.STOPPED, "", step)
-    if not reports and len(by_themselves) == len(ranks) and codes <= {0, EXIT_STOPPED}:
-        return Ending(Verdict.STOPPED if EXIT_STOPPED in codes else Verdict.DONE, "", step)
+    verdict = after.orderly(stops)
+    if verdict is not None:
+        return Ending(verdict, "", step)
     if step is None and deaths[0].exit_code > 0 and says_port_taken(deaths[0].log, port):
         text = f"Port {port} was taken by another program; starting the ranks again on another port."
         return Ending(Verdict.PORT_TAKEN, text, step)

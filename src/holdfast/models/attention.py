@@ -124,7 +124,8 @@ def _stack(tensor: Tensor, count: int, length: int) -> Tensor:
     """[1, heads, count * length, size] -> [count, heads, length, size]"""
     if count == 1:
         return tensor
-    return tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1)
+    heads, _, size = tensor.shape[1:]
+    return tensor.squeeze(0).view(heads, count, length, size).transpose(0, 1)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -203,7 +204,7 @@ def _flash(
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     longest = max(documents.lengths)
-    out: Tensor = varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -215,4 +216,5 @@ def _flash(
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
+    assert isinstance(out, Tensor)
     return out[None]

@@ -69,15 +69,8 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     """
     register()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
-    if live is not None:
-        raw_config = copy.deepcopy(live.config)
-    elif directory is not None:
-        raw_config = read_config(directory, trust_remote_code=config.trust_remote_code)
-    else:
-        assert config.config is not None
-        raw_config = config_from_values(config.config)
+    raw_config = _raw_config(config, directory, live)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
-    apply_overrides(raw_config, config.config_override)
     notes = []
     old_vocabulary = raw_config.get_text_config().vocab_size
     new_vocabulary = _vocabulary(raw_config, tokenizer, config)
@@ -105,6 +98,19 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     return Blueprint(
         model, skeleton, raw_config, family, tokenizer, source, buffers, used, directory, packed, tuple(notes)
     )
+
+
+def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
+    """Return the transformers configuration of whichever origin is given, with the user's overrides."""
+    if live is not None:
+        raw_config = copy.deepcopy(live.config)
+    elif directory is not None:
+        raw_config = read_config(directory, trust_remote_code=config.trust_remote_code)
+    else:
+        assert config.config is not None
+        raw_config = config_from_values(config.config)
+    apply_overrides(raw_config, config.config_override)
+    return raw_config
 
 
 def _stored(skeleton: Any, directory: Path, old: int, new: int) -> tuple[WeightSource, tuple[Any, ...]]:

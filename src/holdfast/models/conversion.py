@@ -62,13 +62,11 @@ def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str) -> Inco
         ModelError: A tensor is missing, unknown, or of another shape than the model's.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     wanted = _state_headers(model)
     transforms = get_model_conversion_mapping(model)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    renamings, converters, by_pattern = _sorted_out(transforms)
     groups: dict[str, _Group] = {}
     unknown = []
     for name in sorted(stored, key=dot_natural_key):
@@ -78,7 +76,7 @@ def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str) -> Inco
         if target not in wanted:
             unknown.append(name)
             continue
-        group = groups.setdefault(target, _Group(target, by_pattern[pattern] if pattern is not None else None))
+        group = groups.setdefault(target, _Group(target, by_pattern.get(pattern or "")))
         group.members.append((name, pattern or name))
     conversions = tuple(group.conversion(model, stored, ()) for group in groups.values())
     ignored = _ignored(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
@@ -95,24 +93,31 @@ def plan_outgoing(model: Any, held: Mapping[str, Header], used: Sequence[Any] | 
         used: The transforms that matched when the weights came in; None if they did not come from a directory.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
+    from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     if used is None:
         # Whether a prefix was there before is known only from the files, so without files none is added.
         known = get_model_conversion_mapping(model, add_legacy=False)
         used = [entry for entry in known if not isinstance(entry, PrefixChange)]
     backwards = [entry.reverse_transform() for entry in reversed(list(used))]
-    renamings = [entry for entry in backwards if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in backwards if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    renamings, converters, by_pattern = _sorted_out(backwards)
     groups: dict[str, _Group] = {}
     for name in sorted(held, key=dot_natural_key):
         target, pattern = _first_match(name, converters)
         if pattern is None:
             target = _rename(name, renamings)
-        group = groups.setdefault(target, _Group(target, by_pattern[pattern] if pattern is not None else None))
+        group = groups.setdefault(target, _Group(target, by_pattern.get(pattern or "")))
         group.members.append((name, pattern or name))
     return tuple(group.conversion(model, held, renamings) for group in groups.values())
+
+
+def _sorted_out(transforms: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Return renamings, converters, and converters by each pattern they start from."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    return renamings, converters, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
 class _Group:
@@ -178,13 +183,11 @@ def _check_complete(
     from holdfast.models.names import tied_names
 
     given = {name: header for conversion in conversions for name, header in conversion.targets.items()}
-    aliases = {name: {first, *others} for first, others in tied_names(model).items() for name in (first, *others)}
-    optional = _ignored(list(wanted), getattr(model, "_keys_to_ignore_on_load_missing", None))
-    missing = [
-        name
-        for name in wanted
-        if name not in given and name not in optional and not any(alias in given for alias in aliases.get(name, ()))
-    ]
+    covered = set(given) | set(_ignored(list(wanted), getattr(model, "_keys_to_ignore_on_load_missing", None)))
+    for first, others in tied_names(model).items():
+        if covered & {first, *others}:
+            covered |= {first, *others}
+    missing = [name for name in wanted if name not in covered]
     misshapen = [
         f"{name} is {list(header.shape)}, the model wants {list(wanted[name].shape)}"
         for name, header in given.items()

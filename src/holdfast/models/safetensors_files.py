@@ -160,7 +160,7 @@ def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator
         given, tensor = next(tensors)
         if given != name or tuple(tensor.shape) != header.shape or tensor.dtype != header.dtype:
             raise ValueError(f"planned {name} {header}, got {given} {tuple(tensor.shape)} {tensor.dtype}")
-        file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def index_json(files: Mapping[str, list[str]], headers: Mapping[str, Header]) -> str:

@@ -66,7 +66,7 @@ def score(
         entropy: Also return the entropy (one more sweep over each chunk).
     """
     how = _How(spec, temperature, entropy, torch.is_grad_enabled())
-    logprobs, entropies, is_top = _Recompute.apply(hidden, head.weight, head.bias, targets, how)
+    logprobs, entropies, is_top = _Recompute.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-untyped-call]
     return Scores(logprobs, is_top, entropies if entropy else None)
 
 
@@ -90,7 +90,7 @@ def separable_loss(
         The differentiable sum [] and the detached scores.
     """
     how = _How(spec, temperature, entropy, torch.is_grad_enabled())
-    loss, logprobs, entropies, is_top = _OnePass.apply(hidden, head.weight, head.bias, targets, terms, how)
+    loss, logprobs, entropies, is_top = _OnePass.apply(hidden, head.weight, head.bias, targets, terms, how)  # type: ignore[no-untyped-call]
     return loss, Scores(logprobs, is_top, entropies if entropy else None)
 
 
@@ -121,8 +121,8 @@ class _Chunk(NamedTuple):
 def _chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
     if spec.chunk_tokens is not None:
         return spec.chunk_tokens
-    room = 2**26 if device.type == "cpu" else 2**29
-    return max(64, min(4096, room // (4 * vocabulary)))
+    room = 2**25 if device.type == "cpu" else 2**29
+    return max(128, min(4096, room // (4 * vocabulary)))
 
 
 def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _Chunk:
@@ -321,6 +321,6 @@ def _differentiate(terms: TokenTerms, chunk: _Chunk, rows: slice) -> tuple[Tenso
         entropy = None if chunk.entropy is None else chunk.entropy.detach().requires_grad_()
         value = terms(logprobs, entropy, rows.start, rows.stop).sum()
         inputs = [logprobs] if entropy is None else [logprobs, entropy]
-        found = torch.autograd.grad(value, inputs, allow_unused=True)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(value, inputs, allow_unused=True)
     by_logprob = torch.zeros_like(chunk.logprobs) if found[0] is None else found[0]
     return value.detach(), by_logprob, found[1] if len(found) > 1 else None

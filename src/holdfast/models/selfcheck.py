@@ -110,7 +110,7 @@ def _ours(policy: PolicyModel, documents: list[Any], device: torch.device) -> li
     batch = to_device(pack(examples, [Share(1.0, 1.0)] * len(examples), padded=policy.padded), device)
     scores = policy(batch)
     assert isinstance(scores, Scores)
-    return list(scores.logprobs.split([tokens.size - 1 for tokens in documents]))
+    return list(torch.split(scores.logprobs, [tokens.size - 1 for tokens in documents]))
 
 
 def _upstream_attention(policy: PolicyModel) -> str:

@@ -15,6 +15,16 @@ def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
+def give_zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters that the backward pass did not reach a zero gradient, as sharded units do when they reduce.
+
+    Without it an unused weight would decay on two ranks and stay as it is on one.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
 

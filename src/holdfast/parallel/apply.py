@@ -49,6 +49,8 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         _replace(policy, path, _recomputed(_module(policy, path), kind))
     for path in plan.compile_blocks:
         _module(policy, path).compile()
+    if not plan.sharded:
+        return
     options = _options(policy, plan, mesh)
     for unit in plan.units:
         if unit.name != ROOT:
@@ -101,7 +103,8 @@ def give_unused_zero_gradients(module: FSDPModule) -> None:
     """
     group = module._get_fsdp_state()._fsdp_param_group  # the name in every version; one group without per-param meshes
     if group is not None:
-        group.post_backward = partial(_post_backward_with_zeros, group, group.post_backward)
+        patched = partial(_post_backward_with_zeros, group, group.post_backward)
+        group.post_backward = patched  # type: ignore[method-assign]  # this unit's alone
 
 
 def _post_backward_with_zeros(group: Any, post_backward: Any, *unused: Any) -> None:
@@ -116,19 +119,14 @@ def _post_backward_with_zeros(group: Any, post_backward: Any, *unused: Any) -> N
 
 def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> None:
     """Say whether the next backward pass is the update's last: gradients that wait until then are reduced in it."""
-    assert isinstance(policy, FSDPModule)
-    if plan.reduce_last_only:
+    if plan.reduce_last_only and plan.sharded:
+        assert isinstance(policy, FSDPModule)
         policy.set_requires_gradient_sync(last)
 
 
 def _module(policy: nn.Module, path: str) -> nn.Module:
-    for name, module in policy.named_modules():
-        if canonical_name(name) == path and name != "":
-            found = module
-            break
-    else:
-        raise KeyError(path)
-    return found
+    paths = {canonical_name(name): module for name, module in policy.named_modules() if name}
+    return paths[path]
 
 
 def _replace(policy: nn.Module, path: str, module: nn.Module) -> None:

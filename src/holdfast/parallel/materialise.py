@@ -57,9 +57,7 @@ def materialise(
         ModelError: A parameter was not given, or a buffer differs from its reference.
     """
     ties = tied_names(policy)
-    policy.to_empty(device=torch.device("cpu") if offload else device)
-    if offload:
-        _move_buffers(policy, device)
+    _leave_meta(policy, device, offload)
     if tied_names(policy) != ties:
         raise ModelError(f"Tied parameters came apart while the model was placed: {sorted(ties)}.")
     places = _places(policy)
@@ -72,14 +70,39 @@ def materialise(
         for name, tensor in group.load(rows).items():
             local_part(places[name]).copy_(tensor)
             filled.add(name)
+    _refuse_missing(set(places), filled, ties)
+    check_buffers(policy, buffers)
+
+
+def _refuse_missing(wanted: set[str], filled: set[str], ties: Mapping[str, tuple[str, ...]]) -> None:
     for first, others in ties.items():
         names = {first, *others}
         if names & filled:
-            filled |= names
-    missing = sorted(set(places) - filled)
+            filled = filled | names
+    missing = sorted(wanted - filled)
     if missing:
         raise ModelError(f"No tensor was given for {', '.join(missing[:4])} ({len(missing)} in all).")
-    check_buffers(policy, buffers)
+
+
+def _leave_meta(policy: nn.Module, device: torch.device, offload: bool) -> None:
+    aliases = _aliases(policy)
+    policy.to_empty(device=torch.device("cpu") if offload else device)
+    if offload:
+        _move_buffers(policy, device)
+    for path, first in aliases.items():  # modules that are not sharded lose their ties when they leave meta
+        owner, _, name = path.rpartition(".")
+        policy.get_submodule(owner).register_parameter(name, policy.get_parameter(first))
+
+
+def _aliases(policy: nn.Module) -> dict[str, str]:
+    """Return, for every further name of a tied parameter, the path of its first."""
+    firsts: dict[int, str] = {}
+    aliases = {}
+    for path, parameter in policy.named_parameters(remove_duplicate=False):
+        first = firsts.setdefault(id(parameter), path)
+        if first != path:
+            aliases[path] = first
+    return aliases
 
 
 def _places(policy: nn.Module) -> dict[str, Tensor]:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # public under torch.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.config.launch import LaunchConfig
 from holdfast.config.parallel import ParallelConfig
 from holdfast.errors import ConfigError
+from holdfast.parallel.failure import FailureChannel
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,8 @@ class World:
     size: int
     local_rank: int
     device: torch.device
-    store: dist.Store
-    """Outlives a broken collective: failures are told through it."""
-    launch_directory: Path | None
-    """Where our launcher looks for failure reports; None under other launchers."""
+    failure: FailureChannel
+    """Tells the others why this rank failed, and learns why another did."""
 
     @property
     def is_first(self) -> bool:
@@ -40,13 +40,14 @@ class World:
 
 @contextmanager
 def joined(launch: LaunchConfig) -> Iterator[World]:
-    """Join the other ranks for the length of a block.
+    """Join the other ranks for the length of a block; a failure in it reaches all of them.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from the launcher, torchrun or Slurm; a process
     without them is a world of its own. Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
 
     Raises:
         ConfigError: A GPU was asked for and there is none.
+        RankFailed: Another rank failed, and this one could not go on without it.
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -60,18 +61,21 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     directory = os.environ.get("HOLDFAST_LAUNCH_DIR")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="holdfast-store-") as alone:
-        store: dist.Store
+        store: Store
         if "MASTER_ADDR" in os.environ:
             address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
             hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            store = dist.TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
+            store = TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
         else:
-            store = dist.FileStore(str(Path(alone) / "store"), size)
+            store = FileStore(str(Path(alone) / "store"), size)
         dist.init_process_group(
-            backend, store=dist.PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout
+            backend, store=PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout
         )
         try:
-            yield World(rank, size, local_rank, device, store, Path(directory) if directory else None)
+            channel = FailureChannel(store, rank, size, Path(directory) if directory else None)
+            with channel.guard():
+                yield World(rank, size, local_rank, device, channel)
+                dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
         finally:
             dist.destroy_process_group()
 

@@ -74,6 +74,8 @@ class ShardPlan:
     reduce_last_only: bool
     """Reduce gradients once per update instead of after every micro-batch."""
     cpu_offload: bool
+    sharded: bool
+    """False for one rank that computes in its storage dtype: there is nothing to split, gather or cast."""
     parameters: int
     trainable: int
 
@@ -84,7 +86,9 @@ class ShardPlan:
         lines = [
             f"{self.parameters:,} parameters, {self.trainable:,} trained, {self.parameters - self.trainable:,} frozen",
             f"{len(self.units)} units over shard={self.shard} replicate={self.replicate}; largest {largest.name} "
-            f"{_mib(largest.bytes_)}; shards {_mib(total / self.shard)} per rank",
+            f"{_mib(largest.bytes_)}; shards {_mib(total / self.shard)} per rank"
+            if self.sharded
+            else f"one rank, whole parameters: {_mib(total)}",
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
             + (" on the last micro-batch" if self.reduce_last_only else "")
             + (f", {_recompute_words(self.recompute)}" if self.recompute else "")
@@ -124,33 +128,44 @@ def plan_shards(
     Raises:
         PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
     """
-    replicated = tuple(parameter.name for parameter in parameters if not parameter.shape and not parameter.trainable)
     _refuse_scalars(parameters)
     groups = _groups(modules, blocks, config)
-    owner = {parameter.name: _owner(parameter.name, groups) for parameter in parameters}
     _refuse_split_ties(parameters, groups)
-    units = [
-        _unit(name, members, [p for p in parameters if owner[p.name] == name and p.name not in replicated], config)
-        for name, members in sorted(groups.items(), key=lambda item: -max(path.count(".") for path in item[1]))
-    ]
-    root = [p for p in parameters if owner[p.name] == ROOT and p.name not in replicated]
-    units.append(_unit(ROOT, (), root, config))
     storage = {parameter.dtype for parameter in parameters if parameter.trainable}
     wide = "float64" if "float64" in storage else "float32"
+    compute = _compute_dtype(config.compute_dtype, wide, storage, device)
+    one_dtype = {parameter.dtype for parameter in parameters if parameter.shape} == {compute}
     return ShardPlan(
-        units=tuple(units),
-        replicated=replicated,
+        units=_units(parameters, groups, config),
+        replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
         recompute=_recompute(blocks, config),
         compile_blocks=tuple(blocks) if config.compile == "blocks" else (),
         replicate=config.replicate,
         shard=shard,
-        compute_dtype=_compute_dtype(config.compute_dtype, wide, storage, device),
+        compute_dtype=compute,
         reduce_dtype=wide,
         reduce_last_only=_reduce_last_only(config, storage),
         cpu_offload=config.cpu_offload,
-        parameters=sum(parameter.numel for parameter in parameters),
-        trainable=sum(parameter.numel for parameter in parameters if parameter.trainable),
+        sharded=not (shard == 1 and config.replicate == 1 and one_dtype and not config.cpu_offload),
+        parameters=_count(parameters),
+        trainable=_count([parameter for parameter in parameters if parameter.trainable]),
     )
+
+
+def _count(parameters: Sequence[ParameterInfo]) -> int:
+    return sum(parameter.numel for parameter in parameters)
+
+
+def _units(
+    parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]], config: ParallelConfig
+) -> tuple[ShardUnit, ...]:
+    """Deal parameters out to units, innermost unit first, the root last."""
+    members: dict[str, list[ParameterInfo]] = {name: [] for name in (*groups, ROOT)}
+    for parameter in parameters:
+        if parameter.shape:
+            members[_owner(parameter.name, groups)].append(parameter)
+    innermost_first = sorted(groups.items(), key=lambda item: -max(path.count(".") for path in item[1]))
+    return tuple(_unit(name, paths, members[name], config) for name, paths in [*innermost_first, (ROOT, ())])
 
 
 def _reduce_last_only(config: ParallelConfig, storage: set[str]) -> bool:
@@ -247,7 +262,7 @@ def _unit(name: str, modules: tuple[str, ...], members: Sequence[ParameterInfo],
         shard_dim=0,
         reshard=config.reshard,
         bytes_=sum(parameter.bytes_ for parameter in members),
-        trainable=sum(parameter.numel for parameter in members if parameter.trainable),
+        trainable=_count([parameter for parameter in members if parameter.trainable]),
     )
 
 

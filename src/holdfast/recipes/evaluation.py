@@ -7,9 +7,8 @@ from pathlib import Path
 from holdfast.config.runs import SFTConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.training import directory
-from holdfast.training.build import build_run
-from holdfast.training.fit import evaluate
+from holdfast.training.build import build_evaluation
+from holdfast.training.evaluate import evaluate
 
 
 def evaluate_run(config: SFTConfig, base: Path, world: World) -> dict[str, float]:
@@ -20,13 +19,11 @@ def evaluate_run(config: SFTConfig, base: Path, world: World) -> dict[str, float
     """
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
-    run = build_run(config, base, world)
-    if world.is_first:
-        directory.create(run.directory, config, "eval")
-    metrics = evaluate(run)
+    model = build_evaluation(config, base, world)
+    metrics = evaluate(model, "eval")
     if world.is_first:
         for name, value in metrics.items():
             print(f"{name} {value:.6g}", flush=True)
         if config.evaluation.completions is not None:
-            print(f"completions are in {run.directory / 'completions'}", flush=True)
+            print(f"completions are in {model.directory / 'completions'}", flush=True)
     return metrics

@@ -23,6 +23,6 @@ def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -
 
 def sft_step(run: Run) -> dict[str, float] | None:
     """Make one update; None when the data has ended."""
-    with run.clock.phase("data"):
+    with run.phase("data"):
         mini_batch = run.stream.next(run.state.step)
     return None if mini_batch is None else train_step(run, mini_batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.training.directory import check_writable, run_directory
 from holdfast.training.evaluate import pad_token
 from holdfast.training.observe import Observer, load_function
-from holdfast.training.run import Run
+from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
     OpenedData,
     check_batch,
@@ -67,36 +67,60 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
         if world.is_first:
             check_writable(directory)
     observers = _together(exchange, lambda: _observers(config, base, live))
-    objective = live.objective or _together(exchange, lambda: _objective(config.objective, base))
     data = _first_rank_first(exchange, lambda: open_data(config, base, live.rows))
     _together(exchange, lambda: check_batch(config, data, world.size))
+    measured = _measured(config, base, world, exchange, live, data)
+    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats)
+    layout = _layout(measured)
+    stream = _together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
+    total = planned_steps(config, stream.steps_per_epoch())
+    _together(exchange, lambda: _check_end(config, total))
+    return Run(
+        **vars(measured),
+        optimizer=build_optimizer(config.optim, sharded_parameters(measured.policy)),
+        stream=stream,
+        total_steps=total,
+        cost=_cost(measured),
+        peak_flops=_peak_flops(config, world),
+        source_names=tuple(source.name for source in data.training),
+        observers=observers,
+    )
+
+
+def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
+    """Return a model and its evaluation sets; training rows are opened only if a validation split is cut from them.
+
+    Raises:
+        UserError: As `build_run`.
+    """
+    exchange = ProcessExchange()
+    needs_training_rows = config.data.validation_split > 0
+    data = _first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
+    return _measured(config, base, world, exchange, Live(), data)
+
+
+def _measured(
+    config: SFTConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, data: OpenedData
+) -> Evaluation:
+    objective = live.objective or _together(exchange, lambda: _objective(config.objective, base))
     origin = _first_rank_first(
         exchange, lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer)
     )
     tokenise = _together(exchange, lambda: row_tokeniser(origin.tokenizer, config.data, base, data.formats))
     policy, plan = build_policy(config, origin, world, exchange)
-    layout = _layout(config, policy, plan, origin)
-    stream = _together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
-    total = planned_steps(config, stream.steps_per_epoch())
-    _together(exchange, lambda: _check_end(config, total))
-    return Run(
+    parts = Evaluation(
         config=config,
         world=world,
         exchange=exchange,
         origin=origin,
         plan=plan,
         policy=policy,
-        optimizer=build_optimizer(config.optim, sharded_parameters(policy)),
         objective=objective,
-        stream=stream,
-        total_steps=total,
-        cost=_cost(origin, plan),
-        peak_flops=_peak_flops(config, world),
-        directory=directory,
-        source_names=tuple(source.name for source in data.training),
-        evaluation_sets=evaluation_sets(config, data, tokenise, exchange, layout),
-        observers=observers,
+        evaluation_sets=(),
+        directory=run_directory(config),
     )
+    sets = evaluation_sets(config, data, tokenise, exchange, _layout(parts))
+    return replace(parts, evaluation_sets=sets)
 
 
 def build_policy(
@@ -199,11 +223,11 @@ def _observers(config: SFTConfig, base: Path, live: Live) -> tuple[Observer, ...
     return (*named, *(Observer(getattr(function, "__name__", "observer"), function) for function in live.observers))
 
 
-def _layout(config: SFTConfig, policy: PolicyModel, plan: ShardPlan, origin: Blueprint) -> Layout:
-    text = origin.skeleton.config.get_text_config()
-    attention = text.num_hidden_layers * text.hidden_size / max(1, plan.parameters)
-    dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-    return Layout(policy.padded, pad_token(origin.tokenizer), dtype, attention)
+def _layout(parts: Evaluation) -> Layout:
+    text = parts.origin.skeleton.config.get_text_config()
+    attention = text.num_hidden_layers * text.hidden_size / max(1, parts.plan.parameters)
+    dtype = torch.float64 if parts.config.model.dtype == "float64" else torch.float32
+    return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention)
 
 
 def _check_end(config: SFTConfig, total: int | None) -> None:
@@ -215,8 +239,8 @@ def _check_end(config: SFTConfig, total: int | None) -> None:
         )
 
 
-def _cost(origin: Blueprint, plan: ShardPlan) -> ModelCost:
-    text = origin.skeleton.config.get_text_config()
+def _cost(parts: Evaluation) -> ModelCost:
+    text, plan = parts.origin.skeleton.config.get_text_config(), parts.plan
     return ModelCost(plan.trainable, plan.parameters - plan.trainable, text.num_hidden_layers, text.hidden_size)
 
 
@@ -224,6 +248,3 @@ def _peak_flops(config: SFTConfig, world: World) -> float | None:
     if config.metrics.peak_flops is not None:
         return config.metrics.peak_flops
     return peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-
-
-__all__ = ["Live", "OpenedData", "build_policy", "build_run", "make_plan"]

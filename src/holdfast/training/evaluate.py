@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,8 @@ from holdfast.objectives.base import Objective, ratio
 from holdfast.parallel.collectives import ProcessExchange, reduce_sums
 from holdfast.rollout.generation import complete
 from holdfast.rollout.replica import Replica
+from holdfast.training.run import Evaluation
 from holdfast.types import Example, LossSum
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Rows that are never trained on."""
-
-    name: str
-    open_stream: Callable[[], SampleStream]
-    """A stream that passes over the rows once, from the start."""
-    read_prompts: Callable[[int], Sequence[Example]]
-    """This rank's share of the first rows, as sequences to complete; the argument is their number over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +34,32 @@ class Answered:
     reference: str
     correct: bool
     finished: bool
+
+
+def evaluate(run: Evaluation, label: str | None = None) -> dict[str, float]:
+    """Return eval/<set>/<metric> for every evaluation set; all ranks call this together.
+
+    Completions are written to completions/<label>.<set>.jsonl; the label is the step by default.
+    """
+    label = label or f"step-{run.state.step:08d}"
+    metrics: dict[str, float] = {}
+    options = run.config.evaluation.completions
+    with run.phase("evaluation"):
+        replica = None
+        for held_out in run.evaluation_sets:
+            found = evaluate_loss(run.policy, run.objective, held_out.open_stream(), run.world.device)
+            if options is not None:
+                if replica is None:
+                    replica = Replica(run.origin, run.world.device, getattr(torch, run.plan.compute_dtype))
+                    replica.refresh(run.policy)
+                examples = held_out.read_prompts(options.samples)
+                more, answered = evaluate_completions(replica, run.origin.tokenizer, examples, options, run.exchange)
+                found |= more
+                if run.world.is_first:
+                    name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
+                    write_completions(run.directory / "completions" / name, answered)
+            metrics |= {f"eval/{held_out.name}/{name}": value for name, value in found.items()}
+    return metrics
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +19,25 @@ from holdfast.objectives.base import Objective
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
-from holdfast.training.evaluate import EvaluationSet
 from holdfast.training.observe import Observer
 from holdfast.training.state import TrainState
+from holdfast.types import Example
 
 
-@dataclass
-class Run:
-    """Everything a step touches."""
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Rows that are never trained on."""
+
+    name: str
+    open_stream: Callable[[], SampleStream]
+    """A stream that passes over the rows once, from the start."""
+    read_prompts: Callable[[int], Sequence[Example]]
+    """This rank's share of the first rows, as sequences to complete; the argument is their number over all ranks."""
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """A model on its ranks, and what it is measured on."""
 
     config: SFTConfig
     world: World
@@ -33,18 +45,30 @@ class Run:
     origin: Blueprint
     plan: ShardPlan
     policy: PolicyModel
-    optimizer: Optimizer
     objective: Objective
+    evaluation_sets: Sequence[EvaluationSet]
+    directory: Path
+    state: TrainState = field(default_factory=TrainState)
+    clock: PhaseClock = field(default_factory=PhaseClock)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
+        with self.clock.phase(name), self.world.failure.phase(name):
+            yield
+
+
+@dataclass(kw_only=True)
+class Run(Evaluation):
+    """Everything a step touches: what an evaluation has, and what training needs besides."""
+
+    optimizer: Optimizer
     stream: SampleStream
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
     peak_flops: float | None
     """Of one device."""
-    directory: Path
-    source_names: tuple[str, ...] = ()
+    source_names: tuple[str, ...]
     """Data sources that get a loss of their own in the metrics."""
-    evaluation_sets: Sequence[EvaluationSet] = ()
-    observers: Sequence[Observer] = ()
-    state: TrainState = field(default_factory=TrainState)
-    clock: PhaseClock = field(default_factory=PhaseClock)
+    observers: Sequence[Observer]

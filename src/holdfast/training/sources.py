@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,8 @@ from holdfast.data.reading import HeldOut, RowReader
 from holdfast.data.rows import Row, Source, from_rows, open_source
 from holdfast.data.stream import Limits, SampleStream
 from holdfast.errors import DataError
-from holdfast.training.evaluate import EvaluationSet
 from holdfast.training.observe import load_function
+from holdfast.training.run import EvaluationSet
 from holdfast.types import Example
 
 _ENDLESS = 2**31 - 1
@@ -37,39 +37,54 @@ class OpenedData:
     """Row format by source name."""
     evaluation: dict[str, Source]
 
+    @property
+    def training_rows(self) -> int | None:
+        """Rows of all training sources; None if one is a stream."""
+        sizes = [source.size for source in self.training]
+        return None if None in sizes else sum(size or 0 for size in sizes)
 
-def open_data(config: SFTConfig, base: Path, rows: Any = None) -> OpenedData:
+
+def open_data(config: SFTConfig, base: Path, rows: Any = None, *, training: bool = True) -> OpenedData:
     """Open every source.
 
     Args:
         config: The run.
         base: The YAML's directory.
         rows: Training rows in memory, instead of the configured ones.
+        training: Open training rows; off, an exported model can be evaluated where they are not.
 
     Raises:
         DataError: A source is missing or empty, or two have the same name.
     """
-    sections = config.data.all_sources()
+    sections = config.data.all_sources() if training else []
     sources = [open_source(section, base) for section in sections] if rows is None else [from_rows(rows, "rows")]
     formats: dict[str, RowFormat] = {
         source.name: section.rows for source, section in zip(sources, sections, strict=False)
     }
-    names = [source.name for source in sources]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"Two sources are called {twice!r}; give one of them another data.sources name.")
+    _refuse_same_names([source.name for source in sources])
     evaluation = {name: open_source(section, base) for name, section in config.evaluation.sets.items()}
     formats |= {evaluation[name].name: section.rows for name, section in config.evaluation.sets.items()}
-    share = config.data.validation_split
-    if share > 0:
-        for source in sources:
-            label = "validation" if len(sources) == 1 else f"validation/{source.name}"
-            evaluation[label] = HeldOut(source, share, keep=True)
-        sources = [HeldOut(source, share, keep=False) for source in sources]
+    if config.data.validation_split > 0:
+        sources, held_out = _cut_validation(sources, config.data.validation_split)
+        evaluation |= held_out
     weights = tuple(section.weight for section in sections if section.weight is not None)
     mixed = len(sources) > 1 and len(weights) == len(sources)
     _check_mixture(sources, mixed)
     return OpenedData(tuple(sources), weights if mixed else None, formats, evaluation)
+
+
+def _refuse_same_names(names: Sequence[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"Two sources are called {twice!r}; give one of them another data.sources name.")
+
+
+def _cut_validation(sources: Sequence[Source], share: float) -> tuple[list[Source], dict[str, Source]]:
+    held_out: dict[str, Source] = {}
+    for source in sources:
+        label = "validation" if len(sources) == 1 else f"validation/{source.name}"
+        held_out[label] = HeldOut(source, share, keep=True)
+    return [HeldOut(source, share, keep=False) for source in sources], held_out
 
 
 def _check_mixture(sources: Sequence[Source], weighted: bool) -> None:
@@ -90,8 +105,7 @@ def check_batch(config: SFTConfig, data: OpenedData, ranks: int) -> None:
     Raises:
         DataError: With the numbers.
     """
-    sizes = [source.size for source in data.training]
-    rows = None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
+    rows = data.training_rows
     batch = config.data.batch_size
     if batch < ranks:
         raise DataError(
@@ -174,12 +188,13 @@ def _whole(config: SFTConfig) -> str:
 
 def _first_examples(source: Source, tokenise: Tokenise, count: int, exchange: Exchange) -> list[Example]:
     """Return this rank's share of the first rows, one sequence of each."""
+    rows: Iterable[Row]
     if source.size is not None:
-        rows = ((index, source.row(index)) for index in range(min(count, source.size)))
+        rows = (source.row(index) for index in range(min(count, source.size)))
     else:
-        rows = enumerate(islice(source.scan(0), count))
-    found = []
-    for index, row in rows:
+        rows = islice(source.scan(0), count)
+    found: list[Example] = []
+    for index, row in enumerate(rows):
         if index % exchange.size == exchange.rank:
             examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
             found.extend(examples[-1:])

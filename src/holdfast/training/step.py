@@ -15,7 +15,7 @@ from holdfast.data.packing import to_device
 from holdfast.errors import RunStopped
 from holdfast.objectives.base import ratio
 from holdfast.optim.build import set_learning_rate
-from holdfast.optim.clip import clip_factor, local_gradients, scale, squared_norm
+from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradients, scale, squared_norm
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import reduce_sums
@@ -36,21 +36,23 @@ def train_step(run: Run, mini_batch: MiniBatch) -> dict[str, float]:
     set_learning_rate(run.optimizer, rate)
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
-    with run.clock.phase("forward_backward"):
+    with run.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             set_last_micro_batch(run.policy, run.plan, last=index == len(mini_batch.micro_batches) - 1)
             batch = to_device(micro_batch, run.world.device)
             output = run.policy(batch, run.objective, entropy=run.config.metrics.entropy)
             assert isinstance(output, LossSum)
-            (output.loss / denominator).backward()
+            torch.autograd.backward(output.loss / denominator)
             part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(run, batch, output)
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
-    with run.clock.phase("optimizer"):
+    with run.phase("optimizer"):
         return _update(run, sums, mini_batch, rate)
 
 
 def _update(run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: float) -> dict[str, float]:
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    if not run.plan.sharded:
+        give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
     device = run.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.

@@ -1,0 +1,62 @@
+"""What a run tells while it goes on: files on rank 0, the screen, and the last value of every number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import TracebackType
+
+from holdfast.metrics.progress import open_progress
+from holdfast.metrics.sink import JsonlSink, Sink, TensorBoardSink
+from holdfast.training import directory
+from holdfast.training.run import Run
+
+
+class Journal:
+    """Opens the run directory and its sinks for the length of a block; silent on other ranks than the first."""
+
+    def __init__(self, run: Run) -> None:
+        self.latest: dict[str, float] = {}
+        """The last value of every metric."""
+        self._run = run
+        self._sinks: list[Sink] = []
+        first = run.world.is_first
+        if first:
+            directory.create(run.directory, run.config, "sft")
+            self._sinks.append(JsonlSink(run.directory / "metrics.jsonl"))
+            if "tensorboard" in run.config.metrics.sinks:
+                self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
+        kind = run.config.metrics.progress if first else "off"
+        self._screen = open_progress(kind, run.total_steps, run.state.step)
+
+    def __enter__(self) -> Journal:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close files and leave the screen as it is."""
+        for sink in self._sinks:
+            sink.close()
+        self._screen.close()
+
+    def report(self, line: Mapping[str, float]) -> None:
+        """Take a step's numbers, or an evaluation's."""
+        self.latest.update(line)
+        step = self._run.state.step
+        evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
+        if evaluated or step % self._run.config.metrics.log_every == 0 or step == self._run.total_steps:
+            for sink in self._sinks:
+                sink.write(step, line)
+        if "loss" in line:
+            self._screen.update(step, line)
+        if evaluated and self._run.world.is_first:
+            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in evaluated.items())
+            self._screen.say(f"evaluation at step {step}: {text}")
+
+    def event(self, name: str, **values: object) -> None:
+        """Append something that happened, other than a step, to events.jsonl."""
+        if self._run.world.is_first:
+            with (self._run.directory / "events.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": name, "step": self._run.state.step, **values}) + "\n")
