@@ -247,9 +247,9 @@ def _refuse_split_ties(parameters: Sequence[ParameterInfo], groups: Mapping[str,
 
 
 def _unit(name: str, modules: tuple[str, ...], members: Sequence[ParameterInfo], config: ParallelConfig) -> ShardUnit:
-    trained = {parameter.dtype: parameter.name for parameter in members if parameter.trainable}
+    trained = {parameter.dtype: parameter.name for parameter in reversed(members) if parameter.trainable}
     if len(trained) > 1:
-        examples = ", ".join(f"{example} is {dtype}" for dtype, example in trained.items())
+        examples = ", ".join(f"{example} is {dtype}" for dtype, example in reversed(trained.items()))
         raise PlanError(
             f"The trained parameters of unit {name} have different storage ({examples}); FSDP2 reduces a unit in one "
             "dtype. Store them alike, or put them into units of their own (parallel.units)."

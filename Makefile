@@ -1,0 +1,43 @@
+# Everything runs in .venv, which the first target that needs it creates.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test test-all lint types bench clean
+
+setup: $(VENV)/.installed
+
+# torch goes first and alone: beside other packages pip may choose another build of it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,vlm]'
+	touch $@
+
+demo: setup
+	$(BIN)/holdfast sft examples/sft_sort.yaml
+	$(BIN)/holdfast eval runs/sft_sort/exports/final
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/budget.py
+
+types: setup
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: lint types
+	$(BIN)/python -m pytest -m "not gpu"
+	tools/test_versions.sh
+
+bench: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
+	for script in head sft_vs_trl fsdp packing; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache

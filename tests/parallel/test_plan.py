@@ -1,0 +1,128 @@
+"""Plans are data: made from names and shapes, refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.config.parallel import ParallelConfig
+from holdfast.errors import PlanError
+from holdfast.parallel.plan import ROOT, ParameterInfo, ShardPlan, plan_shards
+
+BLOCKS = [f"model.layers.{index}" for index in range(4)]
+
+
+def parameters(**changes: Any) -> list[ParameterInfo]:
+    found = [ParameterInfo("model.embed.weight", (100, 8), "float32", True, ("lm_head.weight",))]
+    for block in BLOCKS:
+        found.append(ParameterInfo(f"{block}.mlp.weight", (8, 8), "float32", True))
+        found.append(ParameterInfo(f"{block}.norm.weight", (8,), "float32", True))
+    return [*found, *changes.get("more", [])]
+
+
+def plan(config: dict[str, Any] | None = None, more: list[ParameterInfo] | None = None, **how: Any) -> ShardPlan:
+    modules = ["", "model", "model.embed", "lm_head", *BLOCKS, *(f"{block}.mlp" for block in BLOCKS)]
+    options = {"shard": 2, "device": "cpu"} | how
+    return plan_shards(parameters(more=more or []), modules, BLOCKS, ParallelConfig(**(config or {})), **options)
+
+
+def test_each_block_is_a_unit_and_the_root_holds_the_rest() -> None:
+    made = plan()
+
+    assert [unit.name for unit in made.units] == [*BLOCKS, ROOT]
+    assert made.units[0].parameters == ("model.layers.0.mlp.weight", "model.layers.0.norm.weight")
+    assert made.units[0].bytes_ == (64 + 8) * 4
+    assert made.units[-1].parameters == ("model.embed.weight",)
+    assert (made.parameters, made.trainable) == (800 + 4 * 72, 800 + 4 * 72)
+
+
+def test_neighbouring_blocks_can_share_a_unit() -> None:
+    made = plan({"blocks_per_unit": 3})
+
+    assert [unit.modules for unit in made.units] == [tuple(BLOCKS[:3]), tuple(BLOCKS[3:]), ()]
+    assert made.units[0].name == "model.layers.0..2"
+
+
+def test_patterns_name_units_and_inner_ones_come_first() -> None:
+    made = plan({"units": [r"^model\.layers\.\d+$", r"layers\.1\.mlp$"]})
+
+    assert made.units[0].name == "model.layers.1.mlp"
+    assert next(u for u in made.units if u.name == "model.layers.1").parameters == ("model.layers.1.norm.weight",)
+
+
+def test_every_parameter_has_exactly_one_unit() -> None:
+    for config in ({}, {"blocks_per_unit": 2}, {"units": ["mlp$", "layers.[02]$"]}):
+        held = [name for unit in plan(config).units for name in unit.parameters]
+
+        assert sorted(held) == sorted(parameter.name for parameter in parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        ({"units": ["nothing"]}, [], r"'nothing' matches no module"),
+        ({"units": ["embed$"]}, [], r"tied parameter would lie in two units \(model\.embed\.weight in model\.embed, "),
+        ({}, [ParameterInfo("scale", (), "float32", True)], r"^scale: a trained parameter without dimensions"),
+        (
+            {},
+            [ParameterInfo("model.layers.0.extra", (4,), "bfloat16", True)],
+            r"unit model\.layers\.0 have different storage \(model\.layers\.0\.mlp\.weight is float32, "
+            r"model\.layers\.0\.extra is bfloat16\)",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_with_the_parameter(
+    config: dict[str, Any], more: list[ParameterInfo], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(config, more)
+
+
+def test_frozen_parameters_may_have_another_dtype_and_frozen_scalars_are_replicated() -> None:
+    made = plan(
+        more=[
+            ParameterInfo("model.layers.0.base", (8, 8), "bfloat16", False),
+            ParameterInfo("model.logit_scale", (), "float32", False),
+        ]
+    )
+
+    assert "model.layers.0.base" in made.units[0].parameters
+    assert made.replicated == ("model.logit_scale",)
+    assert all("model.logit_scale" not in unit.parameters for unit in made.units)
+
+
+def test_compute_and_reduction_follow_storage_and_device() -> None:
+    assert plan().compute_dtype == "float32"
+    assert plan(device="cuda").compute_dtype == "bfloat16"
+    assert plan(device="cuda").reduce_dtype == "float32"
+    assert plan({"compute_dtype": "float32"}, device="cuda").compute_dtype == "float32"
+
+
+def test_bfloat16_storage_reduces_once_per_update() -> None:
+    stored = [ParameterInfo("model.layers.0.w", (4, 4), "bfloat16", True)]
+
+    made = plan_shards(stored, BLOCKS, BLOCKS[:1], ParallelConfig(), shard=2, device="cpu")
+
+    assert made.reduce_last_only
+    assert made.reduce_dtype == "float32"
+    assert not plan().reduce_last_only
+
+
+def test_recomputation_covers_the_blocks_it_says() -> None:
+    assert plan({"recompute": "full"}).recompute == dict.fromkeys(BLOCKS, "full")
+    assert plan({"recompute": {"kind": "every_k", "k": 3}}).recompute == {BLOCKS[0]: "full", BLOCKS[3]: "full"}
+    assert plan({"recompute": "selective"}).recompute == dict.fromkeys(BLOCKS, "selective")
+
+
+def test_one_rank_that_computes_in_its_storage_dtype_is_not_sharded() -> None:
+    assert not plan(shard=1).sharded
+    assert plan(shard=1, device="cuda").sharded  # bfloat16 compute on float32 masters needs FSDP2's casts
+    assert plan(shard=2).sharded
+
+
+def test_the_description_names_sizes_a_reader_can_check() -> None:
+    text = plan().describe()
+
+    assert "1,088 parameters, 1,088 trained, 0 frozen" in text
+    assert "5 units over shard=2 replicate=1" in text
