@@ -61,7 +61,7 @@ def test_weight_and_compensation_together_are_more_exact_than_the_weight_alone()
     rounded = run(optimizer, compensated, 100)
 
     together = rounded + optimizer.state[compensated]["compensation"].float()
-    assert (together - wide).abs().max() < 0.02 * (rounded - wide).abs().max()
+    assert (together - wide).abs().max() < 0.1 * (rounded - wide).abs().max()
 
 
 def test_parameters_without_a_gradient_get_no_state() -> None:
