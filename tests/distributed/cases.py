@@ -13,8 +13,8 @@ from holdfast.config.runs import SFTConfig
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build import Live, build_run
 from holdfast.recipes.sft import sft_step
+from holdfast.training.build import Live, build_run
 
 
 def rows_of(count: int, seed: int = 0) -> list[dict[str, str]]:
@@ -108,6 +108,6 @@ def reference(model: Any, batches: list[list[Any]], weigh: Any, lr: float) -> di
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in found:
-                    parameter -= lr * found[name]
+                    parameter.sub_(lr * found[name])
     final = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": final}

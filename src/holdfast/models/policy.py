@@ -76,7 +76,9 @@ class PolicyModel(nn.Module):
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
         inputs: dict[str, Any] = dict(batch.model_inputs)
         if self.padded:
-            inputs["attention_mask"] = batch.sequence_ids >= 0
+            visible = batch.sequence_ids >= 0
+            visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
+            inputs["attention_mask"] = visible
         else:
             inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device)
         positions = batch.position_ids

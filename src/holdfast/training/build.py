@@ -30,6 +30,7 @@ from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.training.directory import check_writable, run_directory
 from holdfast.training.evaluate import pad_token
 from holdfast.training.observe import Observer, load_function
+from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
     OpenedData,
@@ -75,6 +76,7 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     stream = _together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
     total = planned_steps(config, stream.steps_per_epoch())
     _together(exchange, lambda: _check_end(config, total))
+    seed_rank(config.seed, world.rank, deterministic=config.determinism)
     return Run(
         **vars(measured),
         optimizer=build_optimizer(config.optim, sharded_parameters(measured.policy)),
@@ -135,6 +137,8 @@ def build_policy(
     storage = getattr(torch, config.model.dtype)
     frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
     set_storage(origin.model, storage, frozen)
+    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
+        origin.model.set_experts_implementation("eager")
     packed = origin.packed and config.data.packing != "none"
     if not packed and origin.packed:
         origin.model.set_attn_implementation("eager" if config.model.attention == "eager" else "sdpa")

@@ -42,7 +42,9 @@ class Journal:
         self._screen.close()
 
     def report(self, line: Mapping[str, float]) -> None:
-        """Take a step's numbers, or an evaluation's."""
+        """Take a step's numbers, or an evaluation's; one over no sets has none."""
+        if not line:
+            return
         self.latest.update(line)
         step = self._run.state.step
         evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}

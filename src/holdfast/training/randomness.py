@@ -1,0 +1,29 @@
+"""Where chance enters training, and from which seed.
+
+Initial weights and the order of rows have generators of their own and depend on neither rank nor step. What is left is
+dropout: it draws from torch's global generator, seeded here for each rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+
+def seed_rank(seed: int, rank: int, *, deterministic: bool) -> None:
+    """Seed every global generator of this process.
+
+    Args:
+        seed: Of the run.
+        rank: Each draws its own numbers.
+        deterministic: Refuse operations that have no deterministic form.
+    """
+    digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)  # noqa: NPY002 - libraries that draw from the global generator exist
+    torch.manual_seed(number)
+    torch.use_deterministic_algorithms(deterministic)

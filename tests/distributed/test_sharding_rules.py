@@ -1,0 +1,240 @@
+"""Rules of sharding that fail silently elsewhere: unused parameters, dtypes in dataclasses, sums in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.data.packing import pack
+from holdfast.data.weights import Share
+from holdfast.errors import RunStopped
+from holdfast.objectives.base import Tokens
+from holdfast.objectives.supervised import NegativeLogLikelihood
+from holdfast.parallel.apply import give_unused_zero_gradients, set_last_micro_batch
+from holdfast.parallel.materialise import local_rows, sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor
+from holdfast.training.build import Live, build_run
+from holdfast.training.step import train_step
+from holdfast.types import Example, MiniBatch
+from tests.distributed.cases import rows_of, settings
+from tests.distributed.toys import Experts, Scale, Toy, shard
+from tests.tiny import tiny_directory
+
+
+def different_experts(world: World, form: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    toy = Toy(Experts())
+    weights = {name: value.detach().clone() for name, value in toy.named_parameters()}
+    shard(world, toy)
+    for module in toy.modules():
+        if isinstance(module, FSDPModule) and form != "switch":
+            module.set_reduce_scatter_unused_params(False)
+            if form == "by hand":
+                give_unused_zero_gradients(module)
+    inputs = torch.arange(6.0).reshape(2, 3) + world.rank
+    toy(inputs, world.rank).square().sum().backward()
+    gradients = {
+        name: full_tensor(value.grad).numpy() if value.grad is not None else None
+        for name, value in sharded_parameters(toy).items()
+    }
+    expected = {}
+    for expert in range(2):
+        inputs = torch.arange(6.0).reshape(2, 3) + expert
+        weight = weights[f"language_model.blocks.0.experts.{expert}.weight"]
+        expected[f"blocks.0.experts.{expert}.weight"] = (2 * (inputs @ weight.T).T @ inputs).numpy()
+    return {"found": gradients, "expected": expected}
+
+
+@pytest.mark.parametrize("form", ["switch", "by hand"])
+def test_ranks_that_use_different_parameters_of_a_unit_get_the_right_gradients(pools: Any, form: str) -> None:
+    for outcome in pools(2).run(different_experts, form):
+        for name, gradient in outcome["expected"].items():
+            np.testing.assert_allclose(outcome["found"][name], gradient, rtol=1e-6)
+
+
+def test_without_the_rule_fsdp2_mixes_them_up(pools: Any) -> None:
+    found = pools(2).run(different_experts, "off")[0]
+
+    name = "blocks.0.experts.0.weight"
+    assert found["found"][name] is None or not np.allclose(found["found"][name], found["expected"][name], rtol=1e-3)
+
+
+def summed_gradient(world: World, reduce: str) -> float:
+    toy = Toy(Scale(4, torch.bfloat16))
+    plan = shard(world, toy, reduce=reduce)
+    for index in range(256):
+        set_last_micro_batch(toy, plan, last=index == 255)
+        (toy(torch.full((4,), 0.01, dtype=torch.bfloat16)).sum() * 1.0).backward()
+    (gradient,) = (value.grad for value in sharded_parameters(toy).values())
+    return float(full_tensor(gradient)[0])
+
+
+def test_gradients_of_bfloat16_storage_add_up_in_float32(pools: Any) -> None:
+    one = float(torch.tensor(0.01, dtype=torch.bfloat16))
+    exact = float(torch.tensor(2 * 256 * one, dtype=torch.bfloat16))
+
+    assert pools(2).run(summed_gradient, "auto")[0] == exact
+    assert pools(2).run(summed_gradient, "each_micro_batch")[0] != exact  # what the rule protects from
+
+
+class Recorder(NegativeLogLikelihood):
+    """A loss that keeps what it was given."""
+
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # noqa: RUF012 - one per process, on purpose
+
+    def token_terms(self, logprobs: torch.Tensor, entropy: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+        self.seen.append((tokens.weights, tokens.per_token["advantages"], logprobs.detach().clone()))
+        return super().token_terms(logprobs, entropy, tokens)
+
+
+def what_reaches_the_loss(world: World, directory: str) -> dict[str, Any]:
+    tree = settings(directory, model={"dtype": "float32"}, parallel={"compute_dtype": "bfloat16"})
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    ids = np.arange(2, 14)
+    mask = np.arange(12) > 0
+    advantages = np.full(12, 1.2345678, dtype=np.float32)
+    batch = pack([Example(0, 0, ids, mask, per_token={"advantages": advantages})], [Share(0.7654321, 1.0)])
+    Recorder.seen.clear()
+    cosines: list[torch.Tensor] = []
+    rotary = run.policy.language_model.model.rotary_emb
+    hook = rotary.register_forward_hook(lambda module, args, out: cosines.append(out[0].detach().clone()))
+    run.policy(batch, Recorder())
+    hook.remove()
+    weights, seen_advantages, logprobs = Recorder.seen[0]
+    frequencies = run.origin.buffers["model.rotary_emb.inv_freq"]
+    angles = torch.arange(12.0)[None, :, None] * frequencies
+    expected = torch.cat([angles, angles], -1).cos().to(torch.bfloat16)
+    return {
+        "dtypes": [str(weights.dtype), str(seen_advantages.dtype), str(logprobs.dtype), str(frequencies.dtype)],
+        "weights": weights.tolist(),
+        "advantages": seen_advantages.tolist(),
+        "cosines_equal": torch.equal(cosines[0], expected),
+    }
+
+
+def test_weights_and_advantages_reach_the_loss_in_float32_under_bfloat16_compute(pools: Any, tmp_path: Any) -> None:
+    directory = str(tiny_directory(tmp_path / "llama", "llama"))
+
+    for outcome in pools(2).run(what_reaches_the_loss, directory):
+        assert outcome["dtypes"] == ["torch.float32"] * 4
+        assert set(outcome["weights"]) == {float(np.float32(0.7654321))}
+        assert set(outcome["advantages"]) == {float(np.float32(1.2345678))}
+        assert outcome["cosines_equal"]
+
+
+def frozen_base(world: World, directory: str) -> dict[str, Any]:
+    tree = settings(
+        directory, model={"dtype": "float32", "frozen_dtype": "bfloat16", "freeze": ["self_attn", "embed_tokens"]}
+    )
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.policy).items()}
+    mini_batch = run.stream.next(0)
+    assert mini_batch is not None
+    train_step(run, mini_batch)
+    after = {name: full_tensor(p) for name, p in sharded_parameters(run.policy).items()}
+    in_optimizer = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    named = sharded_parameters(run.policy)
+    return {
+        "moved": sorted(name for name, value in after.items() if not torch.equal(value, before[name])),
+        "bfloat16": sorted(name for name, value in after.items() if value.dtype == torch.bfloat16),
+        "optimized": sorted(name for name, value in named.items() if id(value) in in_optimizer),
+        "all": sorted(after),
+    }
+
+
+def test_frozen_parameters_keep_their_own_dtype_and_never_move(pools: Any, tmp_path: Any) -> None:
+    directory = str(tiny_directory(tmp_path / "llama", "llama", tie_word_embeddings=False))
+
+    found = pools(2).run(frozen_base, directory)[0]
+
+    frozen = [name for name in found["all"] if "self_attn" in name or "embed_tokens" in name]
+    assert len(frozen) == 9
+    assert found["bfloat16"] == frozen
+    assert found["moved"] == found["optimized"] == [name for name in found["all"] if name not in frozen]
+
+
+class Poison(NegativeLogLikelihood):
+    """A loss that is infinite for one sample, wherever it is trained."""
+
+    def token_terms(self, logprobs: torch.Tensor, entropy: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
+        bad = tokens.per_token["bad"].bool()
+        return -logprobs * torch.where(bad, float("inf"), 1.0)
+
+
+def poisoned_steps(world: World, directory: str, bad_steps: list[int]) -> dict[str, Any]:
+    tree = settings(directory, optim={"max_nonfinite_steps": 2})
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8), objective=Poison()))
+    skipped, moved, stopped = [], [], ""
+    for step in range(4):
+        before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.policy).items()}
+        bad = step in bad_steps and world.rank == 1
+        ids, mask = np.arange(2, 10), np.arange(8) > 0
+        example = Example(0, 0, ids, mask, per_token={"bad": np.full(8, float(bad))})
+        batch = MiniBatch((pack([example], [Share(1.0, 7.0)], dtype=torch.float64),), 14.0, 2, 16, 14)
+        try:
+            metrics = train_step(run, batch)
+        except RunStopped as error:
+            stopped = str(error)
+            break
+        skipped.append(metrics["optim/skipped_steps"])
+        after = {name: full_tensor(p) for name, p in sharded_parameters(run.policy).items()}
+        moved.append(any(not torch.equal(after[name], before[name]) for name in after))
+    return {"skipped": skipped, "moved": moved, "stopped": stopped, "steps": run.state.step}
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pools: Any, tmp_path: Any) -> None:
+    directory = str(tiny_directory(tmp_path / "llama", "llama"))
+
+    for outcome in pools(2).run(poisoned_steps, directory, [1]):
+        assert outcome["skipped"] == [0.0, 1.0, 1.0, 1.0]
+        assert outcome["moved"] == [True, False, True, True]
+        assert outcome["stopped"] == ""
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(pools: Any, tmp_path: Any) -> None:
+    directory = str(tiny_directory(tmp_path / "llama", "llama"))
+
+    for outcome in pools(2).run(poisoned_steps, directory, [1, 2]):
+        assert outcome["stopped"].startswith(
+            "The gradient norm was not finite in 2 updates in a row, the last at step 3."
+        )
+
+
+def empty_step(world: World, directory: str) -> dict[str, Any]:
+    run = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.policy).items()}
+    metrics = train_step(run, MiniBatch((pack([], [], dtype=torch.float64),) * 2, 0.0, 0, 0, 0))
+    after = {name: full_tensor(p) for name, p in sharded_parameters(run.policy).items()}
+    return {
+        "loss": metrics["loss"],
+        "norm": metrics["grad_norm"],
+        "same": all(torch.equal(after[name], before[name]) for name in after),
+    }
+
+
+def test_a_batch_without_a_trained_token_has_loss_zero_and_runs_every_collective(pools: Any, tmp_path: Any) -> None:
+    directory = str(tiny_directory(tmp_path / "llama", "llama"))
+
+    for outcome in pools(2).run(empty_step, directory):
+        assert outcome == {"loss": 0.0, "norm": 0.0, "same": True}
+
+
+def rows_of_each_rank(world: World) -> list[tuple[int, int]]:
+    toy = Toy(Scale(5, torch.float32), Scale(1, torch.float32))
+    shard(world, toy)
+    return [(rows.start, rows.stop) for rows in (local_rows(value) for value in sharded_parameters(toy).values())]
+
+
+def test_rows_are_dealt_out_without_gap_or_overlap_even_when_there_are_fewer_than_ranks(pools: Any) -> None:
+    found = pools(4).run(rows_of_each_rank)
+
+    assert [rank[0] for rank in found] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [rank[1] for rank in found] == [(0, 1), (1, 1), (1, 1), (1, 1)]
