@@ -9,7 +9,7 @@ one product per document (documents of equal length that lie next to each other 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -23,6 +23,9 @@ from holdfast.errors import ModelError
 
 PACKED = "holdfast_packed"
 """Name under which transformers finds this attention."""
+
+_KNOWN = {"s_aux", "position_ids"}
+"""Tensors among a layer's options that packed attention uses, or that only models use."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +93,18 @@ def packed_attention(
     Raises:
         ModelError: The model does not hand our lengths to its attention, or asks for a bias we do not know.
     """
-    documents: Documents | None = options.get("documents")
-    if documents is None:
-        raise ModelError(
-            f"{type(module).__name__} does not pass keyword arguments to its attention, so packed documents would "
-            "see each other. Set model.attention: sdpa."
-        )
-    if options.get("position_bias") is not None or options.get("is_causal") is False:
-        raise ModelError(
-            f"{type(module).__name__} uses a position bias or attends to later tokens, which packed attention does "
-            "not do. Set model.attention: sdpa."
-        )
+    documents = _documents(module, options)
     window = options.get("sliding_window")
     softcap, sinks = options.get("softcap"), options.get("s_aux")
-    if softcap is None and sinks is None and _can_use_flash(query):
+    plain = softcap is None and sinks is None
+    if plain and flash_takes(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
         return _flash(query, key, value, documents, scaling, window, dropout), None
     parts = []
     for start, count, length in documents.runs():
         rows = slice(start, start + count * length)
         q, k, v = (_stack(tensor[:, :, rows], count, length) for tensor in (query, key, value))
         mask = _window_mask(length, window, query.device)
-        if softcap is None and sinks is None:
+        if plain:
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
@@ -118,6 +112,25 @@ def packed_attention(
             out = _explicit(q, k, v, mask, scaling, dropout, softcap, sinks)
         parts.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
+
+
+def _documents(module: nn.Module, options: Mapping[str, Any]) -> Documents:
+    """Return where documents end, after making sure that nothing else decides who sees whom."""
+    documents: Documents | None = options.get("documents")
+    unknown = sorted(name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN)
+    windowed = getattr(getattr(module, "config", None), "sliding_window", None) is not None
+    if documents is None:
+        problem = "does not pass keyword arguments to its attention, so packed documents would see each other"
+    elif unknown:
+        problem = f"hands {unknown[0]} to its attention, which packed attention does not know"
+    elif options.get("is_causal") is False:
+        problem = "attends to later tokens, which packed attention does not do"
+    elif windowed and "sliding_window" not in options:
+        # Such a layer counts on the mask of the row for its window, and packed attention builds none.
+        problem = "does not say whether its sliding window is on"
+    else:
+        return documents
+    raise ModelError(f"{type(module).__name__} {problem}. Set model.attention: sdpa.")
 
 
 def _stack(tensor: Tensor, count: int, length: int) -> Tensor:
@@ -171,8 +184,10 @@ def _explicit(
     return F.dropout(weights, dropout) @ value if dropout else weights @ value
 
 
-def _can_use_flash(query: Tensor) -> bool:
-    return query.device.type == "cuda" and query.dtype in {torch.bfloat16, torch.float16} and query.shape[-1] <= 256
+def flash_takes(device_type: str, dtype: torch.dtype, query_size: int, value_size: int) -> bool:
+    """Whether torch's variable-length kernel takes heads of these sizes; it pads none and wants one size for all."""
+    half = device_type == "cuda" and dtype in {torch.bfloat16, torch.float16}
+    return half and value_size == query_size and query_size <= 256 and query_size % 8 == 0
 
 
 @cache
@@ -196,25 +211,39 @@ def _flash(
 
     if dropout:
         raise ModelError("torch's variable-length attention has no dropout. Set model.dropout: false.")
-    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, heads, size]
-    options: dict[str, Any] = {}
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and _flash_takes_groups():
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    longest = max(documents.lengths)
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        documents.offsets,
-        documents.offsets,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
+    arguments, options = flash_call(query, key, value, documents, scaling, window, groups=_flash_takes_groups())
+    out = varlen_attn(*arguments, **options)
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def flash_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    window: int | None,
+    *,
+    groups: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `torch.nn.attention.varlen.varlen_attn`, by position and by name.
+
+    Its window counts the tokens to the left of a query, without the query's own; (-1, 0) is plain causal attention.
+
+    Args:
+        query, key, value: As in `packed_attention`.
+        documents: Where they end.
+        scaling: Factor of the products.
+        window: Tokens a query sees, its own included; None for all.
+        groups: Whether the kernel takes fewer key heads than query heads; otherwise key heads are repeated.
+    """
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, heads, size]
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1 and groups:
+        options["enable_gqa"] = True
+    elif repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    longest = max(documents.lengths)
+    return (query, key, value, documents.offsets, documents.offsets, longest, longest), options

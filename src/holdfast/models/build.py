@@ -83,6 +83,8 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     _for_training(run_config, keep_dropout=config.dropout)
     model_class = type(live) if live is not None else _model_class(run_config, config.trust_remote_code)
     model, skeleton = (_on_meta(model_class, copy.deepcopy(run_config)) for _ in range(2))
+    if config.dtype == "float64":
+        model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     buffers = reference_buffers(model_class, copy.deepcopy(run_config))
     freeze(model, config.freeze)
     used = None
@@ -278,17 +280,20 @@ def _choose_attention(model: Any, family: Family, wanted: str, notes: list[str])
     Raises:
         ModelError: Packed attention was asked for and cannot be exact.
     """
-    if wanted in {"auto", "packed"}:
-        reason = family.why_not_packed
-        if not reason:
-            model.set_attn_implementation(PACKED)
-            return True
-        if wanted == "packed":
-            raise ModelError(f"model.attention: packed is not exact for {family.name}: {reason}. Use auto or sdpa.")
+    reason = family.why_not_packed
+    if wanted in {"auto", "packed"} and not reason:
+        model.set_attn_implementation(PACKED)
+        return True
+    if wanted == "packed":
+        raise ModelError(f"model.attention: packed is not exact for {family.name}: {reason}. Use auto or sdpa.")
+    if wanted == "auto":  # what transformers chose: sdpa wherever the model has it
         notes.append(f"attention: one document per row, since {reason}")
-        wanted = "sdpa"
+        return False
     try:
-        model.set_attn_implementation(wanted)
+        if model.config._attn_implementation != wanted:  # noqa: SLF001 - what set_attn_implementation sets
+            model.set_attn_implementation(wanted)
     except ValueError as error:
         raise ModelError(f"{family.name} has no {wanted} attention: {error}") from error
+    if model.config._attn_implementation != wanted:  # noqa: SLF001 - same; it warns and goes on where it cannot
+        raise ModelError(f"model.attention: {wanted} cannot be set, {family.name} chooses by itself. Use auto.")
     return False

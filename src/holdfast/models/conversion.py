@@ -33,10 +33,12 @@ class Conversion:
 
     sources: tuple[str, ...]
     targets: Mapping[str, Header]
-    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-    """Sources by name -> targets by name."""
-    renames_only: bool
+    run: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    """Sources by name -> targets by name. The dictionary is emptied, so that sources can be freed on the way."""
+    renames_only: bool = False
     """One source becomes one target, unchanged."""
+    rows: tuple[tuple[str, ...], ...] | None = None
+    """Where each row of the one target follows from sources of its own (stacked experts): these, by row."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +137,43 @@ class _Group:
             if len(sources) != 1:
                 raise ModelError(f"{', '.join(sources)} would all become {self.target}.")
             target = {self.target: headers[sources[0]]}
-            return Conversion(sources, target, lambda tensors: {self.target: tensors[sources[0]]}, True)
+            return Conversion(sources, target, lambda tensors: {self.target: tensors[sources[0]]}, renames_only=True)
 
-        def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def run(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             transform = copy.deepcopy(self.transform)
             assert transform is not None
             for name, pattern in self.members:
-                transform.add_tensor(self.target, name, pattern, tensors[name])
+                if name in tensors:
+                    transform.add_tensor(self.target, name, pattern, tensors.pop(name))
             converted = transform.convert(self.target, model=model, config=model.config)
             flat = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
             return {_rename(name, renamings): value for name, value in flat.items()}
 
         on_meta = {name: torch.empty(headers[name].shape, dtype=headers[name].dtype, device="meta") for name in sources}
-        targets = {name: Header(tuple(value.shape), value.dtype) for name, value in run(on_meta).items()}
-        return Conversion(sources, targets, run, False)
+        try:
+            targets = {name: Header(tuple(value.shape), value.dtype) for name, value in run(on_meta).items()}
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ModelError(f"{self.target} cannot be made from {self._sources()}: {error}") from error
+        return Conversion(sources, targets, run, rows=self._rows(targets))
+
+    def _sources(self) -> str:
+        by_pattern: dict[str, list[str]] = {}
+        for name, pattern in self.members:
+            by_pattern.setdefault(pattern, []).append(name)
+        return " and ".join(f"{len(names)} tensors like {names[-1]}" for names in by_pattern.values())
+
+    def _rows(self, targets: Mapping[str, Header]) -> tuple[tuple[str, ...], ...] | None:
+        """Return the sources of each row, if the transform stacks them along dimension 0 and leaves rows apart."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        first, *others = self.transform.operations  # type: ignore[union-attr]  # only converters come here
+        joins_rows = any(not isinstance(step, Concatenate) or step.dim == 0 for step in others)
+        if not isinstance(first, MergeModulelist) or first.dim != 0 or joins_rows or len(targets) != 1:
+            return None
+        by_pattern: dict[str, list[str]] = {}
+        for name, pattern in self.members:
+            by_pattern.setdefault(pattern, []).append(name)
+        return tuple(zip(*by_pattern.values(), strict=True))
 
 
 def _rename(name: str, renamings: Iterable[Any]) -> str:

@@ -33,7 +33,11 @@ class Family:
         return HeadSpec(self.logit_scale, self.logit_softcap, float32_product, chunk_tokens)
 
 
-_RECURRENT = ("mamba", "recurrent", "rwkv", "linear_attention", "short_conv", "conv")
+_PACKED_KINDS = {"full_attention", "sliding_attention", "attention"}
+"""Layer types (transformers' `config.layer_types`) whose attention is computed per document."""
+
+_RECURRENT_KINDS = ("mamba", "recurrent", "rwkv", "linear_attention", "conv", "lstm")
+_RECURRENT_CLASSES = ("Mamba", "Rwkv", "RWKV", "Recurrent", "SSM", "DeltaNet", "LSTM", "ShortConv", "LinearAttention")
 
 
 def family_of(model: nn.Module) -> Family:
@@ -48,20 +52,34 @@ def family_of(model: nn.Module) -> Family:
     if getattr(text, "lm_head_multiplier", None):  # Falcon-H1
         scale = float(text.lm_head_multiplier)
     softcap = getattr(text, "final_logit_softcapping", None)
-    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or []}
-    recurrent = sorted(kind for kind in kinds if any(word in kind for word in _RECURRENT)) or _recurrent_layers(model)
+    reason = _why_not_packed(model, text)
     return Family(
         name=str(config.model_type),
         logit_scale=scale,
         logit_softcap=None if softcap is None else float(softcap),
-        packs=not recurrent,
-        why_not_packed=f"its {recurrent[0]} layers carry state across documents" if recurrent else "",
+        packs=not reason,
+        why_not_packed=reason,
     )
 
 
-def _recurrent_layers(model: nn.Module) -> list[str]:
-    names = {type(module).__name__ for module in model.modules()}
-    return sorted(name for name in names if any(word in name.lower() for word in ("mamba", "rwkv", "recurrent", "ssm")))
+def _why_not_packed(model: Any, text: Any) -> str:
+    if not model._can_set_attn_implementation():  # noqa: SLF001 - transformers' own test before it sets one
+        return "its attention does not go through transformers' interface"
+    kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or []} - _PACKED_KINDS)
+    recurrent = [kind for kind in kinds if any(word in kind for word in _RECURRENT_KINDS)] or _recurrent_layers(model)
+    if recurrent:
+        return f"its {recurrent[0]} layers carry state across documents"
+    return f"its {kinds[0]} layers see tokens by a rule of their own" if kinds else ""
+
+
+def _recurrent_layers(model: Any) -> list[str]:
+    """Return the class names of layers that mix tokens otherwise than by attention."""
+    found = {
+        type(module).__name__
+        for module in model.get_decoder().modules()
+        if any(word in type(module).__name__ for word in _RECURRENT_CLASSES) or isinstance(module, nn.Conv1d)
+    }
+    return sorted(found)
 
 
 def backbone_of(model: nn.Module) -> nn.Module:

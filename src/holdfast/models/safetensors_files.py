@@ -49,18 +49,27 @@ def read_header(path: Path) -> dict[str, Header]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ModelError(f"{path} is no safetensors file, or it is cut short ({size} bytes). Copy it again.")
-        try:
-            entries: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise ModelError(f"{path} has a damaged header: {error}. Copy it again.") from error
-    entries.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if 8 + length + end != size:
-        raise ModelError(f"{path} holds {size} bytes, its header announces {8 + length + end}. Copy it again.")
-    unknown = sorted({entry["dtype"] for entry in entries.values()} - set(_DTYPES))
-    if unknown:
+        text = file.read(length)
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        codes = {entry["dtype"] for entry in entries.values()}
+        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in entries.items()}
+        ranges = {
+            name: (int(start), int(end)) for name, entry in entries.items() for start, end in [entry["data_offsets"]]
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} has a damaged header: {type(error).__name__}: {error}. Copy it again.") from error
+    if unknown := sorted(str(code) for code in codes - set(_DTYPES)):
         raise ModelError(f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported.")
-    return {name: Header(tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+    headers = {name: Header(shapes[name], _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+    for name, (start, end) in ranges.items():
+        if end - start != tensor_bytes(headers[name]):
+            raise ModelError(f"{path} has a damaged header: {name} has {end - start} bytes. Copy it again.")
+    announced = 8 + length + max((end for _, end in ranges.values()), default=0)
+    if announced != size:
+        raise ModelError(f"{path} holds {size} bytes, its header announces {announced}. Copy it again.")
+    return headers
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -71,7 +80,10 @@ def weight_files(directory: Path) -> dict[str, Path]:
     """
     index = directory / INDEX
     if index.exists():
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            names: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}. Copy it again.") from error
         missing = sorted({file for file in names.values() if not (directory / file).exists()})
         if missing:
             raise ModelError(
@@ -91,20 +103,25 @@ class StoredTensors:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = weight_files(directory)
+        named = weight_files(directory)
+        self._files: dict[str, Path] = {}
         self.headers: dict[str, Header] = {}
-        for path in sorted(set(self._files.values())):
-            self.headers |= read_header(path)
-        absent = sorted(name for name in self._files if name not in self.headers)
+        for path in sorted(set(named.values())):
+            held = {name: header for name, header in read_header(path).items() if named.get(name, path) == path}
+            self.headers |= held
+            self._files |= dict.fromkeys(held, path)
+        absent = sorted(set(named) - set(self._files))
         if absent:
-            raise ModelError(f"{directory}: the index names {absent[0]}, and no file holds it.")
+            raise ModelError(
+                f"{INDEX} says that {absent[0]} is in {named[absent[0]]}, and it is not. Copy the directory again."
+            )
         self._open: tuple[Path, Any] | None = None
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Return a tensor, or the given rows of it."""
         from safetensors import safe_open
 
-        path = self._files.get(name) or next(iter(self._files.values()))
+        path = self._files[name]
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(str(path), framework="pt"))
         if rows is None:

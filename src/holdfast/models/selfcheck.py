@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.data.packing import pack, to_device
 from holdfast.data.weights import Share
 from holdfast.errors import ModelError
+from holdfast.models.attention import PACKED
 from holdfast.models.policy import PolicyModel
 from holdfast.types import Example, Scores
 
@@ -96,10 +97,11 @@ def _measure(policy: PolicyModel) -> CheckResult:
     first, changed, second = (generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1]))
     ours = _ours(policy, [first, second], device)
     after = _ours(policy, [changed, second], device)
-    ours_attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - set_attn_implementation's
-    model.set_attn_implementation(_upstream_attention(policy))
+    if not policy.padded:
+        model.set_attn_implementation(_upstream_attention(policy))
     theirs = [policy.upstream_logprobs(torch.as_tensor(tokens, device=device)) for tokens in (first, second)]
-    model.set_attn_implementation(ours_attention)
+    if not policy.padded:
+        model.set_attn_implementation(PACKED)
     difference = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     leak = float((ours[1] - after[1]).abs().max())
     return CheckResult(difference, leak)

@@ -6,7 +6,7 @@ Each group yields only the rows that are asked for, so a rank reads its shards a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,14 +65,23 @@ class StoredGroup:
         }
 
     def load(self, rows: Rows) -> dict[str, Tensor]:
-        """Read and convert; a tensor that is only renamed is read row by row."""
+        """Read and convert; of a tensor that is only renamed or stacked, no more than the wanted rows are read."""
         (name,) = self.conversion.targets if len(self.conversion.targets) == 1 else (None,)
         if name is not None and self.conversion.renames_only and name not in self.grow_rows:
             part = rows[name]
             is_scalar = not self.conversion.targets[name].shape
             return {name: self.stored.read(self.conversion.sources[0], None if is_scalar else part)}
+        if name is not None and self.conversion.rows is not None:
+            return {name: self._stacked(name, self.conversion.rows, rows[name])}
         converted = self.conversion.run({source: self.stored.read(source) for source in self.conversion.sources})
         return {target: self._grown(target, converted[target])[part] for target, part in rows.items()}
+
+    def _stacked(self, name: str, sources: Sequence[Sequence[str]], wanted: slice) -> Tensor:
+        header = self.conversion.targets[name]
+        tensor = torch.empty(len(sources[wanted]), *header.shape[1:], dtype=header.dtype)
+        for row, members in zip(tensor, sources[wanted], strict=True):
+            row.copy_(self.conversion.run({source: self.stored.read(source) for source in members})[name][0])
+        return tensor
 
     def _grown(self, name: str, tensor: Tensor) -> Tensor:
         missing = self.grow_rows.get(name, tensor.shape[0]) - tensor.shape[0] if tensor.ndim else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from holdfast.objectives.base import Tokens, ratio
@@ -49,9 +50,9 @@ def supervised_sums(scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
     """Return nll, mean_token_accuracy and, where it was computed, entropy over trained tokens."""
     count = float(tokens.weights.numel())
     sums = {
-        "nll": ratio(-scores.logprobs.sum(), count),
+        "nll": ratio(-scores.logprobs.sum(dtype=torch.float64), count),
         "mean_token_accuracy": ratio(scores.is_top.sum(), count),
     }
     if scores.entropy is not None:
-        sums["entropy"] = ratio(scores.entropy.sum(), count)
+        sums["entropy"] = ratio(scores.entropy.sum(dtype=torch.float64), count)
     return sums

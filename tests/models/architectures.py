@@ -1,0 +1,110 @@
+"""Tiny models of many architectures, scaled until softmax, caps and windows are far from linear."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from tests.tiny import tiny_model
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {},
+    "mistral": {},
+    "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 6},
+    "olmo2": {},
+    "granite": {"attention_multiplier": 0.4, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": {"sliding_window": 6},
+    "mixtral": {"sliding_window": 6},
+    "qwen3_moe": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+"""What each architecture that is packed needs beside `tests.tiny`; sliding windows are 6."""
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"reason": "linear_attention", "state_size": 8},
+    "lfm2": {"reason": "conv", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "qwen3_next": {
+        "reason": "linear_attention",
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+"""Architectures that are not packed, and the word their reason names."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "stablelm": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "llama4_text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64, "moe_layers": []},
+}
+"""Architectures that some rule of packed attention does not fit."""
+
+
+def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: Any) -> Any:
+    """Return a tiny model whose matrices are `scale` times as large, in float32 and evaluation mode.
+
+    With the small weights of a fresh model attention is nearly uniform, and a soft cap or a window that is ignored
+    would hide below every tolerance.
+    """
+    settings = {name: value for name, value in (SETTINGS | RECURRENT | OTHERS)[kind].items() if name != "reason"}
+    model = tiny_model(kind, seed=seed, **(settings | overrides))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+    return model
+
+
+def twin(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a copy of a model; with a dtype, its parameters are cast and its buffers are not."""
+    other = copy.deepcopy(model)
+    if dtype is not None:
+        for parameter in other.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return other

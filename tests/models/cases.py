@@ -1,0 +1,52 @@
+"""What rank pools run for the tests of the models layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.export import export
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.names import tied_names
+from holdfast.models.policy import PolicyModel
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import local_part, sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor
+from holdfast.training.build import build_policy
+
+
+def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -> tuple[PolicyModel, Blueprint]:
+    """Plan, shard and fill a policy, as a run does."""
+    tree = {"steps": 1, "seed": seed, "model": model, "data": {"path": "rows", "batch_size": 4}}
+    config = from_mapping(tree | sections, SFTConfig)
+    origin = blueprint(config.model, Path.cwd(), seed=config.seed)
+    policy, _ = build_policy(config, origin, world, ProcessExchange())
+    return policy, origin
+
+
+def import_and_export(
+    world: World, source: str, target: str, largest_file_bytes: int = 5_000_000_000
+) -> dict[str, Any]:
+    """Fill a sharded model from a directory and write it out again; say what this rank held."""
+    policy, origin = build(world, {"path": source})
+    held = sum(local_part(value).nbytes for value in sharded_parameters(policy).values())
+    whole = sum(value.numel() * value.element_size() for value in sharded_parameters(policy).values())
+    export(policy, origin, Path(target), ProcessExchange(), largest_file_bytes=largest_file_bytes)
+    return {"held": held, "whole": whole}
+
+
+def whole_parameters(
+    world: World, model: dict[str, Any], seed: int = 0
+) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, tuple[str, ...]]]:
+    """Return the whole parameters of a sharded model and its ties."""
+    policy, _ = build(world, model, seed)
+    parameters = sharded_parameters(policy)
+    return {
+        name: full_tensor(value).detach().to(torch.float64).numpy() for name, value in parameters.items()
+    }, tied_names(policy)

@@ -1,0 +1,99 @@
+"""Model directories written by plain transformers, many of whose weights change name or shape on the way in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from holdfast.config.model import ModelConfig
+from holdfast.data.characters import character_tokenizer
+from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.policy import PolicyModel
+from holdfast.parallel.materialise import materialise
+from tests.models.architectures import RECURRENT, SETTINGS, strong_model
+from tests.tiny import COMMON
+
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": COMMON | {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 6},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 5,
+    },
+    "llava": {
+        "text_config": COMMON | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model", "projection_dim": 16},
+        "image_token_index": 5,
+    },
+    "qwen2_vl": {
+        "text_config": COMMON
+        | {"model_type": "qwen2_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 8,
+        },
+        "image_token_id": 5,
+    },
+}
+
+KINDS = [*SETTINGS, *RECURRENT, *MULTIMODAL]
+
+
+def model_of(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """Return a tiny model of any kind, every tensor of which matters."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    if kind not in MULTIMODAL:
+        return strong_model(kind, seed=seed, **overrides)
+    config = AutoConfig.for_model(kind, **(MULTIMODAL[kind] | overrides))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def write_directory(path: Path, kind: str, *, max_shard_size: int | str = "5GB", **overrides: Any) -> Any:
+    """Save a model with plain transformers, beside a tokenizer; return the model."""
+    model = model_of(kind, **overrides)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    character_tokenizer().save_pretrained(path)
+    return model
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a directory."""
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def filled(directory: Path, **options: Any) -> tuple[PolicyModel, Blueprint]:
+    """Build a model from a directory on this process alone, unsharded."""
+    origin = blueprint(ModelConfig(path=str(directory), **options), Path.cwd(), seed=0)
+    policy = PolicyModel(
+        origin.model,
+        origin.family,
+        origin.family.head_spec(float32_product=False, chunk_tokens=None),
+        padded=not origin.packed,
+    )
+    materialise(policy, origin.source, origin.buffers, torch.device("cpu"))
+    return policy, origin

@@ -1,0 +1,346 @@
+"""Directories of plain transformers come in and go out byte by byte, and damaged ones are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from holdfast.errors import ModelError
+from holdfast.models.conversion import plan_incoming, plan_outgoing
+from holdfast.models.safetensors_files import StoredTensors, index_json, plan_files, write_file
+from holdfast.models.weights_in import StoredSource
+from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from tests.models.cases import import_and_export
+from tests.models.directories import KINDS, filled, model_of, tensors_in, write_directory
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_directory_fills_the_model_that_transformers_saved(tmp_path: Path, kind: str) -> None:
+    saved = write_directory(tmp_path, kind)
+
+    policy, _ = filled(tmp_path)
+
+    assert_same_tensors(policy.language_model.state_dict(), saved.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_in_goes_out_byte_by_byte(tmp_path: Path, kind: str) -> None:
+    write_directory(tmp_path, kind)
+    policy, origin = filled(tmp_path)
+
+    held = held_tensors(policy)
+    conversions = plan_outgoing(origin.skeleton, headers_of(held, None), origin.used_conversions)
+    found = dict(converted_tensors(held, conversions, None, keep=True))
+
+    assert_same_tensors(found, tensors_in(tmp_path))
+
+
+def test_a_model_that_came_from_no_directory_goes_out_under_the_names_transformers_would_use(tmp_path: Path) -> None:
+    saved = write_directory(tmp_path, "qwen3_moe")
+    held = dict(saved.state_dict())
+
+    conversions = plan_outgoing(saved, headers_of(held, None), None)
+
+    assert_same_tensors(dict(converted_tensors(held, conversions, None, keep=True)), tensors_in(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3"])
+def test_two_ranks_hold_half_each_and_export_what_they_were_given(pools: Any, tmp_path: Path, kind: str) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    write_directory(source, kind, max_shard_size=20_000)
+
+    found = pools(2).run(import_and_export, str(source), str(target), 20_000)
+
+    assert_same_tensors(tensors_in(target), tensors_in(source))
+    assert sum(rank["held"] for rank in found) == found[0]["whole"]
+    for rank in found:
+        assert 0.4 * found[0]["whole"] < rank["held"] < 0.6 * found[0]["whole"]
+
+
+def test_an_export_of_several_files_has_an_index_that_transformers_reads(pools: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source, target = tmp_path / "in", tmp_path / "out"
+    saved = write_directory(source, "mixtral", max_shard_size=20_000)
+
+    pools(2).run(import_and_export, str(source), str(target), 20_000)
+
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 3
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(target).values())
+    for name, file in index["weight_map"].items():
+        with safe_open(str(target / file), "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118 - not a dictionary
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert_same_tensors(loaded.state_dict(), saved.state_dict())
+
+
+def test_files_hold_at_most_what_is_asked_unless_one_tensor_is_larger() -> None:
+    headers = headers_of({name: torch.empty(size) for name, size in {"a": 10, "b": 15, "c": 60, "d": 5}.items()}, None)
+
+    files = plan_files(headers, largest_bytes=100)
+
+    assert files == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["d"],
+    }
+    assert json.loads(index_json(files, headers))["metadata"] == {"total_parameters": 90, "total_size": 360}
+
+
+def test_our_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 4),
+        "b": torch.arange(5),
+        "c": torch.tensor(2.5, dtype=torch.bfloat16),
+        "d": torch.randn(4, 3).t(),
+        "e": torch.zeros(0, 7, dtype=torch.float16),
+        "f": torch.tensor([True, False]),
+    }
+    with (tmp_path / "ours.safetensors").open("wb") as file:
+        write_file(file, headers_of(tensors, None), iter(tensors.items()))
+
+    assert_same_tensors(tensors_in(tmp_path), tensors)
+
+
+def test_a_rank_reads_only_the_experts_it_keeps(tmp_path: Path) -> None:
+    saved = write_directory(tmp_path / "whole", "mixtral")
+    files = {name: f"{index}.safetensors" for index, name in enumerate(tensors_in(tmp_path / "whole"))}
+    for name, tensor in tensors_in(tmp_path / "whole").items():
+        save_file({name: tensor}, tmp_path / files[name])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    stored = StoredTensors(tmp_path)
+    incoming = plan_incoming(saved, stored.headers, "")
+    for name, file in files.items():
+        if any(f"experts.{index}." in name for index in (2, 3)):
+            (tmp_path / file).unlink()
+
+    loaded = 0
+    for group in StoredSource(stored, incoming.conversions, {}).groups():
+        for name in (name for name in group.targets if "experts" in name):
+            loaded += 1
+            assert torch.equal(group.load({name: slice(0, 2)})[name], saved.state_dict()[name][:2])
+            assert group.load({name: slice(4, 4)})[name].shape == (0, *group.targets[name].shape[1:])
+    assert loaded == 4  # two tensors of experts in each of two layers
+
+
+MEASURE = """
+import sys, threading, time, torch
+from pathlib import Path
+from holdfast.config.model import ModelConfig
+from holdfast.models.build import blueprint
+from holdfast.models.policy import PolicyModel
+from holdfast.parallel.materialise import materialise
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if "RssAnon" in line)
+
+torch.set_num_threads(1)
+origin = blueprint(ModelConfig(path=sys.argv[1]), Path.cwd(), seed=0)
+policy = PolicyModel(origin.model, origin.family, origin.family.head_spec(float32_product=False, chunk_tokens=None))
+largest = max(value.nbytes for value in policy.parameters())
+before, peak, done = anonymous(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+materialise(policy, origin.source, origin.buffers, torch.device("cpu"))
+done.set()
+watcher.join()
+model = sum(value.nbytes for value in policy.parameters())
+print(model, largest, (peak - before) * 1024 - model)
+"""
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_filling_a_model_takes_the_memory_of_the_model_and_one_tensor(tmp_path: Path, kind: str) -> None:
+    # Where experts are stacked, the rows of the target and one expert's sources and copies are alive at once; where a
+    # tensor is only renamed, the tensor alone. File pages are not counted: the kernel takes them back when it likes.
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 1024, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": 15_000, "intermediate_size": 2048} if kind == "llama" else {}
+    sizes |= {"num_local_experts": 8, "intermediate_size": 1024} if kind == "mixtral" else {}
+    write_directory(tmp_path, kind, **sizes)
+    environment = {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    model, largest, extra = (int(word) for word in text.split()[-3:])
+    print(f"extra memory: {extra / largest:.2f} of the largest tensor")
+    assert model > 170e6
+    assert largest > 60e6
+    assert extra < 1.35 * largest
+
+
+def damage(tmp_path: Path, kind: str = "llama", **options: Any) -> Path:
+    write_directory(tmp_path, kind, **options)
+    return tmp_path
+
+
+def rewrite(directory: Path, change: Any) -> None:
+    tensors = tensors_in(directory)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    rewrite(damage(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+
+    with pytest.raises(ModelError, match=r"1 missing tensors \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
+        filled(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["w1", "w2", "w3"])
+def test_a_missing_expert_is_named(tmp_path: Path, part: str) -> None:
+    name = f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"
+    rewrite(damage(tmp_path, "mixtral"), lambda tensors: tensors.pop(name))
+
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts\.(gate_up_proj|down_proj)"):
+        filled(tmp_path)
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    rewrite(damage(tmp_path), lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.zeros(2)}))
+
+    with pytest.raises(ModelError, match=r"1 tensors the model does not know \(model\.layers\.0\.extra\.weight\)"):
+        filled(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    rewrite(damage(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
+
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is \[31\], the model wants \[32\].*config\.json"):
+        filled(tmp_path)
+
+
+def test_nothing_is_counted_twice_when_many_tensors_are_wrong(tmp_path: Path) -> None:
+    rewrite(damage(tmp_path), lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp." in name])
+
+    with pytest.raises(ModelError, match=r"6 missing tensors \(.*and 2 more\)"):
+        filled(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    damage(tmp_path, max_shard_size=20_000)
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.unlink()
+
+    with pytest.raises(ModelError, match=rf"lacks {victim.name}, which model\.safetensors\.index\.json names"):
+        filled(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
+    path = damage(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+
+    with pytest.raises(ModelError, match=r"model\.safetensors (is no safetensors file|holds \d+ bytes, its header)"):
+        filled(tmp_path)
+
+
+def with_header(path: Path, header: bytes) -> None:
+    old = path.read_bytes()
+    data = old[8 + int.from_bytes(old[:8], "little") :]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json",
+        b"\\xff\\xfe\\x00",
+        b"[1, 2]",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [2]}}',
+        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
+    ],
+)
+def test_a_damaged_header_is_named(tmp_path: Path, header: bytes) -> None:
+    with_header(damage(tmp_path) / "model.safetensors", header)
+
+    with pytest.raises(ModelError, match=r"model\.safetensors has a damaged header"):
+        filled(tmp_path)
+
+
+def test_a_dtype_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
+    with_header(damage(tmp_path) / "model.safetensors", b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}')
+
+    with pytest.raises(ModelError, match=r"model\.safetensors holds tensors of dtype F4"):
+        filled(tmp_path)
+
+
+def test_pickled_weights_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    damage(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ModelError, match=r"It has pytorch_model\.bin: load and save it once with transformers"):
+        filled(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
+    damage(tmp_path, max_shard_size=20_000)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is damaged"):
+        filled(tmp_path)
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path) -> None:
+    index = damage(tmp_path, max_shard_size=20_000) / "model.safetensors.index.json"
+    tree = json.loads(index.read_text())
+    other = next(file for file in tree["weight_map"].values() if file != tree["weight_map"]["model.norm.weight"])
+    tree["weight_map"]["model.norm.weight"] = other
+    index.write_text(json.dumps(tree))
+
+    with pytest.raises(ModelError, match=rf"says that model\.norm\.weight is in .*{other}, and it is not"):
+        filled(tmp_path)
+
+
+def test_the_names_of_one_directory_do_not_leak_into_the_next(tmp_path: Path) -> None:
+    old_names, new_names = tmp_path / "old", tmp_path / "new"
+    saved = write_directory(old_names, "llava")  # transformers saves llava under the names of its first releases
+    shutil.copytree(old_names, new_names)
+    save_file(saved.state_dict(), new_names / "model.safetensors", metadata={"format": "pt"})
+    assert set(tensors_in(old_names)) != set(tensors_in(new_names))
+
+    for directory in (old_names, new_names, old_names):
+        policy, origin = filled(directory)
+        held = held_tensors(policy)
+        conversions = plan_outgoing(origin.skeleton, headers_of(held, None), origin.used_conversions)
+        assert_same_tensors(dict(converted_tensors(held, conversions, None, keep=True)), tensors_in(directory))
+
+
+def test_float32_weights_are_exported_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    saved = model_of("mixtral")
+    held = dict(saved.state_dict())
+
+    conversions = plan_outgoing(saved, headers_of(held, torch.bfloat16), None)
+    found = dict(converted_tensors(held, conversions, torch.bfloat16, keep=True))
+
+    name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    half = held["model.layers.0.mlp.experts.gate_up_proj"][1, : found[name].shape[0]]
+    assert torch.equal(found[name], half.to(torch.bfloat16))
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}

@@ -1,0 +1,317 @@
+"""Log-probabilities, entropies and gradients of the head against autograd of full logits, in both forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from holdfast.models.scores import Head, HeadSpec, TokenTerms, score, separable_loss
+from holdfast.types import Scores
+
+TOKENS, WIDTH, VOCABULARY = 13, 6, 31
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+SPECS = [
+    pytest.param(HeadSpec(chunk_tokens=1), 1.0, False, id="chunks of 1"),
+    pytest.param(HeadSpec(chunk_tokens=7), 1.0, False, id="chunks of 7"),
+    pytest.param(HeadSpec(chunk_tokens=13), 1.0, False, id="one chunk"),
+    pytest.param(HeadSpec(), 1.0, True, id="bias"),
+    pytest.param(HeadSpec(chunk_tokens=7), 0.6, False, id="temperature"),
+    pytest.param(HeadSpec(scale=0.3, chunk_tokens=7), 1.3, True, id="scale, temperature and bias"),
+    pytest.param(HeadSpec(softcap=1.7, chunk_tokens=7), 1.0, False, id="soft cap"),
+    pytest.param(HeadSpec(scale=1.4, softcap=1.7, chunk_tokens=7), 0.8, True, id="all at once"),
+]
+
+
+def draw(*, bias: bool, dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[Tensor, Head, Tensor]:
+    """Return hidden states, head and targets; hidden states and head want gradients."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    shift = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+    return hidden, Head(weight, shift if bias else None), targets
+
+
+def plain(hidden: Tensor, head: Head, targets: Tensor, spec: HeadSpec, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies from the logits of all tokens, differentiably."""
+    logits = hidden @ head.weight.t()
+    if head.bias is not None:
+        logits = logits + head.bias
+    logits = logits * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+def terms(logprobs: Tensor, entropy: Tensor | None, start: int, end: int) -> Tensor:
+    """A loss with curvature, whose weight depends on the place of a token and which rewards entropy."""
+    weights = torch.linspace(0.5, 1.5, TOKENS, dtype=logprobs.dtype)[start:end]
+    loss = weights * (logprobs.exp() - 2 * logprobs)
+    return loss if entropy is None else loss - 0.7 * weights * entropy.square()
+
+
+def by_recomputing(
+    hidden: Tensor, head: Head, targets: Tensor, terms: TokenTerms, spec: HeadSpec, **options: Any
+) -> tuple[Tensor, Scores]:
+    scores = score(hidden, head, targets, spec, **options)
+    return terms(scores.logprobs, scores.entropy, 0, targets.shape[0]).sum(), scores
+
+
+FORMS = [pytest.param(by_recomputing, id="recomputed"), pytest.param(separable_loss, id="one pass")]
+
+
+def leaves(hidden: Tensor, head: Head) -> list[Tensor]:
+    return [tensor for tensor in (hidden, *head) if tensor is not None]
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["no entropy", "entropy in the loss"])
+@pytest.mark.parametrize(("spec", "temperature", "bias"), SPECS)
+@pytest.mark.parametrize("form", FORMS)
+def test_both_forms_give_the_values_and_gradients_of_full_logits(
+    form: Callable[..., Any], spec: HeadSpec, temperature: float, bias: bool, entropy: bool
+) -> None:
+    hidden, head, targets = draw(bias=bias)
+    logprobs, entropies = plain(hidden, head, targets, spec, temperature)
+    expected = terms(logprobs, entropies if entropy else None, 0, TOKENS).sum()
+    gradients = torch.autograd.grad(expected * 3.0, leaves(hidden, head))
+
+    loss, scores = form(hidden, head, targets, terms, spec, temperature=temperature, entropy=entropy)
+    found = torch.autograd.grad(loss * 3.0, leaves(hidden, head))
+
+    assert_close(loss, expected, **EXACT)
+    assert_close(scores.logprobs, logprobs, **EXACT)
+    assert scores.entropy is None if not entropy else torch.allclose(scores.entropy, entropies, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert_close(mine, theirs, **EXACT)
+
+
+def test_entropy_can_be_watched_without_entering_the_loss() -> None:
+    hidden, head, targets = draw(bias=False)
+    _, entropies = plain(hidden, head, targets, HeadSpec(), 1.0)
+
+    loss, scores = separable_loss(hidden, head, targets, lambda logprobs, *_: -logprobs, HeadSpec(), entropy=True)
+    found = torch.autograd.grad(loss, leaves(hidden, head))
+
+    plain_loss = -plain(hidden, head, targets, HeadSpec(), 1.0)[0].sum()
+    for mine, theirs in zip(found, torch.autograd.grad(plain_loss, leaves(hidden, head)), strict=True):
+        assert_close(mine, theirs, **EXACT)
+    assert_close(scores.entropy, entropies.detach(), **EXACT)
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_frozen_gets_no_gradient_and_the_rest_is_unchanged(form: Callable[..., Any], frozen: str) -> None:
+    hidden, head, targets = draw(bias=True)
+    expected = dict(zip(("hidden", "weight", "bias"), gradients_of(form, hidden, head, targets), strict=True))
+    if frozen == "head":
+        head = Head(head.weight.detach(), head.bias.detach() if head.bias is not None else None)
+    else:
+        hidden = hidden.detach()
+
+    loss, scores = form(hidden, head, targets, terms, HeadSpec(chunk_tokens=5), temperature=1.0, entropy=True)
+    loss.backward()
+
+    tensors = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    for name, tensor in tensors.items():
+        if (name == "hidden") == (frozen == "hidden"):
+            assert tensor is not None
+            assert tensor.grad is None
+        else:
+            assert tensor is not None
+            assert_close(tensor.grad, expected[name], **EXACT)
+
+
+def gradients_of(form: Callable[..., Any], hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, ...]:
+    loss, _ = form(hidden, head, targets, terms, HeadSpec(chunk_tokens=5), temperature=1.0, entropy=True)
+    return torch.autograd.grad(loss, leaves(hidden, head))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_idle_rank_without_tokens_still_gives_every_parameter_a_gradient_of_zeros(form: Callable[..., Any]) -> None:
+    hidden, head, targets = draw(bias=True, tokens=0)
+
+    loss, scores = form(hidden, head, targets, terms_of_nothing, HeadSpec(), temperature=0.7, entropy=True)
+    loss.backward()
+
+    assert float(loss.detach()) == 0.0
+    assert scores.logprobs.numel() == 0
+    for leaf in leaves(hidden, head):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def terms_of_nothing(logprobs: Tensor, entropy: Tensor | None, start: int, end: int) -> Tensor:
+    return -logprobs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_gradient_recording_the_values_stay_and_nothing_is_kept(form: Callable[..., Any]) -> None:
+    hidden, head, targets = draw(bias=True)
+    expected, kept = form(hidden, head, targets, terms, HeadSpec(softcap=2.0), temperature=0.9, entropy=True)
+
+    with torch.no_grad():
+        loss, scores = form(hidden, head, targets, terms, HeadSpec(softcap=2.0), temperature=0.9, entropy=True)
+
+    assert not loss.requires_grad
+    assert not scores.logprobs.requires_grad
+    assert torch.equal(loss, expected.detach())
+    assert torch.equal(scores.logprobs, kept.logprobs.detach())
+
+
+def test_bfloat16_states_are_normalised_in_float32() -> None:
+    hidden, head, targets = draw(bias=False, dtype=torch.bfloat16)
+    logits = (hidden @ head.weight.t()).detach().double()  # the product itself is rounded to bfloat16
+    expected = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+    scores = score(hidden, head, targets, HeadSpec(chunk_tokens=5), entropy=True)
+
+    assert scores.logprobs.dtype == torch.float32
+    assert_close(scores.logprobs.detach().double(), expected, rtol=0, atol=1e-6)
+    assert scores.entropy is not None
+    assert_close(
+        scores.entropy.detach().double(), -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_product_multiplies_bfloat16_states_without_rounding_the_logits(form: Callable[..., Any]) -> None:
+    hidden, head, targets = draw(bias=True, dtype=torch.bfloat16)
+    wide = [tensor.detach().double().requires_grad_() for tensor in leaves(hidden, head)]
+    expected, _ = plain(wide[0], Head(wide[1], wide[2]), targets, HeadSpec(), 1.0)
+    gradients = torch.autograd.grad(terms(expected, None, 0, TOKENS).sum(), wide)
+
+    loss, scores = form(hidden, head, targets, terms, HeadSpec(float32_product=True, chunk_tokens=5))
+    found = torch.autograd.grad(loss, leaves(hidden, head))
+
+    assert_close(scores.logprobs.detach().double(), expected.detach(), rtol=0, atol=2e-6)
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert_close(mine, theirs.to(torch.bfloat16), rtol=2**-7, atol=1e-5)  # one rounding, at the very end
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_head_gradients_of_bfloat16_states_are_summed_over_chunks_in_float32(form: Callable[..., Any]) -> None:
+    tokens = 600
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+
+    loss, _ = form(hidden, Head(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec(chunk_tokens=1))
+    loss.backward()
+
+    # Each token adds -1/2 and +1/2; a bfloat16 sum of halves would stick at 128.
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [-300.0, 300.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_huge_logits_stay_finite(form: Callable[..., Any]) -> None:
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    targets = torch.tensor([1, 1])
+
+    loss, scores = form(hidden, Head(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec(), entropy=True)
+    loss.backward()
+
+    assert scores.logprobs.tolist() == [-2e4, 0.0]
+    assert scores.entropy is not None
+    assert scores.entropy.tolist() == [0.0, 0.0]
+    assert hidden.grad is not None
+    assert hidden.grad.flatten().tolist() == [2.0, 0.0]
+
+
+def test_the_top_token_is_one_that_no_other_exceeds() -> None:
+    hidden = torch.eye(4, 3)
+    weight = torch.tensor([[2.0, 1.0, 0.0], [2.0, 3.0, 0.0], [1.0, 2.0, 0.0]])  # columns: tie, clear winner, all equal
+
+    chosen = {
+        token: score(hidden, Head(weight, None), torch.full((4,), token), HeadSpec(chunk_tokens=3)).is_top.tolist()
+        for token in range(3)
+    }
+
+    assert chosen == {
+        0: [True, False, True, True],
+        1: [True, True, True, True],
+        2: [False, False, True, True],
+    }
+
+
+MEASURE = """
+import json, torch
+from torch import nn
+from pathlib import Path
+from holdfast.models.scores import Head, HeadSpec, score, separable_loss
+
+def peak():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+hidden = torch.randn(2048, 64, requires_grad=True)
+weight = torch.randn(32_000, 64) * 0.1
+targets = torch.randint(0, 32_000, (2048,))
+
+def run(form, tokens):
+    states, chosen = hidden[:tokens], targets[:tokens]
+    if form == "full":
+        loss = nn.functional.cross_entropy(states @ weight.t(), chosen, reduction="sum")
+    elif form == "score":
+        loss = -score(states, Head(weight, None), chosen, HeadSpec()).logprobs.sum()
+    else:
+        loss, _ = separable_loss(states, Head(weight, None), chosen, lambda logprobs, *_: -logprobs, HeadSpec())
+    loss.backward()
+
+def measure(form, tokens, frozen):
+    weight.requires_grad_(not frozen)
+    run(form, 8)
+    hidden.grad = weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    run(form, tokens)
+    return peak() - before
+
+found = {"full": measure("full", 2048, False)}
+for form in ("score", "one pass"):
+    found[form] = measure(form, 2048, False)
+    found[form + ", short"] = measure(form, 256, False)
+    found[form + ", short, frozen head"] = measure(form, 256, True)
+print(json.dumps(found))
+"""
+LOGITS_KB = 2048 * 32_000 * 4 / 1024
+CHUNK_KB = LOGITS_KB / 8  # 32 MiB of logits are 256 tokens of this vocabulary
+HEAD_KB = 32_000 * 64 * 4 / 1024
+
+
+@pytest.fixture(scope="module")
+def peak_kilobytes() -> dict[str, int]:
+    """Return how far a process's memory rises during forward and backward passes, by what they were."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURE]
+    text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    found: dict[str, int] = json.loads(text)
+    return found
+
+
+@pytest.mark.parametrize("form", ["score", "one pass"])
+def test_the_logits_of_a_whole_sequence_are_never_in_memory(peak_kilobytes: dict[str, int], form: str) -> None:
+    assert peak_kilobytes["full"] > 2 * LOGITS_KB  # logits and their gradient, at least
+    assert peak_kilobytes[form] < 0.35 * peak_kilobytes["full"]
+    assert peak_kilobytes[form] < 1.2 * CHUNK_KB + 1.2 * HEAD_KB  # one chunk, and the gradient of the head
+
+
+@pytest.mark.parametrize("form", ["score", "one pass"])
+def test_a_frozen_head_has_no_gradient_in_memory(peak_kilobytes: dict[str, int], form: str) -> None:
+    saved = peak_kilobytes[f"{form}, short"] - peak_kilobytes[f"{form}, short, frozen head"]
+
+    assert saved > 0.9 * HEAD_KB
