@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -17,12 +18,22 @@ T = TypeVar("T")
 
 
 class ProcessExchange:
-    """Objects between ranks over a gloo group of its own, so that another thread's collectives cannot mix in."""
+    """Objects between ranks over a gloo group of its own, so that another thread's collectives cannot mix in.
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+    Args:
+        timeout: Longest wait inside one collective; default: the run's.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        joined = dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.size = dist.get_world_size() if joined else 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, for libraries that run collectives of their own; None for a single process."""
+        return self._group
 
     def gather(self, item: T) -> list[T]:
         """Return every rank's item, by rank."""

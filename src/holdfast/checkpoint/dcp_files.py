@@ -1,0 +1,155 @@
+"""torch's distributed checkpoint on our storage: hashed while written, durable, and read without running a pickle.
+
+What lands on disk is a plain DCP directory; anybody's `dcp.load` reads it. We replace only the file system below the
+writer, and the unpickling above the reader: a `.metadata` is a pickle, and a pickle can run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.manifest import FileEntry
+from holdfast.checkpoint.storage import Storage
+
+METADATA = ".metadata"
+
+_CLASSES = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes of DCP's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a listed class or a dtype; refuse the rest."""
+        if (module, name) in _CLASSES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_dcp_metadata(data: bytes, where: str) -> Metadata:
+    """Read DCP's metadata without running anything it brings.
+
+    Raises:
+        CheckpointCorrupt: It is damaged, hostile, or lists something that is no tensor.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
+        raise CheckpointCorrupt(f"{where} cannot be read: {error}.") from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointCorrupt(f"{where} holds a {type(metadata).__name__}, not DCP metadata.")
+    other = [
+        name for name, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)
+    ]
+    if other:
+        raise CheckpointCorrupt(f"{where} lists {other[0]}, which is no tensor: reading it would unpickle it.")
+    return metadata
+
+
+class _Files(FileSystemBase):
+    """DCP's file system, over ours; remembers what was written."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.written: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file for reading, or a new one for writing."""
+        if "w" not in mode:
+            with self._storage.open(str(path)) as file:
+                yield file
+            return
+        with self._storage.create(str(path)) as writer:
+            yield writer
+        self.written[str(path)] = FileEntry(writer.bytes_written, writer.hexdigest())
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        """Join."""
+        return f"{path}/{suffix}"
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Rename, and remember under the new name."""
+        self._storage.rename(str(path), str(new_path))
+        self.written[str(new_path)] = self.written.pop(str(path))
+
+    def init_path(self, path: Any) -> str:
+        """Return the path as text."""
+        return str(path)
+
+    def mkdir(self, path: Any) -> None:
+        """Do nothing: directories are made before DCP is called."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Accept any path; ours are checked before."""
+        return bool(checkpoint_id)
+
+    def exists(self, path: Any) -> bool:
+        """Return whether it is there."""
+        return self._storage.exists(str(path))
+
+    def rm_file(self, path: Any) -> None:
+        """Remove."""
+        self._storage.remove(str(path))
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer on our storage: one thread, one file per rank, never over anything."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        # More threads swallow errors of all but one of them (pytorch#191391); durability is the storage's part.
+        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.files = _Files(storage)
+        self.fs = self.files  # type: ignore[assignment]  # torch annotates its own subclass
+        self.path = path
+
+    def written(self, below: str) -> dict[str, FileEntry]:
+        """Return this rank's files, relative to a directory."""
+        return {name.removeprefix(f"{below}/"): entry for name, entry in self.files.written.items()}
+
+
+class Reader(FileSystemReader):
+    """DCP's reader on our storage."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        super().__init__(path)
+        self._storage = storage
+        self.fs = _Files(storage)  # type: ignore[assignment]
+        self.path = path
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Read metadata with our unpickler."""
+        name = f"{self.path}/{METADATA}"
+        metadata = read_dcp_metadata(self._storage.read(name), f"{self._storage.root}/{name}")
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -1,0 +1,29 @@
+"""What can go wrong with a checkpoint, by who must act."""
+
+from __future__ import annotations
+
+from holdfast.errors import HoldfastError, UserError
+
+
+class CheckpointError(HoldfastError):
+    """The root of checkpoint errors."""
+
+
+class SaveFailed(CheckpointError):
+    """A save did not commit; earlier checkpoints are untouched. The same on all ranks."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint's bytes are not the ones that were written; the tensor or file is named."""
+
+
+class NoCheckpoint(UserError):
+    """A path holds no checkpoint of ours, or one of somebody else's."""
+
+
+class CheckpointMismatch(UserError):
+    """A checkpoint is whole but does not fit what it is loaded into, and the difference was not declared."""
+
+
+class DirectoryTaken(UserError):
+    """Another job is writing to the run directory."""

@@ -1,0 +1,55 @@
+"""Name what a directory is when it is no checkpoint of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from holdfast.checkpoint.storage import Storage
+
+
+def describe_foreign(storage: Storage, name: str) -> str:
+    """Return a sentence that says what is there and what can be done with it."""
+    if not storage.exists(name) and name:
+        return "there is nothing at this path."
+    names = set(storage.names(name))
+    inner = {entry for folder in names for entry in storage.names(f"{name}/{folder}" if name else folder)}
+    for test, sentence in _KNOWN:
+        if test(names, inner):
+            return sentence
+    held = ", ".join(sorted(names)[:6]) or "nothing"
+    return f"it holds {held}."
+
+
+def _any(names: set[str], pattern: str) -> bool:
+    return any(re.search(pattern, name) for name in names)
+
+
+_KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
+    (
+        lambda names, inner: _any(names | inner, r"world_size_\d+_rank_\d+\.pt$"),
+        "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). Merge it with their model merger, then "
+        "set model.path to the result.",
+    ),
+    (
+        lambda names, _: "meta.pt" in names and ".metadata" in names,
+        "it looks like a sharded checkpoint of Lightning. Convert it with `lightning consolidate`.",
+    ),
+    (
+        lambda names, _: _any(names, r"^(pytorch_model_fsdp|optimizer)_\d+$") or "random_states_0.pkl" in names,
+        "it looks like a checkpoint of accelerate or transformers' Trainer. Export it as a model directory and set "
+        "model.path.",
+    ),
+    (
+        lambda names, _: ".metadata" in names and _any(names, r"\.distcp$"),
+        "it is a plain DCP directory (torchtitan writes such). torch's dcp.load reads it.",
+    ),
+    (
+        lambda names, _: "config.json" in names and _any(names, r"\.safetensors"),
+        "it is a Hugging Face model directory. Start from it with model.path; only a checkpoint can be resumed.",
+    ),
+    (
+        lambda names, _: _any(names, r"^step-\d{8,}$") or "checkpoints" in names,
+        "it is a run, or its folder of checkpoints. Name one checkpoint, such as checkpoints/step-00000100.",
+    ),
+]

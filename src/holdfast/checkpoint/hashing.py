@@ -1,0 +1,96 @@
+"""xxh3_128 of files, streams and tensors: faster than any disk here, and wide enough never to collide by chance.
+
+It detects accidents, not forgery: who can write the files can write the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+BLOCK = 2**22
+
+
+def hash_bytes(data: bytes | memoryview) -> str:
+    """Return the hash of bytes."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """Return the hash of a tensor's bytes in row-major order, whatever device or strides it has."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return str(xxhash.xxh3_128_hexdigest(data.numpy().data))
+
+
+def hash_file(path: Path, *, from_disk: bool = False) -> str:
+    """Return the hash of a file.
+
+    Args:
+        path: The file.
+        from_disk: Drop the file's pages from the cache first, so that the disk answers and not the memory that was just
+            written. The kernel may refuse.
+    """
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        if from_disk:
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer = bytearray(BLOCK)
+        view = memoryview(buffer)
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+class HashingWriter(io.RawIOBase):
+    """Passes bytes on to a file and hashes them on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self.bytes_written = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        self._file.write(view)
+        self.bytes_written += len(view)
+        return len(view)
+
+    def writable(self) -> bool:
+        """Say that one can write."""
+        return True
+
+    def tell(self) -> int:
+        """Return how much was written."""
+        return self.bytes_written
+
+    def flush(self) -> None:
+        """Flush the file below."""
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        """Return the file's descriptor, for fsync."""
+        return self._file.fileno()
+
+    def hexdigest(self) -> str:
+        """Return the hash of everything written."""
+        return self._digest.hexdigest()
+
+
+def combined(hashes: Iterable[str]) -> str:
+    """Return one hash of many, in order."""
+    digest = xxhash.xxh3_128()
+    for each in hashes:
+        digest.update(each.encode())
+    return digest.hexdigest()

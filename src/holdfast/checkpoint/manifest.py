@@ -1,0 +1,160 @@
+"""manifest.json: what a checkpoint holds, byte for byte; a directory is a checkpoint if and only if it fits.
+
+The manifest is canonical JSON (sorted keys, no spaces) and ends with the hash of everything before. Duplicate keys,
+trailing bytes and unlisted files are errors: nothing about a checkpoint is left to the reader's good will.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.hashing import hash_bytes
+from holdfast.errors import UserError
+
+FORMAT = 1
+NAME = "manifest.json"
+_HASH_KEY = "xxh3_128"
+"""Sorts behind `manifest`, so that the file ends with its hash."""
+
+
+class NewerFormat(UserError):  # noqa: N818 - the name says what is wrong
+    """A checkpoint was written by a later version of Holdfast."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangular part of a tensor, as one rank held it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    hash: str
+    """Of its bytes in row-major order, before anything was serialised."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+    """They tile the tensor."""
+    requires_grad: bool = False
+    """Of a parameter: whether it was trained."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything known of a checkpoint without reading a tensor."""
+
+    run_id: str
+    step: int
+    contents: tuple[str, ...]
+    """Of model, adapter, optimizer, trainer, rank."""
+    files: Mapping[str, FileEntry]
+    """By path relative to the checkpoint; the manifest itself is not listed."""
+    tensors: Mapping[str, TensorEntry]
+    """Under the names of the DCP inside: model.<parameter> and optim.<parameter>.<key>"""
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    """Class, groups and values that are no tensors."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axis name to size."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Of this step; null where a number was not finite."""
+    parent: str | None = None
+    """Hash of the manifest of the checkpoint this run saved or loaded before."""
+    parent_step: int | None = None
+    finite: bool = True
+    """No NaN or infinity in any tensor."""
+    deviations: tuple[str, ...] = ()
+    """What was declared when the run resumed from an earlier checkpoint."""
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+    """Of data, user files, tokenizer and template."""
+    seconds: float = 0.0
+    """How long the save took until here."""
+    format: int = FORMAT
+
+    def to_json(self) -> bytes:
+        """Return the file's bytes."""
+        body = _canonical(asdict(self))
+        return _canonical({"manifest": json.loads(body), _HASH_KEY: hash_bytes(body)})
+
+    @property
+    def hash(self) -> str:
+        """Identity of the checkpoint."""
+        return hash_bytes(_canonical(asdict(self)))
+
+    @property
+    def bytes_(self) -> int:
+        """Size of all listed files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CheckpointCorrupt: It is damaged in any way.
+        NewerFormat: A later version wrote it.
+    """
+    try:
+        outer = json.loads(data, object_pairs_hook=_no_duplicates)
+        body = outer["manifest"]
+        _refuse_newer(body["format"], where)
+        whole = hash_bytes(_canonical(body)) == outer[_HASH_KEY] and _canonical(outer) == data
+        manifest = _from_plain(body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error}.") from error
+    if not whole:
+        raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
+    return manifest
+
+
+def _refuse_newer(number: Any, where: str) -> None:
+    if isinstance(number, int) and number > FORMAT:
+        raise NewerFormat(
+            f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
+        )
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice")
+    return result
+
+
+def _from_plain(body: Mapping[str, Any]) -> Manifest:
+    known = {each.name for each in fields(Manifest)}
+    if set(body) != known:
+        raise ValueError(f"its fields differ: {sorted(set(body) ^ known)}")
+    values = dict(body)
+    values["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    values["tensors"] = {name: _tensor(entry) for name, entry in body["tensors"].items()}
+    values["contents"] = tuple(body["contents"])
+    values["ties"] = {name: tuple(others) for name, others in body["ties"].items()}
+    values["deviations"] = tuple(body["deviations"])
+    return Manifest(**values)
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
+    chunks = tuple(Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["hash"]) for chunk in entry["chunks"])
+    return TensorEntry(tuple(entry["shape"]), entry["dtype"], chunks, entry["requires_grad"])

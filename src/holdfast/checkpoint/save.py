@@ -1,0 +1,296 @@
+"""The commit: stage, hash, flush, manifest, rename. A checkpoint appears whole or not at all.
+
+    1  ranks agree on what is saved; rank 0 checks space and makes a staging directory with a new name
+    2  every rank writes its shards (plain DCP) and its own state: hashed while written, flushed, fsynced
+    3  rank 0 reads DCP's metadata back, checks that chunks tile every tensor, writes the manifest
+    4  directories are fsynced, the staging directory is renamed, its parent is fsynced
+    5  all ranks learn the outcome
+
+A failure at any point raises the same error on all ranks, removes the staging directory, and leaves earlier checkpoints
+alone. Nothing here is called on the training group: a save may run while a step does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from holdfast.checkpoint.dcp_files import METADATA, Writer, read_dcp_metadata
+from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
+from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
+from holdfast.checkpoint.snapshot import Snapshot, describe, is_finite, outline
+from holdfast.checkpoint.storage import Storage
+from holdfast.parallel.collectives import ProcessExchange
+
+Reached = Callable[[str], None]
+"""Called with the name of each phase as it begins; what crash tests stop at."""
+
+PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says besides files and tensors."""
+
+    run_id: str
+    step: int
+    parent: str | None = None
+    parent_step: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    deviations: tuple[str, ...] = ()
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+
+
+def commit(
+    snapshot: Snapshot,
+    storage: Storage,
+    about: About,
+    ranks: ProcessExchange,
+    *,
+    name: str | None = None,
+    reached: Reached = lambda _: None,
+) -> Manifest:
+    """Write a checkpoint; every rank calls this.
+
+    Args:
+        snapshot: This rank's part.
+        storage: The directory of checkpoints.
+        about: The rest of the manifest.
+        ranks: A group of its own, with its own timeout.
+        name: Of the checkpoint; default: step-<step>.
+        reached: Told each phase.
+
+    Raises:
+        SaveFailed: On all ranks, with the first cause; nothing was left behind.
+    """
+    started = time.monotonic()
+    final = name or step_name(about.step)
+    reached("begin")
+    _agree(snapshot, ranks)
+    staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
+    with _together(ranks, "begin"):
+        if ranks.rank == 0:
+            _prepare(storage, staging, final)
+    try:
+        _refuse_full_disk(snapshot, storage, ranks)
+        reached("shards")
+        files = _write_shards(snapshot, storage, staging, ranks)
+        reached("rank state")
+        with _together(ranks, "rank state"):
+            files |= _write_small(snapshot, storage, staging, ranks.rank)
+        reached("collect")
+        everything = ranks.gather((files, describe(snapshot), is_finite(snapshot)))
+        manifest: Manifest | None = None
+        with _together(ranks, "manifest"):
+            if ranks.rank == 0:
+                manifest = _manifest(snapshot, about, storage, staging, everything, time.monotonic() - started)
+                _publish(storage, staging, final, manifest, reached)
+    except BaseException:
+        if ranks.rank == 0:
+            storage.remove(staging)
+        raise
+    reached("published")
+    agreed = ranks.agree(manifest)
+    assert agreed is not None
+    return agreed
+
+
+@contextmanager
+def _together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
+    """Turn what goes wrong in a phase, on any rank, into one SaveFailed on all."""
+    with ranks.together():
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SaveFailed(f"rank {ranks.rank} could not save in phase {phase!r}: {_reason(error)}.") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    return f"{type(error).__name__}: {error}"
+
+
+def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
+    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have."""
+    mine = (outline(snapshot), json.dumps(snapshot.shared, sort_keys=True, default=repr), snapshot.contents)
+    everyone = ranks.gather(mine)
+    for rank, theirs in enumerate(everyone[1:], start=1):
+        if theirs[0] != everyone[0][0]:
+            raise SaveFailed(_first_difference(everyone[0][0], theirs[0], rank))
+        if theirs[1:] != everyone[0][1:]:
+            raise SaveFailed(
+                f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
+            )
+
+
+def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    for name in sorted({*first, *other}):
+        if first.get(name) != other.get(name):
+            return (
+                f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')} "
+                "(shape, dtype, trained). Every rank must build the same model and optimizer."
+            )
+    raise AssertionError("the two differ")
+
+
+def _prepare(storage: Storage, staging: str, final: str) -> None:
+    if storage.exists(f"{final}/{NAME}") or (storage.renames and storage.exists(final)):
+        raise FileExistsError(17, "a checkpoint is never overwritten", final)
+    for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
+        storage.make(f"{staging}{folder}")
+
+
+def _refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchange) -> None:
+    needed = sum(ranks.gather(_local_bytes(snapshot)))
+    free = ranks.agree(storage.free_bytes())
+    if free is not None and free < 1.2 * needed:
+        raise SaveFailed(
+            f"{storage.root} has {free / 2**20:,.0f} MiB free, a checkpoint needs {1.2 * needed / 2**20:,.0f} MiB. "
+            "Free some space or choose another run.dir."
+        )
+
+
+def _local_bytes(snapshot: Snapshot) -> int:
+    total = 0
+    for entry in snapshot.tensors.values():
+        local = getattr(entry, "_local_tensor", entry)
+        total += local.numel() * local.element_size()
+    return total
+
+
+def _write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: ProcessExchange) -> dict[str, FileEntry]:
+    writer = Writer(storage, f"{staging}/{DCP}")
+    try:
+        dcp_save(dict(snapshot.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+    except CheckpointException as error:  # torch raises it on every rank, with the causes by rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise SaveFailed(f"rank {rank} could not save in phase 'shards': {_reason(cause)}.") from error
+    return writer.written(staging)
+
+
+def _write_small(snapshot: Snapshot, storage: Storage, staging: str, rank: int) -> dict[str, FileEntry]:
+    texts: dict[str, bytes] = {rank_file(rank): _json(snapshot.rank_state)}
+    if rank == 0:
+        texts[TRAINER] = _json(snapshot.shared)
+        texts |= {f"{ASSETS}/{name}": data for name, data in snapshot.assets.items()}
+    written = {}
+    for name, data in texts.items():
+        with storage.create(f"{staging}/{name}") as file:
+            file.write(data)
+        written[name] = FileEntry(file.bytes_written, file.hexdigest())
+    return written
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, allow_nan=False).encode()
+
+
+def _manifest(
+    snapshot: Snapshot, about: About, storage: Storage, staging: str, everything: list[Any], seconds: float
+) -> Manifest:
+    files = {name: entry for theirs, _, _ in everything for name, entry in theirs.items()}
+    for name, entry in files.items():
+        size = storage.size(f"{staging}/{name}")
+        if size != entry.size:  # a quota or a network file system may cut a file short without an error
+            raise SaveFailed(f"{name} has {size} bytes after it was closed, {entry.size} were written.")
+    tensors = merge([described for _, described, _ in everything])
+    metadata = read_dcp_metadata(storage.read(f"{staging}/{DCP}/{METADATA}"), f"{DCP}/{METADATA}")
+    listed = {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+    if listed != {name: entry.shape for name, entry in tensors.items()}:
+        missing = sorted(set(tensors) ^ set(listed))
+        raise SaveFailed(f"DCP wrote other tensors than it was given: {missing[:3]}.")
+    optimizer = snapshot.optimizer
+    return Manifest(
+        run_id=about.run_id,
+        step=about.step,
+        contents=snapshot.contents,
+        files=files,
+        tensors=tensors,
+        ties={name: tuple(others) for name, others in snapshot.ties.items()},
+        optimizer=None
+        if optimizer is None
+        else {
+            "kind": optimizer.kind,
+            "groups": [
+                {"parameters": list(group.parameters), "hyperparameters": dict(group.hyperparameters)}
+                for group in optimizer.groups
+            ],
+            "values": {name: dict(keys) for name, keys in optimizer.values.items()},
+        },
+        mesh=dict(about.mesh),
+        versions=dict(about.versions),
+        metrics=dict(about.metrics),
+        parent=about.parent,
+        parent_step=about.parent_step,
+        finite=all(finite for _, _, finite in everything),
+        deviations=about.deviations,
+        fingerprints=dict(about.fingerprints),
+        seconds=round(seconds, 3),
+    )
+
+
+def merge(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """Join what ranks said of each tensor; copies of a chunk must be equal, and chunks must tile the tensor.
+
+    Raises:
+        SaveFailed: A copy differs between ranks, or part of a tensor is on no rank.
+    """
+    merged = {}
+    for name, first in parts[0].items():
+        chunks: dict[tuple[Any, Any], Chunk] = {}
+        for rank, part in enumerate(parts):
+            for chunk in part[name].chunks:
+                known = chunks.setdefault((chunk.offsets, chunk.sizes), chunk)
+                if known.hash != chunk.hash:
+                    raise SaveFailed(
+                        f"{name} is replicated, and rank {rank} holds other numbers than an earlier rank. One of them "
+                        "would be lost; per-rank state belongs into rank_state."
+                    )
+        ordered = tuple(sorted(chunks.values(), key=lambda chunk: chunk.offsets))
+        _refuse_gaps(name, first.shape, ordered)
+        merged[name] = TensorEntry(first.shape, first.dtype, ordered, first.requires_grad)
+    return merged
+
+
+def _refuse_gaps(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
+    covered = sum(_elements(chunk.sizes) for chunk in chunks)
+    rows = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks if chunk.sizes]
+    overlap = any(start < end for (_, end), (start, _) in pairwise(rows))
+    if covered != _elements(shape) or overlap:
+        raise SaveFailed(f"the shards of {name} hold {covered} elements of {_elements(shape)}.")
+
+
+def _elements(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _publish(storage: Storage, staging: str, final: str, manifest: Manifest, reached: Reached) -> None:
+    reached("manifest")
+    data = manifest.to_json()
+    if storage.renames:
+        with storage.create(f"{staging}/{NAME}") as file:
+            file.write(data)
+        reached("sync")
+        for folder in (DCP, RANK, ASSETS, ""):
+            storage.sync(os.path.join(staging, folder) if folder else staging)  # noqa: PTH118 - storage paths are text
+        reached("publish")
+        storage.publish(staging, final)
+    else:
+        reached("publish")
+        storage.put_new(f"{final}/{NAME}", data)

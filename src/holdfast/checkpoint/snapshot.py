@@ -1,0 +1,189 @@
+"""What a rank brings to a checkpoint: live tensors for a save that waits, copies for one that does not."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.hashing import hash_tensor
+from holdfast.checkpoint.manifest import Chunk, TensorEntry
+from holdfast.models.names import canonical_name, tied_names
+from holdfast.optim.state import OptimizerState, collect
+from holdfast.parallel.materialise import local_part, sharded_parameters
+
+MODEL, OPTIM = "model.", "optim."
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+    """Under their names in the DCP."""
+    trained: frozenset[str]
+    """Names of parameters with gradients."""
+    ties: Mapping[str, tuple[str, ...]]
+    optimizer: OptimizerState | None
+    rank_state: Mapping[str, Any]
+    """JSON-ready, this rank's own."""
+    shared: Mapping[str, Any]
+    """JSON-ready, the same on every rank."""
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    """Files to lay beside, rank 0's."""
+    contents: tuple[str, ...] = ("model",)
+
+
+def model_tensors(model: nn.Module, *, only: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """Return parameters (one name of each tie) and stored buffers under their DCP names."""
+    found: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in sharded_parameters(model).items()}
+    stored = {canonical_name(name) for name in model.state_dict()}
+    for name, buffer in model.named_buffers():
+        if canonical_name(name) in stored:
+            found[MODEL + canonical_name(name)] = buffer
+    return found if only is None else {name: tensor for name, tensor in found.items() if name in only}
+
+
+def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
+    """Return optimizer tensors under their DCP names."""
+    return {f"{OPTIM}{name}.{key}": tensor for name, keys in state.tensors.items() for key, tensor in keys.items()}
+
+
+def take(
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerState | None = None,
+    *,
+    shared: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    assets: Mapping[str, bytes] | None = None,
+) -> Snapshot:
+    """Look at a model and an optimizer; nothing is copied, and nothing in them changes.
+
+    Args:
+        model: Sharded by FSDP2, or plain.
+        optimizer: Or a state to write in its place (a rehearsal's inert one).
+        shared: The same on every rank.
+        rank_state: This rank's own; random state is added.
+        assets: Files, rank 0's.
+    """
+    parameters = sharded_parameters(model)
+    state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
+    tensors = model_tensors(model)
+    if state is not None:
+        tensors |= optimizer_tensors(state)
+    return Snapshot(
+        tensors=tensors,
+        trained=frozenset(MODEL + name for name, parameter in parameters.items() if parameter.requires_grad),
+        ties=tied_names(model),
+        optimizer=state,
+        rank_state={"random": random_state(), **(rank_state or {})},
+        shared=dict(shared or {}),
+        assets=dict(assets or {}),
+        contents=("model", *(("optimizer",) if state is not None else ()), "trainer", "rank"),
+    )
+
+
+def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
+    """Return the snapshot with tensors copied to the host; `buffers` is filled the first time and used again.
+
+    This copy is all that training waits for in a save that goes on in the background.
+    """
+    copies: dict[str, Tensor] = {}
+    for name, tensor in snapshot.tensors.items():
+        local = local_part(tensor.detach())
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            pinned = local.device.type == "cuda"
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+            buffers[name] = buffer
+        buffer.copy_(local, non_blocking=True)
+        copies[name] = like(tensor, buffer)
+    if any(tensor.device.type == "cuda" for tensor in snapshot.tensors.values()):
+        torch.cuda.synchronize()
+    return replace(snapshot, tensors=copies)
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return other local memory in a tensor's sharding."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # from_local would move host memory back to the mesh's device; DCP reads only the placement.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (offsets, sizes) of this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def describe(snapshot: Snapshot) -> dict[str, TensorEntry]:
+    """Return this rank's part of every tensor, hashed."""
+    found = {}
+    for name, tensor in snapshot.tensors.items():
+        offsets, sizes = chunk_of(tensor)
+        local = local_part(tensor)
+        chunks = (Chunk(offsets, sizes, hash_tensor(local)),) if local.numel() or not tensor.numel() else ()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
+    return found
+
+
+def outline(snapshot: Snapshot) -> dict[str, tuple[tuple[int, ...], str, bool]]:
+    """Return shape, dtype and trained flag by name: what all ranks must agree on before anything moves."""
+    return {
+        name: (tuple(tensor.shape), str(tensor.dtype), name in snapshot.trained)
+        for name, tensor in snapshot.tensors.items()
+    }
+
+
+def is_finite(snapshot: Snapshot) -> bool:
+    """Return whether no floating-point tensor of this rank holds NaN or infinity."""
+    parts = [local_part(tensor) for tensor in snapshot.tensors.values() if tensor.is_floating_point()]
+    parts = [part for part in parts if part.numel()]
+    return all(bool(torch.isfinite(torch.stack(torch.aminmax(part))).all()) for part in parts)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every global random generator of this process, JSON-ready."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global generator is meant
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
+        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _text(torch.cuda.get_rng_state().numpy().tobytes())
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the state of every generator back."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    array = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
+    np.random.set_state((name, array, position, has_gauss, cached))  # noqa: NPY002 - as above
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

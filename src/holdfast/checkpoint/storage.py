@@ -1,0 +1,241 @@
+"""Where checkpoints live: a directory, or a prefix of an object store. Paths are relative to the place's root.
+
+A local place commits by renaming a staging directory that is already on disk. An object store cannot rename; there the
+manifest, uploaded last and only if none is there yet, is the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
+
+from holdfast.checkpoint.hashing import BLOCK, HashingWriter, hash_file
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+class Storage(Protocol):
+    """A tree of files."""
+
+    @property
+    def root(self) -> str:
+        """Where it is, as a user writes it."""
+        ...
+
+    @property
+    def renames(self) -> bool:
+        """Whether a directory can be renamed in one step."""
+        ...
+
+    def create(self, path: str) -> contextlib.AbstractContextManager[HashingWriter]:
+        """Open a new file for writing; it is durable when the block ends."""
+        ...
+
+    def open(self, path: str) -> IO[bytes]:
+        """Open a file for reading, seekable."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """Return a file's bytes."""
+        ...
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        """Return the xxh3_128 of a file."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Return a file's size."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is a file or directory."""
+        ...
+
+    def names(self, path: str = "") -> list[str]:
+        """Return the names directly below a directory, none if it does not exist."""
+        ...
+
+    def files(self, path: str) -> list[str]:
+        """Return all files below a directory, relative to it."""
+        ...
+
+    def make(self, path: str) -> None:
+        """Create a directory that must not exist."""
+        ...
+
+    def sync(self, path: str) -> None:
+        """Make a directory's entries durable."""
+        ...
+
+    def publish(self, staging: str, final: str) -> None:
+        """Give a finished directory its name; raises FileExistsError rather than replace anything."""
+        ...
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a file in one step; raises FileExistsError if it is there."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a directory."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a tree; what is gone already is no error."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return what this user may still write; None where nobody can say."""
+        ...
+
+
+def open_storage(place: str | Path) -> Storage:
+    """Return the storage of a directory or of a URL such as s3://bucket/prefix."""
+    text = str(place)
+    if "://" in text and not text.startswith("file://"):
+        from holdfast.checkpoint.object_storage import ObjectStorage
+
+        return ObjectStorage(text)
+    return LocalStorage(Path(text.removeprefix("file://")))
+
+
+class LocalStorage:
+    """A directory on a file system."""
+
+    renames = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def root(self) -> str:
+        """The directory."""
+        return str(self._root)
+
+    def path(self, path: str) -> Path:
+        """Return the path on this machine."""
+        return self._root / path if path else self._root
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[HashingWriter]:
+        """Write a new file, then flush and fsync it before it is closed."""
+        with self.path(path).open("xb") as file:
+            writer = HashingWriter(file)
+            yield writer
+            if not file.closed:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def open(self, path: str) -> IO[bytes]:
+        """Open for reading."""
+        return self.path(path).open("rb")
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes."""
+        return self.path(path).read_bytes()
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        """Return the hash."""
+        return hash_file(self.path(path), from_disk=from_disk)
+
+    def size(self, path: str) -> int:
+        """Return the size."""
+        return self.path(path).stat().st_size
+
+    def exists(self, path: str) -> bool:
+        """Return whether it is there."""
+        return self.path(path).exists()
+
+    def names(self, path: str = "") -> list[str]:
+        """Return sorted names."""
+        place = self.path(path)
+        return sorted(entry.name for entry in place.iterdir()) if place.is_dir() else []
+
+    def files(self, path: str) -> list[str]:
+        """Return sorted files; a link is listed as itself and never followed out of the tree."""
+        place = self.path(path)
+        found = []
+        for folder, _, names in os.walk(place):
+            found += [str((Path(folder) / name).relative_to(place)) for name in names]
+        return sorted(found)
+
+    def make(self, path: str) -> None:
+        """Create a directory, and the root if need be."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        self.path(path).mkdir(parents=True)
+
+    def sync(self, path: str) -> None:
+        """Fsync a directory."""
+        descriptor = os.open(self.path(path), os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def publish(self, staging: str, final: str) -> None:
+        """Rename, and make the new name durable."""
+        rename_new(self.path(staging), self.path(final))
+        self.sync("")
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a file that must not exist."""
+        with self.create(path) as file:
+            file.write(data)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename."""
+        rename_new(self.path(old), self.path(new))
+
+    def remove(self, path: str) -> None:
+        """Remove, tolerating what network file systems answer while others look at the tree."""
+        place = self.path(path)
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                place.unlink()
+
+    def free_bytes(self) -> int | None:
+        """Return what the file system reports for ordinary users."""
+        place = self._root
+        while not place.exists():
+            place = place.parent
+        status = os.statvfs(place)
+        return status.f_bavail * status.f_frsize
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Rename, never onto anything: rename(2) alone replaces an empty directory.
+
+    Raises:
+        FileExistsError: The new name is taken.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    call: Any = getattr(libc, "renameat2", None)
+    if call is not None:
+        if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in {errno.EINVAL, errno.ENOSYS}:
+            raise OSError(number, os.strerror(number), str(old), None, str(new))
+    if new.exists():  # file systems without the flag; the run's lease keeps other jobs away
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+    old.rename(new)
+
+
+def copy_stream(source: IO[bytes], target: HashingWriter) -> None:
+    """Copy what is left of a stream."""
+    while block := source.read(BLOCK):
+        target.write(block)
+
+
+def as_local(storage: Storage) -> LocalStorage:
+    """Return the storage as a local one."""
+    return cast("LocalStorage", storage)

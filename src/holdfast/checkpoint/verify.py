@@ -1,0 +1,163 @@
+"""Is a checkpoint what was written? Three levels, each trusting nothing that the one before did not check.
+
+names    the manifest is whole, every listed file is there in its size, and no other
+files    every file's hash                               (before every resume)
+tensors  every chunk of every tensor, read through DCP   (`holdfast checkpoint verify`, default)
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata
+from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.foreign import describe_foreign
+from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
+from holdfast.checkpoint.layout import DCP
+from holdfast.checkpoint.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.storage import Storage
+
+_NOTHING = hash_bytes(b"")
+
+Level = Literal["names", "files", "tensors"]
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises:
+        NoCheckpoint: There is none; what is there instead is named.
+        CheckpointCorrupt: It is damaged.
+    """
+    where = f"{storage.root}/{name}" if name else storage.root
+    path = f"{name}/{NAME}" if name else NAME
+    if not storage.exists(path):
+        raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {describe_foreign(storage, name)}")
+    return parse(storage.read(path), f"{where}/{NAME}")
+
+
+def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Compare the listed files with what is there.
+
+    Raises:
+        CheckpointCorrupt: A file is missing, of another size, or not listed.
+    """
+    where = f"{storage.root}/{name}"
+    present = set(storage.files(name)) - {NAME}
+    missing = sorted(set(manifest.files) - present)
+    if missing:
+        raise CheckpointCorrupt(f"{where} lacks {missing[0]}" + _more(missing))
+    extra = sorted(present - set(manifest.files))
+    if extra:
+        raise CheckpointCorrupt(f"{where} holds {extra[0]}, which its manifest does not list" + _more(extra))
+    for file, entry in manifest.files.items():
+        size = storage.size(f"{name}/{file}")
+        if size != entry.size:
+            raise CheckpointCorrupt(f"{where}/{file} has {size} bytes, the manifest says {entry.size}.")
+
+
+def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
+    """Return the files whose hash differs in two reads, the second from the disk itself."""
+    damaged = []
+    for file in files:
+        path, expected = f"{name}/{file}", manifest.files[file].hash
+        if storage.hash(path) != expected and storage.hash(path, from_disk=True) != expected:
+            damaged.append(file)
+    return damaged
+
+
+def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Compare every file's hash; a damaged shard is narrowed down to its tensors.
+
+    Raises:
+        CheckpointCorrupt: A file differs.
+    """
+    damaged = damaged_files(storage, name, manifest, sorted(manifest.files))
+    if damaged:
+        tensors = damaged_tensors(storage, name, manifest, damaged)
+        holds = f"; damaged tensors: {', '.join(tensors[:4])}{_more(tensors, 4)}" if tensors else ""
+        raise CheckpointCorrupt(
+            f"{storage.root}/{name}/{damaged[0]} is damaged: its hash is not the manifest's{_more(damaged)}{holds}"
+        )
+
+
+def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequence[str] | None = None) -> list[str]:
+    """Return the tensors of which some chunk reads back differently, or not at all.
+
+    Args:
+        storage: Where checkpoints are.
+        name: The checkpoint.
+        manifest: Its manifest.
+        files: Only chunks in these files.
+    """
+    try:
+        metadata = read_dcp_metadata(
+            storage.read(f"{name}/{DCP}/{METADATA}"), f"{storage.root}/{name}/{DCP}/{METADATA}"
+        )
+    except CheckpointCorrupt:
+        return sorted(manifest.tensors) if files is None else []
+    damaged = []
+    for tensor in sorted(manifest.tensors):
+        wanted = {chunk.offsets: chunk for chunk in manifest.tensors[tensor].chunks}
+        for index, info in _stored_chunks(metadata, tensor):
+            if files is not None and f"{DCP}/{info.relative_path}" not in files:
+                continue
+            chunk = wanted.get(tuple(index.offset or ()))
+            found = _hash_stored(storage, f"{name}/{DCP}/{info.relative_path}", info)
+            if found != (_NOTHING if chunk is None else chunk.hash):  # a rank without rows may have written none
+                damaged.append(tensor)
+                break
+    return damaged
+
+
+def _stored_chunks(metadata: Metadata, tensor: str) -> list[tuple[Any, Any]]:
+    return [(index, info) for index, info in (metadata.storage_data or {}).items() if index.fqn == tensor]
+
+
+def _hash_stored(storage: Storage, path: str, info: Any) -> str | None:
+    """Return the hash of one stored chunk's bytes, or None if it cannot be read."""
+    try:
+        with storage.open(path) as file:
+            file.seek(info.offset)
+            data = io.BytesIO(file.read(info.length))
+        return hash_tensor(torch.load(data, map_location="cpu", weights_only=True))
+    except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
+        return None
+
+
+def check_tensors(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Read every chunk of every tensor and compare its hash.
+
+    Raises:
+        CheckpointCorrupt: The first damaged tensor is named.
+    """
+    damaged = damaged_tensors(storage, name, manifest)
+    if damaged:
+        raise CheckpointCorrupt(
+            f"{storage.root}/{name}: {damaged[0]} is damaged: its bytes are not those that were saved{_more(damaged)}"
+        )
+
+
+def verify(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
+    """Verify a checkpoint and return its manifest.
+
+    Raises:
+        NoCheckpoint: There is none.
+        CheckpointCorrupt: Something differs; the file or tensor is named.
+    """
+    manifest = read_manifest(storage, name)
+    check_names(storage, name, manifest)
+    if level in {"files", "tensors"}:
+        check_files(storage, name, manifest)
+    if level == "tensors":
+        check_tensors(storage, name, manifest)
+    return manifest
+
+
+def _more(items: Sequence[str], shown: int = 1) -> str:
+    return f" (and {len(items) - shown} more)." if len(items) > shown else "."
