@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from holdfast.config.base import FunctionPath, KindAlone, Section, kind_or
+from holdfast.config.base import ByKind, FunctionPath, Section
 
 
 class NLLConfig(Section):
@@ -29,8 +29,4 @@ class UserObjectiveConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-SupervisedObjective = Annotated[
-    Annotated[NLLConfig, Tag("nll")] | Annotated[DFTConfig, Tag("dft")] | Annotated[UserObjectiveConfig, Tag("path")],
-    kind_or("nll"),
-    KindAlone,
-]
+SupervisedObjective = Annotated[NLLConfig | DFTConfig | UserObjectiveConfig, ByKind("nll")]

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+Mistake = tuple[str, str]
+"""A key of the section (dotted if it lies deeper), and what is wrong with it and what to write."""
 
 
 class Section(BaseModel):
-    """One section of the tree. Validators check and never assign: the file says what the run does."""
+    """One section of the tree. Rules check and never assign: the file says what the run does."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -20,6 +35,18 @@ class Section(BaseModel):
         allow_inf_nan=False,
         strict=False,
     )
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what is wrong with values that are right one by one but not together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _keep_the_rules(self) -> Self:
+        found = tuple(self.mistakes())
+        if found:
+            text = "; ".join(f"{key}: {wrong}" for key, wrong in found)
+            raise PydanticCustomError("rules", "{text}", {"text": text, "mistakes": found})
+        return self
 
 
 def _check_pattern(pattern: str) -> str:
@@ -37,32 +64,61 @@ def _check_function_path(path: str) -> str:
     return path
 
 
+def _refuse_truth_value(value: Any) -> Any:
+    # Python counts True as 1, so `steps: true` would train one step.
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} should be a number")  # noqa: TRY004  pydantic collects ValueErrors
+    return value
+
+
 Pattern = Annotated[str, AfterValidator(_check_pattern)]
 """A regular expression, searched (not anchored) in canonical parameter or module names."""
 
 FunctionPath = Annotated[str, AfterValidator(_check_function_path)]
 """`file.py:function`; a relative file is looked up beside the YAML."""
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+_A_NUMBER = BeforeValidator(_refuse_truth_value)
+
+PositiveInt = Annotated[int, Field(ge=1), _A_NUMBER]
+Count = Annotated[int, Field(ge=0), _A_NUMBER]
+Positive = Annotated[float, Field(gt=0), _A_NUMBER]
+NonNegative = Annotated[float, Field(ge=0), _A_NUMBER]
+Fraction = Annotated[float, Field(ge=0, le=1), _A_NUMBER]
+ProperFraction = Annotated[float, Field(ge=0, lt=1), _A_NUMBER]
 
 
-def kind_or(default: str) -> Discriminator:
-    """Choose a member of a tagged union by its `kind`; a section without one is of the default kind."""
+@dataclass(frozen=True)
+class ByKind:
+    """Makes a union of sections a tagged one: its `kind` chooses the member, and an option of another kind is refused.
 
-    def kind_of(value: Any) -> str:
-        found = value.get("kind", default) if isinstance(value, Mapping) else getattr(value, "kind", default)
+    A section without a kind is of the default one, and a kind alone stands for a section: `recompute: full`. The JSON
+    schema says all of this, so that an editor which follows it accepts what Holdfast accepts.
+    """
+
+    default: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = {kind_of(model): handler.generate_schema(model) for model in get_args(source)}
+        union = core_schema.tagged_union_schema(members, discriminator=self._chosen)
+        return core_schema.no_info_before_validator_function(_as_section, union)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        members = dict(zip(schema["schema"]["choices"], handler(schema)["oneOf"], strict=True))
+        sections = [
+            member if kind == self.default else {**member, "required": ["kind"]} for kind, member in members.items()
+        ]
+        return {"oneOf": [{"enum": list(members), "type": "string"}, *sections]}
+
+    def _chosen(self, value: Any) -> str:
+        found = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
         return str(found)
 
-    return Discriminator(kind_of)
+
+def kind_of(model: type[BaseModel]) -> str | None:
+    """Return the kind of a member of a tagged union; None for any other section."""
+    field = model.model_fields.get("kind")
+    return None if field is None else str(field.default)
 
 
-def _kind_alone(value: Any) -> Any:
+def _as_section(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
-
-
-KindAlone = BeforeValidator(_kind_alone)
-"""Lets a tagged union be written as its kind alone: `recompute: full`."""

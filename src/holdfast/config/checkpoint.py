@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.config.base import Section
+from typing import Literal
+
+from holdfast.config.base import PositiveInt, Section
 
 
 class CheckpointConfig(Section):
@@ -10,7 +12,7 @@ class CheckpointConfig(Section):
 
     export_at_end: bool = True
     """Write `exports/final` when the run ends."""
-    export_dtype: str = "same"
-    """Dtype of exported floating-point tensors: `same` (as stored), float32 or bfloat16."""
-    export_shard_bytes: int = 5_000_000_000
+    export_dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Dtype of exported floating-point tensors; `same`: as they are stored."""
+    export_shard_bytes: PositiveInt = 5_000_000_000
     """Largest safetensors file, unless a single tensor is larger."""

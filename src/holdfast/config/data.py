@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from holdfast.config.base import Count, Fraction, FunctionPath, Positive, PositiveInt, Section
+from holdfast.config.base import (
+    Count,
+    Fraction,
+    FunctionPath,
+    Mistake,
+    Positive,
+    PositiveInt,
+    ProperFraction,
+    Section,
+)
 
 Average = Literal["token_mean", "sequence_mean", "constant_length", "prompt_mean"]
 RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"]
@@ -19,16 +29,15 @@ class SyntheticConfig(Section):
     rows: PositiveInt = 20_000
     noise: Fraction = 0.0
     """Share of rows whose answer is wrong, for training runs that a verifier must clean up."""
-    seed: int = 0
+    seed: Count = 0
     min_length: PositiveInt = 4
     """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question."""
     max_length: PositiveInt = 6
 
-    @model_validator(mode="after")
-    def _lengths(self) -> SyntheticConfig:
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an empty range of lengths."""
         if self.min_length > self.max_length:
-            raise ValueError(f"min_length={self.min_length} is above max_length={self.max_length}")
-        return self
+            yield "min_length", f"{self.min_length} is above max_length={self.max_length}; lower one or raise the other"
 
 
 class SourceConfig(Section):
@@ -55,11 +64,17 @@ class SourceConfig(Section):
     max_samples: PositiveInt | None = None
     """Use only the first rows, counted before shuffling."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> SourceConfig:
-        if (self.path is None) == (self.synthetic is None):
-            raise ValueError("set exactly one of path and synthetic")
-        return self
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an origin that is missing or given twice."""
+        yield from _one_of({"path": self.path, "synthetic": self.synthetic})
+
+
+def _one_of(origins: dict[str, Any]) -> Iterator[Mistake]:
+    given = [name for name, value in origins.items() if value]
+    if not given:
+        yield next(iter(origins)), f"no rows are named; set one of {', '.join(origins)}"
+    if len(given) > 1:
+        yield given[1], f"rows come from {' and '.join(given)} at once; keep one of them"
 
 
 class TextConfig(Section):
@@ -85,6 +100,9 @@ class TextConfig(Section):
     """Extra variables for the chat template, such as {enable_thinking: false}."""
 
 
+_ORIGINS = ("path", "synthetic")
+
+
 class DataConfig(SourceConfig, TextConfig):
     """Training data. One source is written in place; several go under `sources`."""
 
@@ -93,17 +111,18 @@ class DataConfig(SourceConfig, TextConfig):
     """Several sources instead of one."""
     filter: FunctionPath | None = None
     """A function row -> bool; rows it refuses are skipped and counted."""
-    validation_split: Fraction = 0.0
+    validation_split: ProperFraction = 0.0
     """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
 
     shuffle: bool = True
     shuffle_buffer: PositiveInt = 10_000
     """Rows shuffled together when streaming: the stream is shuffled block by block."""
-    seed: int | None = None
+    seed: Count | None = None
     """Seed of the order; default: the run's seed."""
 
     batch_size: PositiveInt = 32
-    """Sequences per optimizer update, over all ranks."""
+    """Rows per optimizer update, over all ranks; all sequences of a row that gives several belong to its update. With
+    `packing: wrapped`, windows per update."""
     batch_size_schedule: dict[Count, PositiveInt] = Field(default_factory=dict)
     """Step to batch size from that step on, as in {100: 64}; before the first entry `batch_size` holds."""
     tokens_per_micro_batch: PositiveInt = 4096
@@ -116,28 +135,29 @@ class DataConfig(SourceConfig, TextConfig):
     allow_partial: bool = False
     """Train on a data set smaller than one batch."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> DataConfig:
-        origins = [self.path is not None, self.synthetic is not None, bool(self.sources)]
-        if sum(origins) != 1:
-            raise ValueError("set exactly one of path, synthetic and sources")
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield origins that exclude each other, weights that do not compare, and lengths that do not fit."""
+        yield from _one_of({"path": self.path, "synthetic": self.synthetic, "sources": self.sources})
         weighted = [source.weight is not None for source in self.sources]
         if any(weighted) and not all(weighted):
-            raise ValueError("set weight on all sources or on none")
-        return self
-
-    @model_validator(mode="after")
-    def _room(self) -> DataConfig:
+            key = f"sources.{weighted.index(False)}.weight"
+            yield key, "missing, but other sources have one; set weight on all sources or on none"
+        if self.sources:
+            for name, field in SourceConfig.model_fields.items():
+                if name not in _ORIGINS and getattr(self, name) != field.get_default(call_default_factory=True):
+                    yield name, f"it speaks of one source, but there are several; write {name} inside data.sources"
         if self.max_length > self.tokens_per_micro_batch:
-            raise ValueError(
-                f"max_length={self.max_length} does not fit tokens_per_micro_batch={self.tokens_per_micro_batch}; "
-                f"raise tokens_per_micro_batch to at least {self.max_length} or lower max_length"
+            yield (
+                "max_length",
+                f"{self.max_length} does not fit tokens_per_micro_batch={self.tokens_per_micro_batch}; raise "
+                f"tokens_per_micro_batch to at least {self.max_length} or lower max_length",
             )
         if self.packing == "wrapped" and self.average != "token_mean":
-            raise ValueError(
-                "packing: wrapped cuts documents at window edges, so only average: token_mean has a meaning"
+            yield (
+                "average",
+                f"{self.average} has no meaning with packing: wrapped, which cuts documents at window edges; use "
+                "average: token_mean or packing: best_fit",
             )
-        return self
 
     def all_sources(self) -> list[SourceConfig]:
         """Return the sources, the in-place one included."""

@@ -3,136 +3,147 @@
 from __future__ import annotations
 
 import difflib
-import typing
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from holdfast.config.base import kind_of
+from holdfast.config.tree import all_keys, key_path, section_at
 from holdfast.config.yaml12 import Document, KeyPath
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text; put it in quotes",
+    "list_type": "a list, as in [a, b]",
+    "tuple_type": "a list, as in [a, b]",
+    "too_long": "shorter",
+}
+"""What a value should have been, by pydantic's name of the error."""
 
 
 def explain(
     error: ValidationError, document: Document, root: type[BaseModel], origins: Mapping[KeyPath, str]
-) -> list[str]:
-    """Return one line per mistake, in file order: `file:line: a.b: what is wrong; what to write`."""
+) -> list[tuple[float, str]]:
+    """Return the line in the file and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
+
+    Mistakes of the command line come after all lines.
+
+    Args:
+        error: What pydantic found.
+        document: The file.
+        root: Its root model.
+        origins: Where keys came from that the file does not hold.
+    """
     grouped: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
-        grouped.setdefault(_raw_path(item["loc"], item["type"], document.values), []).append(item)
-    lines = []
-    for path, items in grouped.items():
-        dotted = ".".join(str(part) for part in path)
-        text = _describe(path, items, document, root)
-        origin = next((origins[path[:end]] for end in range(len(path), 0, -1) if path[:end] in origins), None)
-        where = f"command line ({origin})" if origin is not None else document.where(path)
-        line = document.lines.get(path, 0)
-        lines.append((line, f"{where}: {dotted + ': ' if dotted else ''}{text}"))
-    return [text for _, text in sorted(lines, key=lambda pair: pair[0])]
+        grouped.setdefault(key_path(root, item["loc"], document.values), []).append(item)
+    return [
+        _placed(key, text, document, origins)
+        for path, items in grouped.items()
+        for key, text in _described(path, items, document, root)
+    ]
 
 
-def _raw_path(location: tuple[int | str, ...], kind: str, values: Any) -> KeyPath:
-    """Drop pydantic's union tags from a location: keep the parts that are keys of the file."""
-    path: list[int | str] = []
-    place = values
-    for position, part in enumerate(location):
-        last = position == len(location) - 1
-        if isinstance(place, Mapping) and part in place:
-            path.append(part)
-            place = place[str(part)]
-        elif isinstance(place, list) and isinstance(part, int) and part < len(place):
-            path.append(part)
-            place = place[part]
-        elif last and kind == "missing":
-            path.append(part)
-    return tuple(path)
+def _placed(key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]) -> tuple[float, str]:
+    text = f"{'.'.join(map(str, key))}: {text}"
+    origin = _origin(key, document, origins)
+    if origin is not None:
+        return math.inf, f"{origin}: {text}"
+    return document.line(key), f"{document.where(key)}: {text}"
 
 
-def _describe(path: KeyPath, items: list[Any], document: Document, root: type[BaseModel]) -> str:
+def _origin(key: KeyPath, document: Document, origins: Mapping[KeyPath, str]) -> str | None:
+    """Return the override that set a key, or the one that the section came to be with."""
+    above = next((origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in origins), None)
+    if above is not None or key in document.lines:
+        return above
+    return next((origin for path, origin in origins.items() if path[: len(key)] == key), None)
+
+
+def _described(
+    path: KeyPath, items: Sequence[Any], document: Document, root: type[BaseModel]
+) -> Iterator[tuple[KeyPath, str]]:
+    for item in items:
+        if item["type"] == "rules":
+            for key, text in item["ctx"]["mistakes"]:
+                yield (*path, *(int(part) if part.isdecimal() else part for part in key.split("."))), text
+            return
+    yield path, _describe(path, items, document, root)
+
+
+def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: type[BaseModel]) -> str:
     first = items[0]
     match first["type"]:
         case "extra_forbidden":
             return _unknown_key(path, document, root)
+        case "missing" if isinstance(first["loc"][-1], int):
+            return f"{_short(first['input'])} has too few values"
         case "missing":
             return "required, and missing"
         case "union_tag_invalid":
-            tag = first["ctx"]["tag"]
-            known = [name.strip().strip("'") for name in first["ctx"]["expected_tags"].split(",")]
-            return f"there is no kind {tag!r}; " + _suggest(tag, known, f"kinds: {', '.join(known)}")
-        case "value_error" | "assertion_error":
-            return str(first["msg"]).split(", ", 1)[-1]
-        case "model_type" | "model_attributes_type" | "dict_type":
+            return _no_such_kind(first["ctx"]["tag"], _words(first["ctx"]["expected_tags"]))
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case "model_type" | "dict_type" if first["input"] is None:
+            return "this section is empty; remove it, or give it keys"
+        case "model_type" | "dict_type":
             return f"this is a section with keys of its own, not the value {_short(first['input'])}"
-    wanted = " or ".join(dict.fromkeys(str(item["msg"]).removeprefix("Input should be ") for item in items))
-    return f"{_short(first['input'])} should be {wanted}"
+    return _wrong_value(items)
+
+
+def _wrong_value(items: Sequence[Any]) -> str:
+    """Say what a value should have been; of a key with alternatives, all of them."""
+    wanted = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
+    return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(wanted))}"
+
+
+def _words(expected: str) -> list[str]:
+    """Return the words in pydantic's `'a', 'b' or 'c'`."""
+    return expected.split("'")[1::2]
 
 
 def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> str:
+    """Say which key was meant: of another kind, in another place, or spelled otherwise."""
     name = str(path[-1])
-    section = _section_at(root, path[:-1], document.values)
-    siblings = list(section.model_fields) if section is not None else []
-    everywhere = sorted(set(all_paths(root)))
+    section, choice = section_at(root, path[:-1], document.values)
+    assert section is not None, "pydantic finds unknown keys in sections only"
+    kinds = [str(kind_of(member)) for member in choice.sections if name in member.model_fields]
+    if kinds:
+        return f"kind {kind_of(section)} has no such key; it belongs to kind {' and '.join(kinds)}"
+    return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
+
+
+def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
+    above, dot, last = name.rpartition(".")
+    if dot and name in everywhere:
+        return f"dots are for the command line; in a file write {last} inside {above}"
     elsewhere = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
-    if elsewhere and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.85):
+    if elsewhere and not _close(name, siblings, 0.85):
         return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    if close:
-        return f"unknown key; did you mean {close[0]}?"
-    leaves = {dotted.split(".")[-1]: dotted for dotted in everywhere}
-    close = difflib.get_close_matches(name, list(leaves), n=1, cutoff=0.75)
-    if close:
-        return f"unknown key; did you mean {leaves[close[0]]}?"
-    return f"unknown key; this section has {', '.join(siblings)}"
+    by_last_word = {dotted.split(".")[-1]: dotted for dotted in everywhere}
+    close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.75) or "")
+    return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
 
 
-def _suggest(word: str, known: list[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}? ({otherwise})" if close else otherwise
+def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
+    close = _close(word, kinds, 0.6)
+    meant = f" Did you mean {close}?" if close else ""
+    return f"there is no kind {word!r}.{meant} Kinds: {', '.join(kinds)}"
+
+
+def _close(word: str, known: Sequence[str], cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), None)
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the sections an annotation can hold, through unions, lists, mappings and Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-        return
-    for argument in typing.get_args(annotation):
-        yield from _models_in(argument)
-
-
-def _section_at(root: type[BaseModel], path: KeyPath, values: Any) -> type[BaseModel] | None:
-    """Return the section a path leads to; of a tagged union, the member the file's `kind` names."""
-    section: type[BaseModel] | None = root
-    place = values
-    for part in path:
-        place = place[part]
-        if isinstance(part, int) or section is None or str(part) not in section.model_fields:
-            continue
-        field = section.model_fields[str(part)]
-        choices = list(_models_in(field.annotation))
-        if not choices:
-            return None
-        default = getattr(field.default, "kind", None)
-        kind = place.get("kind", default) if isinstance(place, Mapping) else default
-        section = next((model for model in choices if _kind(model) == kind), choices[0])
-    return section
-
-
-def _kind(model: type[BaseModel]) -> Any:
-    field = model.model_fields.get("kind")
-    return field.default if field is not None else None
-
-
-def all_paths(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every key of the tree."""
-    for name, field in root.model_fields.items():
-        dotted = f"{prefix}{name}"
-        models = list(_models_in(field.annotation))
-        if not models:
-            yield dotted
-        is_list = typing.get_origin(field.annotation) in {list, dict}
-        for model in models:
-            yield from all_paths(model, f"{dotted}.{'*.' if is_list else ''}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.explain import explain
-from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_scalar
+from holdfast.config.tree import section_at
+from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
 
 Root = TypeVar("Root", bound=BaseModel)
@@ -24,6 +25,16 @@ class Loaded(Generic[Root]):
     base: Path
 
 
+@dataclass
+class Draft:
+    """A tree before it is checked: a document, what the command line changed in it, and what went wrong so far."""
+
+    document: Document
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    """Key paths set by overrides, with the text of the override."""
+    mistakes: list[str] = field(default_factory=list)
+
+
 def load(path: Path, overrides: Sequence[str], root: type[Root]) -> Loaded[Root]:
     """Read a run's YAML, apply `a.b=value` overrides and check the tree.
 
@@ -32,12 +43,23 @@ def load(path: Path, overrides: Sequence[str], root: type[Root]) -> Loaded[Root]
     Raises:
         ConfigError: The file, an override or the tree is wrong; the message lists every mistake.
     """
-    document = parse_file(path)
-    origins = apply_overrides(document, overrides)
-    run = document.values.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("name", path.stem)
-    return Loaded(check(document, root, origins), path.resolve().parent)
+    return Loaded(check(read(path, overrides, root), root), path.resolve().parent)
+
+
+def read(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
+    """Read a run's YAML and apply overrides, without checking the tree.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    draft = Draft(parse_file(path))
+    for override in overrides:
+        _apply(draft, override, root)
+    run = draft.document.values.setdefault("run", {})
+    if isinstance(run, dict) and "name" not in run:
+        run["name"] = path.stem
+        draft.origins["run", "name"] = f"the name of {path.name}"
+    return draft
 
 
 def from_mapping(values: Mapping[str, Any], root: type[Root], source: str = "config") -> Root:
@@ -46,67 +68,72 @@ def from_mapping(values: Mapping[str, Any], root: type[Root], source: str = "con
     Raises:
         ConfigError: As `load`.
     """
-    return check(Document(source, dict(values)), root, {})
+    return check(Draft(Document(source, dict(values))), root)
 
 
-def check(document: Document, root: type[Root], origins: Mapping[KeyPath, str]) -> Root:
-    """Validate a document against a root.
-
-    Args:
-        document: Values and their lines.
-        root: The tree's root model.
-        origins: Key paths set by overrides, with the text of the override.
+def check(draft: Draft, root: type[Root]) -> Root:
+    """Validate a draft against a root.
 
     Raises:
         ConfigError: One line for each mistake.
     """
+    document = draft.document
+    found: list[tuple[float, str]] = [(line, f"{document.file}:{line}: {message}") for line, message in document.twice]
+    config: Root | None = None
     try:
-        return root.model_validate(document.values)
+        config = root.model_validate(document.values)
     except ValidationError as error:
-        lines = explain(error, document, root, origins)
-        heading = f"{document.file} has {len(lines)} mistakes:\n" if len(lines) > 1 else ""
-        raise ConfigError(heading + "\n".join(lines)) from None
+        found += explain(error, document, root, draft.origins)
+    lines = [text for _, text in sorted(found, key=lambda pair: pair[0])] + draft.mistakes
+    if config is not None and not lines:
+        return config
+    heading = f"{document.file} has {len(lines)} mistakes:\n" if len(lines) > 1 else ""
+    raise ConfigError(heading + "\n".join(lines))
 
 
-def apply_overrides(document: Document, overrides: Sequence[str]) -> dict[KeyPath, str]:
-    """Set dotted keys in place and return where each came from.
-
-    Raises:
-        ConfigError: An override is not of the form a.b=value, or descends into something that is no section.
-    """
-    origins: dict[KeyPath, str] = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        keys = tuple(name.strip().split("."))
-        if not equals or not all(keys):
-            raise ConfigError(f"{override!r} is not an override. Write section.key=value, for example optim.lr=2e-6.")
-        _set(document.values, keys, parse_scalar(text), override)
-        path: KeyPath = tuple(int(key) if key.isdigit() else key for key in keys)
-        origins[path] = override
-    return origins
+def _apply(draft: Draft, override: str, root: type[BaseModel]) -> None:
+    """Set the key an override names, or note what is wrong with the override."""
+    name, equals, text = override.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        draft.mistakes.append(
+            f"command line ({override}): this is no override; write section.key=value, for example optim.lr=2e-6"
+        )
+        return
+    try:
+        path = _set(draft.document.values, keys, parse_value(text), root)
+        draft.origins[path] = f"command line ({override})"
+    except ConfigError as error:
+        draft.mistakes.append(f"command line ({override}): {error}")
 
 
-def _set(values: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
+def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[BaseModel]) -> KeyPath:
+    """Set a key below nested mappings and lists, making sections on the way; return its path."""
     place: Any = values
-    for depth, key in enumerate(keys[:-1]):
-        if isinstance(place, list):
-            place = place[_index(place, key, override)]
-        elif isinstance(place, dict):
-            if place.get(key) is None:
-                place[key] = {}
-            place = place[key]
-        if not isinstance(place, dict | list):
+    path: KeyPath = ()
+    for key in keys[:-1]:
+        path = (*path, _step(place, key))
+        below = place.get(key) if isinstance(place, dict) else place[path[-1]]
+        if below is None:
+            below = {}
+        elif isinstance(below, str) and section_at(root, path, values)[1].is_union:
+            below = {"kind": below}
+        if not isinstance(below, dict | list):
             raise ConfigError(
-                f"{override!r}: {'.'.join(keys[: depth + 1])} is the value {place!r}, not a section. "
-                "Name one of its own keys, or replace it whole."
+                f"{'.'.join(map(str, path))} is the value {below!r}, not a section; name one of its own keys, or "
+                "replace it whole"
             )
-    if isinstance(place, list):
-        place[_index(place, keys[-1], override)] = value
-    else:
-        place[keys[-1]] = value
+        place[path[-1]] = below
+        place = below
+    path = (*path, _step(place, keys[-1]))
+    place[path[-1]] = value
+    return path
 
 
-def _index(items: list[Any], key: str, override: str) -> int:
-    if not key.isdigit() or int(key) >= len(items):
-        raise ConfigError(f"{override!r}: {key!r} is not an index of a list with {len(items)} items.")
+def _step(place: dict[str, Any] | list[Any], key: str) -> str | int:
+    """Return a key as its container takes it."""
+    if isinstance(place, dict):
+        return key
+    if not key.isdecimal() or int(key) >= len(place):
+        raise ConfigError(f"{key!r} is not an index of a list with {len(place)} items")
     return int(key)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from holdfast.config.base import NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.data import SourceConfig
 
 
@@ -50,8 +51,7 @@ class EvaluationConfig(Section):
     completions: CompletionsConfig | None = None
     """Also generate: exact-match accuracy and a completions file."""
 
-    @model_validator(mode="after")
-    def _names(self) -> EvaluationConfig:
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a set whose name is taken."""
         if "validation" in self.sets:
-            raise ValueError("the name 'validation' belongs to data.validation_split; choose another")
-        return self
+            yield "sets.validation", "the name 'validation' belongs to data.validation_split; choose another"

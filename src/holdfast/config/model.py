@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from holdfast.config.base import Pattern, PositiveInt, Section
+from holdfast.config.base import Mistake, Pattern, PositiveInt, Section
 
 
 class HeadConfig(Section):
@@ -67,15 +68,17 @@ class ModelConfig(Section):
 
     head: HeadConfig = HeadConfig()
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> ModelConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("set exactly one of path (existing weights) and config (random start)")
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what leaves the weights or the tokenizer undecided."""
+        if self.path is not None and self.config is not None:
+            yield "config", "both path (existing weights) and config (random start) are set; keep one of them"
+        if self.path is None and self.config is None:
+            yield "path", "no model is named; set path (a directory or hub name) or config (a random start)"
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError("config needs model_type, for example config: {model_type: llama, hidden_size: 128, ...}")
-        if self.config is not None and self.tokenizer is None:
-            raise ValueError(
-                "a random start has no tokenizer of its own: set tokenizer to a directory, a hub name "
-                "or builtin:characters"
+            yield "config", "model_type is missing; write for example config: {model_type: llama, hidden_size: 128}"
+        if self.config is not None and self.path is None and self.tokenizer is None:
+            yield (
+                "tokenizer",
+                "a random start has no tokenizer of its own; set tokenizer to a directory, a hub name or "
+                "builtin:characters",
             )
-        return self

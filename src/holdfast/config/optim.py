@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field
 
 from holdfast.config.base import (
+    ByKind,
     Count,
     Fraction,
-    KindAlone,
+    Mistake,
     NonNegative,
     Pattern,
     Positive,
     PositiveInt,
     Section,
-    kind_or,
 )
 
 
@@ -25,11 +26,14 @@ class _Schedule(Section):
     warmup_ratio: Fraction = 0.0
     """Warm-up as a share of all steps, instead of warmup_steps."""
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> _Schedule:
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a warm-up that is given twice."""
         if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("set warmup_steps or warmup_ratio, not both")
-        return self
+            yield (
+                "warmup_steps",
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} both set the warm-up; "
+                "keep one of them",
+            )
 
 
 class ConstantSchedule(_Schedule):
@@ -61,14 +65,7 @@ class WarmupStableDecaySchedule(_Schedule):
     final_ratio: Fraction = 0.0
 
 
-Schedule = Annotated[
-    Annotated[ConstantSchedule, Tag("constant")]
-    | Annotated[LinearSchedule, Tag("linear")]
-    | Annotated[CosineSchedule, Tag("cosine")]
-    | Annotated[WarmupStableDecaySchedule, Tag("wsd")],
-    kind_or("cosine"),
-    KindAlone,
-]
+Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule, ByKind("cosine")]
 
 
 class _Optim(Section):
@@ -79,6 +76,7 @@ class _Optim(Section):
     no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
     """Parameters without weight decay, by canonical name."""
     schedule: Schedule = CosineSchedule(warmup_ratio=0.03)
+    """The rate over the steps. A schedule that is written out has the warm-up that is written with it, none else."""
     clip_norm: Positive | None = 1.0
     """Largest global gradient norm; null: no clipping (the norm is still computed and logged)."""
     max_nonfinite_steps: PositiveInt = 5
@@ -108,10 +106,4 @@ class SGDConfig(_Optim):
     momentum: Fraction = 0.0
 
 
-OptimConfig = Annotated[
-    Annotated[AdamWConfig, Tag("adamw")]
-    | Annotated[AdamWBF16Config, Tag("adamw_bf16")]
-    | Annotated[SGDConfig, Tag("sgd")],
-    kind_or("adamw"),
-    KindAlone,
-]
+OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig, ByKind("adamw")]

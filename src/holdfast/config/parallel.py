@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from holdfast.config.base import KindAlone, Pattern, PositiveInt, Section, kind_or
+from holdfast.config.base import ByKind, Mistake, Pattern, PositiveInt, Section
 
 
 class NoRecompute(Section):
@@ -15,33 +16,41 @@ class NoRecompute(Section):
     kind: Literal["none"] = "none"
 
 
-class FullRecompute(Section):
+class _Recompute(Section):
+    use_reentrant: bool = False
+    """Always false. It stands here so that a configuration from elsewhere is refused with the reason."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield the form of recomputation that loses gradients."""
+        if self.use_reentrant:
+            yield (
+                "use_reentrant",
+                "true loses gradients without a word: the reentrant form hides a cache that recomputation fills a "
+                "second time (key and value weights get zero gradients) and cuts the router loss of experts off. "
+                "Remove the key: the non-reentrant form is always used",
+            )
+
+
+class FullRecompute(_Recompute):
     """Keep each block's input and run its forward again in the backward pass."""
 
     kind: Literal["full"] = "full"
 
 
-class EveryKRecompute(Section):
+class EveryKRecompute(_Recompute):
     """Recompute every k-th block."""
 
     kind: Literal["every_k"] = "every_k"
     k: PositiveInt = 2
 
 
-class SelectiveRecompute(Section):
+class SelectiveRecompute(_Recompute):
     """Keep the outputs of matrix products and attention, recompute the rest."""
 
     kind: Literal["selective"] = "selective"
 
 
-Recompute = Annotated[
-    Annotated[NoRecompute, Tag("none")]
-    | Annotated[FullRecompute, Tag("full")]
-    | Annotated[EveryKRecompute, Tag("every_k")]
-    | Annotated[SelectiveRecompute, Tag("selective")],
-    kind_or("none"),
-    KindAlone,
-]
+Recompute = Annotated[NoRecompute | FullRecompute | EveryKRecompute | SelectiveRecompute, ByKind("none")]
 
 
 class ParallelConfig(Section):
@@ -63,7 +72,7 @@ class ParallelConfig(Section):
     """Dtype of forward and backward passes; gradients are reduced in float32 or better. `auto`: bfloat16 on a GPU,
     `model.dtype` on the CPU."""
     recompute: Recompute = NoRecompute()
-    """Activation checkpointing; always the non-reentrant kind with its random state restored."""
+    """Activation checkpointing; always the non-reentrant form with its random state restored."""
     compile: Literal["off", "head", "blocks"] = "off"
     """Regional torch.compile: the head, or each block and the head."""
     reduce: Literal["auto", "each_micro_batch", "last_micro_batch"] = "auto"

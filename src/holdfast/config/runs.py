@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 
 from holdfast.config.algorithm import NLLConfig, SupervisedObjective
-from holdfast.config.base import Count, FunctionPath, Positive, PositiveInt, Section
+from holdfast.config.base import Count, FunctionPath, Mistake, Positive, PositiveInt, Section
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.data import DataConfig
 from holdfast.config.launch import LaunchConfig
@@ -18,17 +20,25 @@ from holdfast.config.optim import AdamWConfig, OptimConfig
 from holdfast.config.parallel import ParallelConfig
 
 
+def _check_run_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(
+            f"{name!r} is to name a directory; use letters, digits, '.', '_' and '-', and begin with a letter or digit"
+        )
+    return name
+
+
 class RunConfig(Section):
     """Where a run lives: everything it writes stands under dir/name."""
 
     dir: str = "runs"
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, AfterValidator(_check_run_name)] = "run"
     """Default on the command line: the YAML's file name."""
 
 
 class _Root(Section):
     run: RunConfig = RunConfig()
-    seed: int = 0
+    seed: Count = 0
     """Seed of everything random: initial weights, order, dropout."""
     steps: PositiveInt | None = None
     """Optimizer updates."""
@@ -55,6 +65,26 @@ class _Root(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
 
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what leaves the run's length undecided, or decides it twice."""
+        if self.steps is None and self.epochs is None and not self.dry_run:
+            yield from self._without_last_step()
+        if self.steps is not None and self.min_steps > self.steps:
+            yield "min_steps", f"{self.min_steps} is above steps={self.steps}; lower min_steps or raise steps"
+        if self.overfit_batches is not None and self.limit_batches is not None:
+            yield "limit_batches", "overfit_batches limits the batches already; keep one of the two"
+
+    def _without_last_step(self) -> Iterator[Mistake]:
+        schedule = self.optim.schedule
+        if self.max_minutes is None:
+            yield "steps", "the run has no end; set steps, epochs or max_minutes"
+        elif schedule.kind != "constant" or schedule.warmup_ratio > 0:
+            wanting = "warmup_ratio" if schedule.kind == "constant" else schedule.kind
+            yield (
+                "optim.schedule",
+                f"{wanting} needs to know the last step; set steps or epochs, or use optim.schedule: constant",
+            )
+
 
 class SFTConfig(_Root):
     """Supervised fine-tuning."""
@@ -63,36 +93,31 @@ class SFTConfig(_Root):
     data: DataConfig
     objective: SupervisedObjective = NLLConfig()
 
-    @model_validator(mode="after")
-    def _length(self) -> SFTConfig:
-        if self.steps is None and self.epochs is None and self.max_minutes is None and not self.dry_run:
-            raise ValueError("the run has no end: set steps, epochs or max_minutes")
-        if self.steps is not None and self.min_steps > self.steps:
-            raise ValueError(f"min_steps={self.min_steps} is above steps={self.steps}")
-        return self
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what sections ask of each other."""
+        yield from super().mistakes()
+        yield from self._storage()
+        if not self.evaluation.sets and self.data.validation_split == 0:
+            for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
+                if getattr(self.evaluation, name) is not None:
+                    fix = "set evaluation.sets or data.validation_split"
+                    yield f"evaluation.{name}", f"there is nothing to evaluate on; {fix}"
 
-    @model_validator(mode="after")
-    def _storage(self) -> SFTConfig:
-        if self.model.dtype == "bfloat16" and self.optim.kind != "adamw_bf16":
-            raise ValueError(
-                f"model.dtype: bfloat16 with optim.kind: {self.optim.kind} loses updates smaller than 1/256 of a "
-                "weight. Use optim.kind: adamw_bf16, or model.dtype: float32 (compute stays bfloat16 on a GPU)"
+    def _storage(self) -> Iterator[Mistake]:
+        kind, dtype = self.optim.kind, self.model.dtype
+        if dtype == "bfloat16" and kind != "adamw_bf16":
+            yield (
+                "model.dtype",
+                f"bfloat16 with optim.kind: {kind} loses updates smaller than 1/256 of a weight. Use optim.kind: "
+                "adamw_bf16, or model.dtype: float32 (compute stays bfloat16 on a GPU)",
             )
-        if self.optim.kind == "adamw_bf16" and self.model.dtype != "bfloat16":
-            raise ValueError(f"optim.kind: adamw_bf16 needs model.dtype: bfloat16, not {self.model.dtype}")
-        if self.model.dtype == "float64" and self.parallel.compute_dtype not in {"auto"}:
-            raise ValueError("model.dtype: float64 computes in float64; leave parallel.compute_dtype at auto")
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_needs_end(self) -> SFTConfig:
-        needs_end = self.optim.schedule.kind != "constant" or self.optim.schedule.warmup_ratio > 0
-        if needs_end and self.steps is None and self.epochs is None and not self.dry_run:
-            raise ValueError(
-                f"optim.schedule {self.optim.schedule.kind} needs to know the last step: set steps or epochs, "
-                "or use schedule: {kind: constant}"
+        if kind == "adamw_bf16" and dtype != "bfloat16":
+            yield "optim.kind", f"adamw_bf16 needs model.dtype: bfloat16, not {dtype}; set it, or use optim.kind: adamw"
+        if dtype == "float64" and self.parallel.compute_dtype != "auto":
+            yield (
+                "parallel.compute_dtype",
+                f"{self.parallel.compute_dtype} with model.dtype: float64, which computes in float64; leave it at auto",
             )
-        return self
 
 
 ROOTS: dict[str, type[_Root]] = {"sft": SFTConfig}
@@ -110,7 +135,8 @@ def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:
         return 2
     limits = [config.steps] if config.steps is not None else []
     if config.epochs is not None and steps_per_epoch is not None:
-        limits.append(max(1, math.ceil(config.epochs * steps_per_epoch)))
+        # 1.1 * 10 is a little more than 11 in floating point, and must not become 12.
+        limits.append(max(1, math.ceil(round(config.epochs * steps_per_epoch, 6))))
     return min(limits) if limits else None
 
 

@@ -1,12 +1,13 @@
-"""Read YAML the way people write it: YAML 1.2 scalars, and the line of every key.
+"""Read YAML the way people write it: YAML 1.2 scalars, and the line of every key. Write it so that it reads back.
 
-YAML 1.1 reads `1e-5` as text and `off` as False. Here `1e-5` is a number and `off` is a word; only true, false and
-null are special. Duplicate keys are errors, since the first of two learning rates would be lost.
+YAML 1.1 reads `1e-5` as text, `off` as False and `010` as 8. Here `1e-5` is a number, `off` is a word and `010` is ten;
+only true, false and null are special. A key that stands twice is a mistake, since one of two learning rates is lost.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,52 +20,88 @@ KeyPath = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2."""
+    """SafeLoader with the core schema of YAML 1.2, and `_` between digits."""
 
 
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what is a number or a word in YAML 1.1 or in 1.2: a revision may be called 7e10."""
+
+
+def _whole_number(text: str) -> int:
+    digits = text.replace("_", "")
+    for prefix, base in (("0o", 8), ("0x", 16)):
+        if digits.startswith(prefix):
+            return int(digits[2:], base)
+    return int(digits)
+
+
+def _number(text: str) -> float:
+    return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_TAG = "tag:yaml.org,2002:"
+_PATTERNS = {
+    "null": (r"~|null|Null|NULL|", ["", "~", "n", "N"]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})$"), _first)
+}
+"""Of plain scalars, and the characters they can start with; an empty one is null."""
+_MEANINGS: dict[str, Callable[[str], Any]] = {
+    f"{_TAG}null": lambda _: None,
+    f"{_TAG}bool": lambda text: text.lower() == "true",
+    f"{_TAG}int": _whole_number,
+    f"{_TAG}float": lambda text: _number(text.lower()),
+}
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, (_pattern, _first) in _PATTERNS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"(?:{_pattern})$"), _first)
+
+_ADVICE = {"mapping values": " Quote a value that holds ': '.", "'\\t'": " Indent with spaces, not tabs."}
+"""By a part of PyYAML's message."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: plain values, and the line of every key."""
+    """A parsed file: plain values, the line of every key, and keys that stand twice."""
 
     file: str
     values: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
+    twice: list[tuple[int, str]] = field(default_factory=list)
+    """Line and message of each."""
+
+    def line(self, path: KeyPath) -> int:
+        """Return the line of a key, or of the nearest key above it; 0 if there is none."""
+        return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), 0)
 
     def where(self, path: KeyPath) -> str:
         """Return `file:line` of a key, or of the nearest key above it."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.lines:
-                return f"{self.file}:{self.lines[path[:end]]}"
-        return self.file
+        line = self.line(path)
+        return f"{self.file}:{line}" if line else self.file
 
 
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in {f"{_TAG}map", f"{_TAG}seq"}:
+        raise yaml.constructor.ConstructorError(None, None, f"there is no tag {node.tag!r} here", node.start_mark)
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node))
-            line = key_node.start_mark.line + 1
+            key = _key(key_node)
+            here, line = (*path, key), key_node.start_mark.line + 1
             if key in result:
-                raise ConfigError(
-                    f"{document.file}:{line}: {key} is set twice (first on line {document.lines[(*path, key)]}). "
-                    "Keep one of them."
-                )
-            document.lines[(*path, key)] = line
-            result[key] = _build(loader, value_node, (*path, key), document)
+                first = document.lines[here]
+                message = f"{'.'.join(map(str, here))}: set twice, first on line {first}; keep one of them"
+                document.twice.append((line, message))
+                continue
+            document.lines[here] = line
+            result[key] = _build(loader, value_node, here, document)
         return result
     if isinstance(node, yaml.SequenceNode):
         items = []
@@ -72,14 +109,24 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
             document.lines[(*path, index)] = item.start_mark.line + 1
             items.append(_build(loader, item, (*path, index), document))
         return items
-    return loader.construct_object(node)
+    try:
+        return _MEANINGS[node.tag](node.value) if node.tag in _MEANINGS else loader.construct_object(node)
+    except ValueError as error:  # `!!int x`
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+
+def _key(node: yaml.Node) -> str:
+    """Return a key as it is written: a batch size schedule has numbers for keys, and a model may be called `null`."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise yaml.constructor.ConstructorError(None, None, "a key must be a word or a number", node.start_mark)
+    return str(node.value)
 
 
 def parse_text(text: str, file: str) -> Document:
     """Parse YAML text.
 
     Raises:
-        ConfigError: The text is not YAML, holds a key twice, or is not a mapping.
+        ConfigError: The text is not YAML, or is not a mapping.
     """
     loader = _Loader(text)
     document = Document(file, {})
@@ -90,7 +137,10 @@ def parse_text(text: str, file: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{file}{line}: not YAML: {problem}.") from error
+        advice = next((text for part, text in _ADVICE.items() if part in problem), "")
+        raise ConfigError(f"{file}{line}: not YAML: {problem}.{advice}") from error
+    except RecursionError:
+        raise ConfigError(f"{file}: an anchor (&name) holds itself (*name). Write the value out.") from None
     finally:
         loader.dispose()
     if not isinstance(values, dict):
@@ -116,13 +166,32 @@ def parse_file(path: Path) -> Document:
     return parse_text(text, str(path))
 
 
-def parse_scalar(text: str) -> Any:
-    """Parse the right side of an override, such as `2e-6`, `[a, b]` or `{kind: linear}`."""
-    loader = _Loader(text)
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Write plain values as YAML that `parse_text` reads as the same values."""
+    text: str = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def parse_value(text: str) -> Any:
+    """Parse the right side of an override: `[a, b]`, `{kind: linear}`, a quoted text, or a scalar such as `2e-6`.
+
+    Whatever else it is stands for itself, with every character, so that templates and odd paths need no quotes.
+
+    Raises:
+        ConfigError: A key stands twice in it.
+    """
+    loader = _Loader(text if text.startswith(("[", "{", "'", '"')) else "")
+    document = Document("", {})
     try:
         node = loader.get_single_node()
-        return None if node is None else _build(loader, node, (), Document("command line", {}))
+        if node is None:
+            tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))  # type: ignore[no-untyped-call]  # the stubs lack it
+            return _MEANINGS[tag](text.strip()) if tag in _MEANINGS else text
+        value = _build(loader, node, (), document)
     except yaml.YAMLError:
         return text
     finally:
         loader.dispose()
+    if document.twice:
+        raise ConfigError(document.twice[0][1])
+    return value

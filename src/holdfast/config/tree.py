@@ -1,0 +1,107 @@
+"""The shape of the tree: which sections a key can hold, and which key a path of pydantic's means."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from holdfast.config.base import ByKind, kind_of
+from holdfast.config.yaml12 import KeyPath
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one key can hold."""
+
+    sections: tuple[type[BaseModel], ...] = ()
+    """None: a plain value. One: a section. Several: the members of a tagged union."""
+    several: bool = False
+    """Whether it holds a list or mapping of them."""
+    default_kind: str | None = None
+    """Of a tagged union: kind of a section that names none."""
+
+    @property
+    def is_union(self) -> bool:
+        """Whether a kind chooses among sections."""
+        return self.default_kind is not None
+
+    @property
+    def section(self) -> type[BaseModel] | None:
+        """The section that stands here, if it can only be one."""
+        return self.sections[0] if len(self.sections) == 1 and not self.several else None
+
+    def of_kind(self, kind: object) -> Held:
+        """Return the member of a tagged union by its kind; a plain value if there is none."""
+        return Held(tuple(section for section in self.sections if kind_of(section) == kind))
+
+    def chosen(self, value: Any) -> Held:
+        """Return the member of a tagged union that a value of the file stands for."""
+        kind = value if isinstance(value, str) else self.default_kind
+        return self.of_kind(str(value.get("kind", kind)) if isinstance(value, Mapping) else kind)
+
+    def below(self, key: int | str) -> Held:
+        """Return what a key of this section, or an item of this list or mapping, can hold."""
+        if self.several:
+            return Held(self.sections)
+        if self.section is None or key not in self.section.model_fields:
+            return Held()
+        field = self.section.model_fields[str(key)]
+        tag = next((item for item in field.metadata if isinstance(item, ByKind)), None)
+        several = typing.get_origin(field.annotation) in {list, dict}
+        return Held(tuple(_sections_in(field.annotation)), several, None if tag is None else tag.default)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    for argument in typing.get_args(annotation):
+        yield from _sections_in(argument)
+
+
+def all_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every key of the tree, sections included; `*` stands for a name or number."""
+    for name in root.model_fields:
+        dotted = f"{prefix}{name}"
+        held = Held((root,)).below(name)
+        yield dotted
+        for section in held.sections:
+            yield from all_keys(section, f"{dotted}.{'*.' if held.several else ''}")
+
+
+def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[BaseModel] | None, Held]:
+    """Return the section that a path of the file leads to, and what could stand there instead."""
+    held = choice = Held((root,))
+    for key in path:
+        values = _below(values, key)
+        choice = held.below(key)
+        held = choice.chosen(values) if choice.is_union else choice
+    return held.section, choice
+
+
+def key_path(root: type[BaseModel], location: Sequence[int | str], values: Any) -> KeyPath:
+    """Return the keys of the file that a location of pydantic's means: without the kinds of unions and other marks."""
+    path: list[int | str] = []
+    held = Held((root,))
+    for part in location:
+        if held.is_union:
+            held = held.of_kind(part)
+        elif held.section is not None or held.several or _has(values, part):
+            path.append(part)
+            values = _below(values, part)
+            held = held.below(part)
+    return tuple(path)
+
+
+def _has(values: Any, part: int | str) -> bool:
+    if isinstance(values, Mapping):
+        return part in values
+    return isinstance(values, list) and isinstance(part, int) and part < len(values)
+
+
+def _below(values: Any, part: int | str) -> Any:
+    return values[part] if _has(values, part) else None

@@ -1,0 +1,117 @@
+"""`a.b=value` on the command line is the file's tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.config.runs import SFTConfig, as_plain
+from tests.config.conftest import WHOLE
+
+Load = Callable[..., SFTConfig]
+Mistakes = Callable[..., list[str]]
+
+
+def test_an_override_is_the_same_as_the_line_in_the_file(read: Load) -> None:
+    written = read(WHOLE + "optim: {lr: 2e-6, schedule: {kind: linear, final_ratio: 0.1}}\nlaunch: {ranks: 4}\n")
+
+    given = read(WHOLE, "optim.lr=2e-6", "optim.schedule={kind: linear, final_ratio: 0.1}", "launch.ranks=4")
+
+    assert given == written
+
+
+def test_an_override_replaces_one_key_and_leaves_its_neighbours(read: Load) -> None:
+    config = read(WHOLE + "optim: {kind: sgd, lr: 1e-3, momentum: 0.5}\n", "optim.lr=2e-6")
+
+    assert config.optim.lr == 0.000002
+    assert config.optim.kind == "sgd"
+    assert config.optim.momentum == 0.5
+
+
+def test_an_override_makes_the_sections_on_its_way(read: Load) -> None:
+    config = read(WHOLE, "evaluation.sets.hard.path=hard.jsonl", "data.batch_size_schedule.100=64")
+
+    assert config.evaluation.sets["hard"].path == "hard.jsonl"
+    assert config.data.batch_size_schedule == {100: 64}
+
+
+def test_a_section_written_as_its_kind_can_be_descended_into(read: Load) -> None:
+    config = read(WHOLE + "optim: sgd\n", "optim.momentum=0.5", "optim.schedule=wsd", "optim.schedule.decay_ratio=0.1")
+
+    assert config.optim.kind == "sgd"
+    assert config.optim.momentum == 0.5
+    assert config.optim.schedule.kind == "wsd"
+    assert config.optim.schedule.decay_ratio == 0.1
+
+
+def test_an_override_reaches_into_a_list(read: Load) -> None:
+    text = "steps: 1\nmodel: {path: m}\ndata: {sources: [{path: a}, {path: b}]}\n"
+
+    config = read(text, "data.sources.1.path=c", "data.sources.0={path: d, name: first}")
+
+    assert [source.path for source in config.data.sources] == ["d", "c"]
+    assert config.data.sources[0].name == "first"
+
+
+def test_the_last_of_two_overrides_wins(read: Load) -> None:
+    assert read(WHOLE, "steps=5", "steps=6").steps == 6
+
+
+def test_null_gives_a_key_back_to_its_absence(read: Load) -> None:
+    assert read(WHOLE + "epochs: 2\n", "steps=null").steps is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.lr", "this is no override; write section.key=value, for example optim.lr=2e-6"),
+        ("=3", "this is no override; write section.key=value, for example optim.lr=2e-6"),
+        ("optim..lr=3", "this is no override; write section.key=value, for example optim.lr=2e-6"),
+        ("steps.x=3", "steps is the value 3, not a section; name one of its own keys, or replace it whole"),
+        ("data.path.x=3", "data.path is the value 'rows.jsonl', not a section; name one of its own keys, or replace it "
+                          "whole"),
+        ("optim.lr=x", "optim.lr: 'x' should be a number"),
+        ("optim.schedule.kind=linea", "optim.schedule: there is no kind 'linea'. Did you mean linear? Kinds: constant, "
+                                      "linear, cosine, wsd"),
+        ("otim.lr=3", "otim: unknown key; did you mean optim?"),
+        ("optim.no_decay.0=x", "'0' is not an index of a list with 0 items"),
+        ("launch={ranks: 1, ranks: 2}", "ranks: set twice, first on line 1; keep one of them"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_shown_as_it_was_typed(mistakes: Mistakes, override: str, said: str) -> None:
+    text = WHOLE + "optim: {no_decay: []}\n"
+
+    assert mistakes(text, override) == [f"command line ({override}): {said}"]
+
+
+def test_an_index_beyond_a_list_is_named(mistakes: Mistakes) -> None:
+    text = "steps: 1\nmodel: {path: m}\ndata: {sources: [{path: a}, {path: b}]}\n"
+
+    assert mistakes(text, "data.sources.2.path=c") == [
+        "command line (data.sources.2.path=c): '2' is not an index of a list with 2 items"
+    ]
+
+
+NUMBERS = {
+    "optim.lr": st.floats(1e-12, 10.0),
+    "seed": st.integers(0, 2**40),
+    "data.max_length": st.integers(1, 4096),
+    "evaluation.limit_samples": st.integers(1, 2**40),
+    "data.shuffle": st.booleans(),
+}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(st.fixed_dictionaries({}, optional=NUMBERS))
+def test_whatever_number_is_given_arrives(read: Load, values: dict[str, Any]) -> None:
+    config = read(WHOLE, *(f"{key}={str(value).lower()}" for key, value in values.items()))
+
+    for key, value in values.items():
+        found: Any = as_plain(config)
+        for part in key.split("."):
+            found = found[part]
+        assert found == value
