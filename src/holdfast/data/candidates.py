@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from holdfast.data.chat import Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.reading import EndOfStream, RowReader
 from holdfast.data.rows import Row
-from holdfast.errors import DataError
+from holdfast.errors import UserError
 from holdfast.types import Example
 
 Tokenise = Callable[[Row, int, str, str], Tokenised]
@@ -32,20 +32,41 @@ class Known(NamedTuple):
 
 @dataclass
 class Candidates:
-    """The accepted rows of one mini-batch: what this rank holds, and what all ranks know."""
+    """The candidates of one mini-batch: what this rank holds, and what all ranks know."""
 
     mine: dict[tuple[int, int], Example] = field(default_factory=dict)
     """(draw, part) -> sequence, for the rows this rank read"""
     known: list[Known] = field(default_factory=list)
     """All sequences in draw order, the same on every rank."""
-    counts: Counter[str] = field(default_factory=Counter)
-    rows: int = 0
+    counted: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
+    """(draw, what was counted on it), where something was."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that gave a sequence."""
+        return len({sequence.draw for sequence in self.known})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(sequence.tokens for sequence in self.known)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What was counted, over all rows."""
+        total: Counter[str] = Counter()
+        for _, counts in self.counted:
+            total.update(counts)
+        return total
 
 
 class _Fact(NamedTuple):
     lengths: list[tuple[int, int]]
     """(tokens, trained tokens) of each sequence"""
-    counts: dict[str, int]
+    counts: Mapping[str, int]
+
+
+_Told = _Fact | UserError | EndOfStream
 
 
 class CandidateReader:
@@ -67,57 +88,48 @@ class CandidateReader:
     ) -> None:
         self.reader = reader
         self.rows_tokenised = 0
+        """By this rank."""
         self._tokenise = tokenise
         self._exchange = exchange
         self._accept = accept
 
-    def round(self, first: int, last: int, found: Candidates) -> tuple[int, bool]:
-        """Add draws first..last-1 to `found`; return the next draw, and whether a stream ended there.
+    def round(self, first: int, last: int, found: Candidates) -> int:
+        """Add draws first..last-1 to `found`, and return the draw after them.
+
+        Where the end of a stream is met, all ranks note its size and the round ends early: from that draw on, places
+        are others.
 
         Raises:
-            DataError: A row is malformed; the same error on all ranks.
+            UserError: A row is malformed; the same error on all ranks.
         """
-        facts: dict[int, _Fact | DataError | None] = {}
+        size, rank = self._exchange.size, self._exchange.rank
+        told: dict[int, _Told] = {draw: self._read(draw, found) for draw in range(first + rank, last, size)}
+        everyone = self._exchange.gather(told)
         for draw in range(first, last):
-            if (draw - first) % self._exchange.size == self._exchange.rank:
-                facts[draw] = self._read(draw, found)
-            elif self.reader.has_streams and not self._advance(draw):
-                facts[draw] = None
-        merged: dict[int, tuple[int, _Fact | DataError | None]] = {}
-        for rank, theirs in enumerate(self._exchange.gather(facts)):
-            merged |= {draw: (rank, fact) for draw, fact in theirs.items()}
-        for draw in range(first, last):
-            owner, fact = merged[draw]
-            if fact is None:
-                return draw, True
-            if isinstance(fact, DataError):
-                raise fact
-            found.counts.update(fact.counts)
-            found.rows += bool(fact.lengths)
-            found.known.extend(
-                Known(draw, part, tokens, trained, owner) for part, (tokens, trained) in enumerate(fact.lengths)
-            )
-        return last, False
+            owner = (draw - first) % size
+            match everyone[owner][draw]:
+                case EndOfStream() as end:
+                    self.reader.learn_size(end.source, end.size)
+                    return draw
+                case UserError() as error:
+                    raise error
+                case _Fact(lengths, counts):
+                    if counts:
+                        found.counted.append((draw, counts))
+                    found.known.extend(
+                        Known(draw, part, tokens, trained, owner) for part, (tokens, trained) in enumerate(lengths)
+                    )
+        return last
 
-    def _advance(self, draw: int) -> bool:
-        # Every rank walks a stream row by row, or the next block would start at different places.
-        try:
-            self.reader.read(draw)
-        except EndOfStream:
-            return False
-        return True
-
-    def _read(self, draw: int, found: Candidates) -> _Fact | DataError | None:
+    def _read(self, draw: int, found: Candidates) -> _Told:
         try:
             source, name, row = self.reader.read(draw)
             if self._accept is not None and not self._accept(row):
                 return _Fact([], {"filtered": 1})
             self.rows_tokenised += 1
             sequences = self._tokenise(row, draw, source.name, name)
-        except EndOfStream:
-            return None
-        except DataError as error:
-            return error
+        except (EndOfStream, UserError) as told:
+            return told
         found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
         lengths = [(example.tokens.size, example.trained_tokens) for example in sequences.examples]
-        return _Fact(lengths, dict(sequences.counts))
+        return _Fact(lengths, sequences.counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.data.candidates import Candidates, Known
@@ -34,7 +35,7 @@ class Piece:
         return replace(example, tokens=example.tokens[self.start : self.end], loss_mask=loss_mask, per_token=per_token)
 
 
-def pieces_of(documents: list[Known], *, offset: int, goal: int, window: int) -> tuple[list[Piece], Rest | None]:
+def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int) -> tuple[list[Piece], Rest | None]:
     """Cut documents into pieces that fill windows exactly.
 
     Args:
@@ -47,20 +48,20 @@ def pieces_of(documents: list[Known], *, offset: int, goal: int, window: int) ->
         The pieces, and where the unused rest begins (None if nothing is left).
     """
     pieces: list[Piece] = []
-    used, in_row, row = 0, 0, documents[0].draw if documents else -1
-    skip = offset
+    used, row, before = 0, -1, 0  # `before`: tokens of this row in earlier documents
     for document in documents:
         if document.draw != row:
-            row, in_row, skip = document.draw, 0, 0
-        start = min(max(skip - in_row, 0), document.tokens)
+            row, before = document.draw, 0
+        used_before = offset if row == documents[0].draw else 0
+        start = min(max(used_before - before, 0), document.tokens)
         while start < document.tokens:
             if used == goal:
-                return pieces, Rest(row, in_row + start)
+                return pieces, Rest(row, before + start)
             end = min(document.tokens, start + window - used % window)
             pieces.append(Piece(document, start, end))
             used += end - start
             start = end
-        in_row += document.tokens
+        before += document.tokens
     return pieces, None
 
 
@@ -81,4 +82,14 @@ def cut_windows(
               piece.document.owner)
         for number, piece in enumerate(pieces)
     ]  # fmt: skip
-    return replace(found, mine=mine, known=known), rest
+    return replace(found, mine=mine, known=known, counted=_begun(found, offset, rest)), rest
+
+
+def _begun(found: Candidates, offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
+    """Return what was counted on rows whose first token is used here: rows read ahead or cut are counted once."""
+    first = found.known[0].draw if found.known and offset > 0 else -1
+    return [
+        (draw, counts)
+        for draw, counts in found.counted
+        if draw != first and (rest is None or (draw, 0) < (rest.draw, rest.offset))
+    ]

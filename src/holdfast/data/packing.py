@@ -7,7 +7,7 @@ everything else gathers by it. `unpack` is the exact inverse of `pack`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from holdfast.data.weights import Share
 from holdfast.types import Batch, Example
-
-_FIXED_COLUMNS = frozenset({"tokens", "position_ids", "sequence_ids", "predictor_index", "loss_mask", "weights"})
 
 
 def pack(
@@ -40,41 +38,54 @@ def pack(
         dtype: Dtype of the weights.
 
     Raises:
-        ValueError: The first token of a sequence is trained: nothing predicts it.
+        ValueError: A sequence cannot be taken apart again as it was, or its first token is trained: nothing predicts
+            it.
     """
-    _refuse_trained_starts(examples)
+    _refuse_what_would_change(examples)
     rows = _rows(examples, padded)
     width = max(1, *(sum(lengths) for lengths in rows))
-    columns = _empty_columns(len(rows), width, pad_token, examples)
+    columns = _Columns.empty(len(rows), width, pad_token, examples)
     index = 0
     for row, row_lengths in enumerate(rows):
         start = 0
-        for _ in row_lengths:
-            start = _place(columns, row, start, index, examples[index], shares[index])
+        for length in row_lengths:
+            columns.put((row, slice(start, start + length)), index, examples[index], shares[index].weight)
+            start += length
             index += 1
-    lengths = tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows)
-    loss_mask = columns["loss_mask"]
+        columns.position_ids[row, start:] = np.arange(width - start)
     return Batch(
-        tokens=_tensor(columns["tokens"]),
-        position_ids=_tensor(columns["position_ids"])[None],
-        sequence_ids=_tensor(columns["sequence_ids"]),
-        predictor_index=_tensor(columns["predictor_index"]),
-        loss_mask=_tensor(loss_mask),
-        weights=_tensor(columns["weights"]).to(dtype),
-        scored=_tensor(np.flatnonzero(loss_mask)),
-        lengths=lengths,
+        tokens=_tensor(columns.tokens),
+        position_ids=_tensor(columns.position_ids)[None],
+        sequence_ids=_tensor(columns.sequence_ids),
+        predictor_index=_tensor(columns.predictor_index),
+        loss_mask=_tensor(columns.loss_mask),
+        weights=_tensor(columns.weights).to(dtype),
+        scored=_tensor(np.flatnonzero(columns.loss_mask)),
+        lengths=tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows),
         sample_ids=tuple(example.sample_id for example in examples),
         prompt_ids=tuple(example.prompt_id for example in examples),
         sources=tuple(example.source for example in examples),
         count=float(sum(share.count for share in shares)),
-        per_token={name: _tensor(values) for name, values in columns.items() if name not in _FIXED_COLUMNS},
+        per_token={name: _tensor(values) for name, values in columns.per_token.items()},
     )
 
 
-def _refuse_trained_starts(examples: Sequence[Example]) -> None:
+def _refuse_what_would_change(examples: Sequence[Example]) -> None:
     for example in examples:
         if example.loss_mask[:1].any():
             raise ValueError(f"sample {example.sample_id}: the first token cannot be trained, nothing predicts it")
+        if _kinds(example) != _kinds(examples[0]):
+            raise ValueError(
+                f"sample {example.sample_id} carries {_kinds(example)} per token, sample {examples[0].sample_id} "
+                f"carries {_kinds(examples[0])}; sequences of one pack carry the same"
+            )
+        if example.model_inputs:
+            raise ValueError(f"sample {example.sample_id}: {', '.join(example.model_inputs)} cannot be packed")
+
+
+def _kinds(example: Example) -> dict[str, str]:
+    """Return dtype and shape of what an example carries per token."""
+    return {name: f"{values.dtype}{list(values.shape[1:])}" for name, values in sorted(example.per_token.items())}
 
 
 def _rows(examples: Sequence[Example], padded: bool) -> list[tuple[int, ...]]:
@@ -131,38 +142,47 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **moved)
 
 
-def _empty_columns(
-    rows: int, width: int, pad_token: int, examples: Sequence[Example]
-) -> dict[str, NDArray[np.generic]]:
-    columns: dict[str, NDArray[np.generic]] = {
-        "tokens": np.full((rows, width), pad_token, dtype=np.int64),
-        "position_ids": np.tile(np.arange(width, dtype=np.int64), (rows, 1)),
-        "sequence_ids": np.full((rows, width), -1, dtype=np.int64),
-        "predictor_index": np.full((rows, width), -1, dtype=np.int64),
-        "loss_mask": np.zeros((rows, width), dtype=np.bool_),
-        "weights": np.zeros((rows, width), dtype=np.float64),
-    }
-    extras: Mapping[str, NDArray[np.generic]] = examples[0].per_token if examples else {}
-    for name, values in extras.items():
-        columns[name] = np.zeros((rows, width, *values.shape[1:]), dtype=values.dtype)
-    return columns
+@dataclass(frozen=True)
+class _Columns:
+    """The arrays of one batch while they are filled, [B, T] each."""
 
+    tokens: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    sequence_ids: NDArray[np.int64]
+    predictor_index: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    weights: NDArray[np.float64]
+    per_token: Mapping[str, NDArray[Any]]
 
-def _place(
-    columns: dict[str, NDArray[np.generic]], row: int, start: int, index: int, example: Example, share: Share
-) -> int:
-    end = start + example.tokens.size
-    here = (row, slice(start, end))
-    columns["tokens"][here] = example.tokens
-    columns["position_ids"][here] = np.arange(example.tokens.size)
-    columns["position_ids"][row, end:] = np.arange(columns["position_ids"].shape[1] - end)
-    columns["sequence_ids"][here] = index
-    columns["predictor_index"][row, start + 1 : end] = np.arange(start, end - 1)
-    columns["loss_mask"][here] = example.loss_mask
-    columns["weights"][here] = np.where(example.loss_mask, share.weight, 0.0)
-    for name, values in example.per_token.items():
-        columns[name][here] = values
-    return end
+    @staticmethod
+    def empty(rows: int, width: int, pad_token: int, examples: Sequence[Example]) -> _Columns:
+        """Return columns that hold padding only."""
+        shape = (rows, width)
+        extras = examples[0].per_token if examples else {}
+        return _Columns(
+            tokens=np.full(shape, pad_token, dtype=np.int64),
+            position_ids=np.zeros(shape, dtype=np.int64),
+            sequence_ids=np.full(shape, -1, dtype=np.int64),
+            predictor_index=np.full(shape, -1, dtype=np.int64),
+            loss_mask=np.zeros(shape, dtype=np.bool_),
+            weights=np.zeros(shape, dtype=np.float64),
+            per_token={
+                name: np.zeros((*shape, *values.shape[1:]), dtype=values.dtype) for name, values in extras.items()
+            },
+        )
+
+    def put(self, where: tuple[int, slice], index: int, example: Example, weight: float) -> None:
+        """Write one sequence to a stretch of a row."""
+        row, stretch = where
+        positions = np.arange(stretch.start, stretch.stop)
+        self.tokens[where] = example.tokens
+        self.position_ids[where] = positions - stretch.start
+        self.sequence_ids[where] = index
+        self.predictor_index[row, stretch.start + 1 : stretch.stop] = positions[:-1]
+        self.loss_mask[where] = example.loss_mask
+        self.weights[where] = weight * example.loss_mask
+        for name, values in example.per_token.items():
+            self.per_token[name][where] = values
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:

@@ -43,11 +43,16 @@ def plan_packs(
         raise ValueError(f"a unit of {max(lengths)} tokens does not fit a pack of {budget}")
     costs = [length * (1.0 + attention_share * length) for length in lengths]
     bins = _rows_of_equal_width(lengths, budget) if padded else best_fit_decreasing(lengths, budget)
-    micro_batches = max(1, -(-len(bins) // ranks))
-    if not padded:
-        bins = _spread(lengths, costs, budget, micro_batches * ranks) or bins
-    bins = bins + [[] for _ in range(micro_batches * ranks - len(bins))]
-    return PackPlan(_deal(bins, lengths, costs, ranks))
+    count = max(1, -(-len(bins) // ranks)) * ranks
+    if padded:
+        bins = _narrowest(lengths, budget, count)
+        work = [len(units) * max(costs[unit] for unit in units) for units in bins]
+    else:
+        bins = _spread(lengths, costs, budget, count) or bins
+        work = [sum(costs[unit] for unit in units) for units in bins]
+    idle = count - len(bins)
+    packs = [tuple(sorted(units, key=lambda unit: (lengths[unit], unit))) for units in bins] + [()] * idle
+    return PackPlan(_deal(packs, work + [0.0] * idle, ranks))
 
 
 def best_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -111,17 +116,30 @@ def _rows_of_equal_width(lengths: Sequence[int], budget: int) -> list[list[int]]
     return packs
 
 
+def _narrowest(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    """Lay rows of equal width into at most `count` packs of the smallest budget that does it: nobody idles."""
+    low, high = max(lengths, default=1), budget
+    best = _rows_of_equal_width(lengths, budget)
+    while low < high:
+        middle = (low + high) // 2
+        packs = _rows_of_equal_width(lengths, middle)
+        if len(packs) <= count:
+            best, high = packs, middle
+        else:
+            low = middle + 1
+    return best
+
+
 def _deal(
-    bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], ranks: int
+    packs: Sequence[tuple[int, ...]], work: Sequence[float], ranks: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Give packs of like cost to the ranks of one micro-batch, so that nobody waits, and even out the totals."""
-    totals = {id(pack): sum(costs[item] for item in pack) for pack in bins}
-    ordered = sorted(bins, key=lambda pack: (-totals[id(pack)], pack))
+    """Give packs of like work to the ranks of one micro-batch, so that nobody waits, and even out the totals."""
+    ordered = sorted(range(len(packs)), key=lambda pack: (-work[pack], packs[pack]))
     load = [0.0] * ranks
-    packs: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     for start in range(0, len(ordered), ranks):
         idlest_first = sorted(range(ranks), key=lambda rank: (load[rank], rank))
         for rank, pack in zip(idlest_first, ordered[start : start + ranks], strict=True):
-            load[rank] += totals[id(pack)]
-            packs[rank].append(tuple(sorted(pack, key=lambda item: (lengths[item], item))))
-    return tuple(tuple(rank_packs) for rank_packs in packs)
+            load[rank] += work[pack]
+            dealt[rank].append(packs[pack])
+    return tuple(tuple(rank_packs) for rank_packs in dealt)

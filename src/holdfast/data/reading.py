@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.order import DrawOrder
 from holdfast.data.rows import Row, Source
+from holdfast.errors import DataError
+
+_HASHED_AT_ONCE = 65_536
 
 
 class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
-    """The stream ends before this draw."""
+    """A stream has no row for this turn, met for the first time: the turn is its size."""
+
+    def __init__(self, source: int, size: int) -> None:
+        super().__init__(source, size)
+        self.source = source
+        self.size = size
+
+
+class Found(NamedTuple):
+    """A row, and where it stands."""
+
+    source: Source
+    name: str
+    """For messages: source and number of the row in the file."""
+    row: Row
 
 
 class HeldOut:
@@ -21,6 +40,14 @@ class HeldOut:
 
     A row belongs to it by a hash of its index, so the split needs no state, stays the same when rows are appended, and
     is known for a stream before it is read.
+
+    Args:
+        source: All rows.
+        share: Of the rows that belong to the split, above 0 and below 1.
+        keep: Serve the split; off: serve the rest.
+
+    Raises:
+        DataError: Nothing is left.
     """
 
     def __init__(self, source: Source, share: float, *, keep: bool) -> None:
@@ -29,30 +56,46 @@ class HeldOut:
         self.keep = keep
         self.name = source.name
         self.fingerprint = f"{source.fingerprint}:{'validation' if keep else 'train'}:{share}"
-        self._rows = np.flatnonzero(self._member(0, source.size)) if source.size is not None else None
+        self._rows = None if source.size is None else np.flatnonzero(self._members(0, source.size))
         self.size = None if self._rows is None else int(self._rows.size)
+        if self.size == 0:
+            left = "the validation split" if keep else "training"
+            raise DataError(
+                f"data.validation_split={share} of the {source.size} rows of {source.name} leaves none for {left}. "
+                "Choose another share, or name an evaluation set under evaluation.sets."
+            )
+
+    def number(self, index: int) -> int:
+        """Return where a row of the split stands among all rows; only for a source with an index."""
+        assert self._rows is not None
+        return int(self._rows[index])
 
     def row(self, index: int) -> Row:
         """Return a row by its index within the split."""
-        assert self._rows is not None
-        return self.source.row(int(self._rows[index]))
+        return self.source.row(self.number(index))
 
     def scan(self, start: int) -> Iterator[Row]:
         """Yield the rows of the split from the start-th on."""
-        raw, kept, block = 0, 0, 65_536
-        while True:  # find the raw index of the start-th kept row from hashes alone
-            members = self._member(raw, raw + block)
-            if kept + int(members.sum()) > start:
-                raw += int(np.flatnonzero(members)[start - kept])
-                break
-            kept += int(members.sum())
-            raw += block
-        for index, row in enumerate(self.source.scan(raw), start=raw):
-            if self._member(index, index + 1)[0]:
-                yield row
+        return (row for _, row in self.numbered(start))
 
-    def _member(self, start: int, end: int) -> NDArray[np.bool_]:
-        """Hash row indices (splitmix64, Steele et al. 2014) and compare with the share."""
+    def numbered(self, start: int) -> Iterator[tuple[int, Row]]:
+        """Yield the rows of the split from the start-th on, each with its number among all rows."""
+        numbers = self._numbers(start)
+        wanted = first = next(numbers)
+        for number, row in enumerate(self.source.scan(first), start=first):
+            if number == wanted:
+                yield number, row
+                wanted = next(numbers)
+
+    def _numbers(self, start: int) -> Iterator[int]:
+        """Yield the numbers of the split's rows from the start-th on, from hashes alone; there is no end to them."""
+        for first in count(0, _HASHED_AT_ONCE):
+            numbers = np.flatnonzero(self._members(first, first + _HASHED_AT_ONCE))
+            yield from (first + int(number) for number in numbers[start:])
+            start = max(0, start - numbers.size)
+
+    def _members(self, start: int, end: int) -> NDArray[np.bool_]:
+        """Hash row numbers (splitmix64, Steele et al. 2014) and compare with the share."""
         with np.errstate(over="ignore"):
             value = np.arange(start, end, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
             value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -69,34 +112,35 @@ class RowReader:
         self.sources = list(sources)
         self.order = order
         self._streams = {
-            index: _BlockStream(source.scan, order, index)
-            for index, source in enumerate(sources)
-            if source.size is None
+            index: _BlockStream(source, order, index) for index, source in enumerate(sources) if source.size is None
         }
 
-    @property
-    def has_streams(self) -> bool:
-        """Whether some source can be read front to back only."""
-        return bool(self._streams)
-
-    def read(self, draw: int) -> tuple[Source, str, Row]:
-        """Return the source, a name for error messages and the row.
+    def read(self, draw: int) -> Found:
+        """Return the row of a draw.
 
         Raises:
-            EndOfStream: A stream has no row left in this epoch.
+            EndOfStream: A stream ends before it.
+            DataError: The row cannot be read.
         """
         place = self.order.place(draw)
         source = self.sources[place.source]
         if source.size is None:
-            return source, f"{source.name} row {place.turn}", self._streams[place.source].row(place.turn)
-        index = self.order.row(place.source, place.turn)
-        return source, f"{source.name} row {index}", source.row(index)
+            number, row = self._streams[place.source].row(place.turn)
+        else:
+            assert place.row is not None
+            row = source.row(place.row)
+            number = source.number(place.row) if isinstance(source, HeldOut) else place.row
+        return Found(source, f"{source.name} row {number}", row)
 
-    def start_epoch(self, epoch: int, first_draw: int) -> None:
-        """Tell streams that draws from `first_draw` on start again at their first row."""
-        turns = self.order.turns_before(first_draw)
-        for index, stream in self._streams.items():
-            stream.start_epoch(epoch, turns[index])
+    def learn_size(self, source: int, size: int) -> None:
+        """Note the size of a stream whose end was met; from there on it is passed over again and again.
+
+        Raises:
+            DataError: It has no row at all.
+        """
+        if size == 0:
+            raise DataError(f"{self.sources[source].name} has no rows.")
+        self.order.sizes[source] = size
 
 
 class _BlockStream:
@@ -105,32 +149,42 @@ class _BlockStream:
     A classical shuffle buffer cannot be resumed without saving its rows; a block's order follows from its number.
     """
 
-    def __init__(self, scan: Callable[[int], Iterator[Row]], order: DrawOrder, source: int) -> None:
-        self._scan = scan
-        self._order = order
+    def __init__(self, source: Source, order: DrawOrder, index: int) -> None:
         self._source = source
-        self._epoch = 0
-        self._first_turn = 0
-        self._block = -1
-        self._rows: list[Row] = []
-        self._permutation: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._iterator: Iterator[Row] | None = None
+        self._order = order
+        self._index = index
+        self._at = (-1, -1)
+        """Pass and number of the block in memory."""
+        self._rows: list[tuple[int, Row]] = []
+        self._permutation: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
+        self._iterator: Iterator[tuple[int, Row]] = iter(())
 
-    def start_epoch(self, epoch: int, first_turn: int) -> None:
-        if (epoch, first_turn) != (self._epoch, self._first_turn):
-            self._epoch, self._first_turn, self._block, self._iterator = epoch, first_turn, -1, None
+    def row(self, turn: int) -> tuple[int, Row]:
+        """Return the number of the row that a turn leads to, and the row."""
+        epoch, position = self._order.pass_of(self._index, turn)
+        block, place = divmod(position, self._order.block)
+        if (epoch, block) != self._at:
+            self._open(epoch, block)
+        if place >= len(self._rows):
+            if self._order.sizes[self._index] is None:
+                raise EndOfStream(self._index, turn)
+            raise DataError(
+                f"{self._source.name} had {self._order.sizes[self._index]} rows in its first pass and has fewer now. "
+                "A file must not change while a run reads it."
+            )
+        return self._rows[int(self._permutation[place])]
 
-    def row(self, turn: int) -> Row:
-        block, position = divmod(turn - self._first_turn, self._order.block)
-        if block != self._block:
-            self._open(block)
-        if position >= len(self._rows):
-            raise EndOfStream
-        return self._rows[int(self._permutation[position])]
+    def _open(self, epoch: int, block: int) -> None:
+        size = self._order.block
+        if epoch == self._at[0] and block > self._at[1]:
+            between = (block - self._at[1] - 1) * size
+            deque(islice(self._iterator, between), maxlen=0)
+        else:
+            self._iterator = _numbered(self._source, block * size)
+        self._rows = list(islice(self._iterator, size))
+        self._permutation = self._order.within_block(self._index, epoch, block, len(self._rows))
+        self._at = (epoch, block)
 
-    def _open(self, block: int) -> None:
-        if self._iterator is None or block != self._block + 1:
-            self._iterator = iter(self._scan(block * self._order.block))
-        self._rows = list(islice(self._iterator, self._order.block))
-        self._permutation = self._order.within_block(self._source, self._epoch, block, len(self._rows))
-        self._block = block
+
+def _numbered(source: Source, start: int) -> Iterator[tuple[int, Row]]:
+    return source.numbered(start) if isinstance(source, HeldOut) else enumerate(source.scan(start), start=start)

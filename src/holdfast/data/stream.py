@@ -7,6 +7,7 @@ sequences move once. `state()` is a handful of integers and continues exactly at
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,8 +31,7 @@ class Cursor:
     epoch: int = 0
     epoch_first_draw: int = 0
     batches_in_epoch: int = 0
-    rows_in_epoch: int = 0
-    """Rows accepted in this epoch."""
+    sequences_in_epoch: int = 0
     offset: int = 0
     """Tokens of the next row that windows have used already (packing: wrapped)."""
 
@@ -40,12 +40,14 @@ class Cursor:
 class Limits:
     """How much of the data a stream serves."""
 
-    passes: int | None = None
-    """Passes over the data; None: as many as asked for."""
+    passes: float | None = None
+    """Passes over the data, the last one perhaps in part; None: without end."""
     batches: int | None = None
     """Batches per pass."""
     repeat: bool = False
-    """Serve the first `batches` of the first pass in every pass."""
+    """Serve the first pass again and again."""
+    draws: int | None = None
+    """Candidates per pass: only the first rows."""
 
 
 class SampleStream:
@@ -57,6 +59,9 @@ class SampleStream:
         exchange: The ranks.
         layout: How packs are built.
         limits: How much of the data is served.
+
+    Raises:
+        DataError: The limits, or a batch size, cannot be kept with this data.
     """
 
     def __init__(
@@ -74,7 +79,12 @@ class SampleStream:
         self._exchange = exchange
         self._layout = layout or Layout()
         self._limits = limits or Limits()
-        self._totals: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._seen = (0, 0)
+        """Rows and tokens read since the start of this process: how long a row is on average."""
+        self._ahead: tuple[MiniBatch | None, Cursor] | None = None
+        """A batch that was read early, and where the stream stands after it."""
+        self._refuse_what_cannot_be()
 
     @property
     def fingerprint(self) -> list[str]:
@@ -88,19 +98,23 @@ class SampleStream:
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, as JSON-ready values."""
-        return asdict(self.cursor)
+        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same data and seed stood, at any number of ranks."""
-        self.cursor = Cursor(**state)
-        self._rows.reader.start_epoch(self.cursor.epoch, self.cursor.epoch_first_draw)
+        self.cursor = Cursor(**state["cursor"])
+        self._ahead = None
+        # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
+        for index, source in enumerate(self._rows.reader.sources):
+            if source.size is None:
+                self._order.sizes[index] = state["sizes"][index]
 
     def steps_per_epoch(self) -> int | None:
         """Return the batches of one epoch, rows that will be filtered or dropped included; None if unknown.
 
         Windows of `packing: wrapped` depend on token counts, and a batch size that changes has no one answer.
         """
-        draws = self._order.epoch_draws
+        draws = self._pass_draws()
         if draws is None or self._config.packing == "wrapped" or self._config.batch_size_schedule:
             return self._limits.batches
         batches = -(-draws // self._config.batch_size)
@@ -109,9 +123,21 @@ class SampleStream:
     @property
     def epoch(self) -> float:
         """Passes done, with the part of the current one where its length is known."""
-        draws = self._order.epoch_draws
-        part = 0.0 if not draws else (self.cursor.draw - self.cursor.epoch_first_draw) / draws
-        return self.cursor.epoch + min(part, 1.0)
+        draws, batches = self._pass_draws(), self._limits.batches
+        by_draws = (self.cursor.draw - self.cursor.epoch_first_draw) / draws if draws else 0.0
+        by_batches = self.cursor.batches_in_epoch / batches if batches else 0.0
+        return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
+
+    def read_ahead(self, step: int) -> None:
+        """Read the next mini-batch now, so that an error in its rows shows before anything is written.
+
+        Raises:
+            DataError: As `next`.
+        """
+        before = self.cursor
+        mini_batch = self.next(step)
+        self._ahead = (mini_batch, self.cursor)
+        self.cursor = before
 
     def next(self, step: int) -> MiniBatch | None:
         """Return the mini-batch of an update (counted from 0), or None when the passes are done.
@@ -119,12 +145,15 @@ class SampleStream:
         Raises:
             DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
         """
-        while self._limits.passes is None or self.cursor.epoch < self._limits.passes:
+        if self._ahead is not None:
+            (mini_batch, self.cursor), self._ahead = self._ahead, None
+            return mini_batch
+        while not self._is_done():
             size = self._batch_size(step)
             found, cursor, ended = self._collect(size)
-            self._check(found, cursor, ended, size)
+            self._refuse_too_little(found, cursor, size, ended=ended)
             limited = self._limits.batches is not None and cursor.batches_in_epoch >= self._limits.batches
-            self.cursor = self._next_epoch(cursor) if ended or limited else cursor
+            self.cursor = self._after_pass(cursor) if ended or limited else cursor
             if found.known:
                 return assemble(found, self._exchange, self._config, self._layout)
         return None
@@ -134,48 +163,111 @@ class SampleStream:
         starts = [start for start in schedule if start <= step]
         return schedule[max(starts)] if starts else self._config.batch_size
 
-    def _epoch_end(self, cursor: Cursor) -> int | None:
-        draws = self._order.epoch_draws
-        return None if draws is None else cursor.epoch_first_draw + draws
+    def _pass_draws(self) -> int | None:
+        """Return the draws of a whole pass; None while a stream's end is not known."""
+        known = [draws for draws in (self._order.epoch_draws, self._limits.draws) if draws is not None]
+        return min(known, default=None)
 
-    def _next_epoch(self, cursor: Cursor) -> Cursor:
-        end = self._epoch_end(cursor)
-        first = cursor.epoch_first_draw if self._limits.repeat else cursor.draw if end is None else end
-        self._rows.reader.start_epoch(0 if self._limits.repeat else cursor.epoch + 1, first)
+    def _left(self) -> float:
+        """Return how many passes are left, the current one included."""
+        return math.inf if self._limits.passes is None else self._limits.passes - self.cursor.epoch
+
+    def _pass_end(self) -> int | None:
+        """Return the draw at which the current pass ends; the last one may end early."""
+        draws, left = self._pass_draws(), self._left()
+        if draws is None:
+            return None
+        if left < 1:
+            # Whole batches, as many as `steps_per_epoch` says; 0.3 * 10 is a little more than 3 in floating point.
+            batches, size = self.steps_per_epoch(), self._config.batch_size
+            part = left * draws if batches is None else math.ceil(round(left * batches, 6)) * size
+            draws = min(draws, math.ceil(round(part, 6)))
+        return self.cursor.epoch_first_draw + draws
+
+    def _is_done(self) -> bool:
+        end, left = self._pass_end(), self._left()
+        return left <= 0 or (left < 1 and end is not None and self.cursor.draw >= end)
+
+    def _after_pass(self, cursor: Cursor) -> Cursor:
+        """Return the cursor at the start of the next pass; after a part of a pass, nothing follows."""
+        if self._left() < 1:
+            return cursor
+        whole = self._order.epoch_draws
+        first = cursor.draw if whole is None else max(cursor.draw, cursor.epoch_first_draw + whole)
+        if self._limits.repeat:
+            first = cursor.epoch_first_draw
         return Cursor(draw=first, epoch=cursor.epoch + 1, epoch_first_draw=first)
 
     def _collect(self, size: int) -> tuple[Candidates, Cursor, bool]:
-        """Take candidates in draw order, round by round, until the mini-batch is full or the epoch ends."""
-        wrapped = self._config.packing == "wrapped"
-        window = self._config.max_length
+        """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""
+        wrapped, window = self._config.packing == "wrapped", self._config.max_length
         goal = size * window if wrapped else size
-        cursor, end = self.cursor, self._epoch_end(self.cursor)
-        found, draw, ended, filled = Candidates(), cursor.draw, False, 0
-        while filled < goal and not ended:
-            missing = -(-(goal - filled) // window) if wrapped else goal - filled
-            last = draw + missing if end is None else min(draw + missing, end)
-            draw, ended = self._rows.round(draw, last, found)
-            ended = ended or draw == end
-            filled = sum(part.tokens for part in found.known) - cursor.offset if wrapped else found.rows
-        rest = Rest(draw, 0)
+        cursor, found = self.cursor, Candidates()
+        draw, filled, end = cursor.draw, 0, self._pass_end()
+        while filled < goal and (end is None or draw < end):
+            last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
+            before, tokens = draw, found.tokens
+            draw = self._rows.round(draw, last if end is None else min(last, end), found)
+            self._seen = (self._seen[0] + draw - before, self._seen[1] + found.tokens - tokens)
+            filled = found.tokens - cursor.offset if wrapped else found.rows
+            end = self._pass_end()  # known as soon as a stream's end is
+        rest, left = Rest(draw, 0), None
         if wrapped:
             found, left = cut_windows(found, self._exchange, offset=cursor.offset, goal=goal, window=window)
-            ended, rest = ended and left is None, left or rest
-        counted = {"batches_in_epoch": cursor.batches_in_epoch + 1, "rows_in_epoch": cursor.rows_in_epoch + found.rows}
-        return found, replace(cursor, draw=rest.draw, offset=rest.offset, **counted), ended
+            rest = left or rest
+        self._counts.update(found.counts)
+        after = replace(
+            cursor,
+            draw=rest.draw,
+            offset=rest.offset,
+            batches_in_epoch=cursor.batches_in_epoch + 1,
+            sequences_in_epoch=cursor.sequences_in_epoch + len(found.known),
+        )
+        return found, after, end is not None and draw >= end and left is None
 
-    def _check(self, found: Candidates, cursor: Cursor, ended: bool, size: int) -> None:
-        self._totals.update(found.counts)
-        names = ", ".join(source.name for source in self._rows.reader.sources)
-        if ended and cursor.rows_in_epoch == 0:
-            counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._totals.items()))
+    def _rows_for(self, tokens: int) -> int:
+        """Guess how many rows give so many tokens. Rows read too early are read again; the result does not change."""
+        rows, seen = self._seen
+        return math.ceil(tokens * rows / seen) if seen else math.ceil(tokens / self._config.max_length)
+
+    def _names(self) -> str:
+        return ", ".join(source.name for source in self._rows.reader.sources)
+
+    def _refuse_what_cannot_be(self) -> None:
+        draws, passes = self._pass_draws(), self._limits.passes
+        if draws is None and passes is not None and passes < 1:
             raise DataError(
-                f"No row of {names} can be trained on (counted: {counted or 'no rows at all'}). "
+                f"epochs={passes:g} of {self._names()}: nobody knows the length of a stream before its end. "
+                "Set steps, or epochs: 1."
+            )
+        largest = max([self._config.batch_size, *self._config.batch_size_schedule.values()])
+        if draws is not None and draws < largest and not self._takes_little:
+            raise DataError(self._too_small(f"has {draws} rows", f"{largest}"))
+
+    @property
+    def _takes_little(self) -> bool:
+        return self._config.allow_partial or self._config.packing == "wrapped"
+
+    def _refuse_too_little(self, found: Candidates, cursor: Cursor, size: int, *, ended: bool) -> None:
+        """Refuse a whole pass without a sequence, or one that is smaller than a batch."""
+        if not ended:
+            return
+        if cursor.sequences_in_epoch == 0:
+            counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
+            raise DataError(
+                f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). "
                 "Look at one with `holdfast data preview RUN.yaml`."
             )
-        too_small = ended and cursor.batches_in_epoch == 1 and found.rows < size
-        if too_small and not self._config.allow_partial and self._config.packing != "wrapped":
-            raise DataError(
-                f"{names} gives {found.rows} rows, less than one batch of {size}. Lower data.batch_size, add data, "
-                "or set data.allow_partial: true."
-            )
+        if cursor.batches_in_epoch > 1 or self._left() < 1 or self._config.allow_partial:
+            return
+        window = self._config.max_length
+        if self._config.packing == "wrapped" and found.tokens < size * window:
+            raise DataError(self._too_small(f"gives {found.tokens} tokens", f"{size} windows of {window} tokens"))
+        if self._config.packing != "wrapped" and found.rows < size:
+            raise DataError(self._too_small(f"gives {found.rows} rows", f"{size}"))
+
+    def _too_small(self, has: str, batch: str) -> str:
+        return (
+            f"{self._names()} {has}, less than one batch of {batch}. Lower data.batch_size, add data, or set "
+            "data.allow_partial: true."
+        )

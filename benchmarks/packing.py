@@ -1,0 +1,134 @@
+"""Packing 100,000 documents: CPU microseconds per token, and whether memory stays flat.
+
+    python benchmarks/packing.py [--documents 100000]
+
+One process; rows are tokens already, so what is timed is ours alone: order, planning, moving, packing. An arm runs in a
+process of its own; `best_fit` and `wrapped` read documents of lognormal length, `plan` plans all of them at once.
+Memory is flat if the resident set grows by less than 16 MiB between the first tenth of the documents and the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import numpy as np
+from measure import cpu_seconds, resident_mib, run_arm
+
+from holdfast.config.data import DataConfig
+from holdfast.data.candidates import CandidateReader
+from holdfast.data.chat import Tokenised
+from holdfast.data.exchange import Alone
+from holdfast.data.order import DrawOrder
+from holdfast.data.planning import plan_packs
+from holdfast.data.reading import RowReader
+from holdfast.data.rows import from_rows
+from holdfast.data.stream import Limits, SampleStream
+from holdfast.types import Example
+
+LONGEST, BUDGET, BATCH = 2048, 16_384, {"best_fit": 512, "wrapped": 64}
+MOST_MICROSECONDS, MOST_GROWTH_MIB = 2.0, 16.0
+
+
+class Lengths:
+    """Rows that say how long a document is."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"length": int(self._lengths[index])}
+
+
+def lengths_of(documents: int, median: float) -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(np.log(median), 1.0, documents)
+    return drawn.astype(np.int64).clip(8, LONGEST)
+
+
+def tokenise(row: dict[str, int], sample_id: int, source: str, name: str) -> Tokenised:  # noqa: ARG001
+    mask = np.ones(row["length"], dtype=np.bool_)
+    mask[0] = False
+    return Tokenised((Example(sample_id, sample_id, np.zeros(row["length"], dtype=np.int64), mask, source),), {})
+
+
+def serve(packing: str, documents: int, median: float) -> dict[str, float]:
+    lengths = lengths_of(documents, median)
+    source = from_rows(Lengths(lengths), "documents")
+    config = DataConfig(
+        path="documents", packing=packing, max_length=LONGEST, tokens_per_micro_batch=BUDGET, batch_size=BATCH[packing]
+    )
+    exchange = Alone()
+    reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, exchange)
+    stream = SampleStream(reader, config, exchange, limits=Limits(passes=1))
+    tokens = fill = step = 0
+    resident: list[float] = []
+    begin = cpu_seconds()
+    while (batch := stream.next(step)) is not None:
+        tokens += batch.tokens
+        fill += batch.metrics["data/fill"]
+        step += 1
+        resident.append(resident_mib())
+    seconds = cpu_seconds() - begin
+    tenth = max(1, len(resident) // 10)
+    return {
+        "us_per_token": 1e6 * seconds / tokens,
+        "us_per_document": 1e6 * seconds / documents,
+        "tokens": tokens,
+        "fill": fill / step,
+        "growth_mib": max(resident[-tenth:]) - max(resident[:tenth]),
+    }
+
+
+def plan(documents: int, median: float) -> dict[str, float]:
+    lengths = lengths_of(documents, median).tolist()
+    begin = cpu_seconds()
+    packs = plan_packs(lengths, budget=BUDGET, ranks=8)
+    seconds = cpu_seconds() - begin
+    return {
+        "us_per_token": 1e6 * seconds / sum(lengths),
+        "us_per_document": 1e6 * seconds / documents,
+        "tokens": sum(lengths),
+        "fill": sum(lengths) / (packs.micro_batches * 8 * BUDGET),
+        "growth_mib": 0.0,
+    }
+
+
+ARMS = {
+    "best_fit, median 300": lambda documents: serve("best_fit", documents, 300),
+    "best_fit, median 60": lambda documents: serve("best_fit", documents, 60),
+    "wrapped, median 300": lambda documents: serve("wrapped", documents, 300),
+    "wrapped, median 60": lambda documents: serve("wrapped", documents, 60),
+    "plan of all at once, 8 ranks": lambda documents: plan(documents, 300),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--arm", choices=sorted(ARMS))
+    options = parser.parse_args()
+    if options.arm is not None:
+        print(json.dumps(ARMS[options.arm](options.documents)))
+        return
+    missed = False
+    print(f"{options.documents:,} documents of 8 to {LONGEST} tokens; packs of {BUDGET}; rows to an update: {BATCH}")
+    for name in ARMS:
+        found = run_arm(__file__, name, "--documents", str(options.documents))
+        ok = found["us_per_token"] < MOST_MICROSECONDS and found["growth_mib"] < MOST_GROWTH_MIB
+        missed = missed or not ok
+        print(
+            f"{'ok  ' if ok else 'MISS'}  {name:30} {found['us_per_token']:.3f} us per token (target < "
+            f"{MOST_MICROSECONDS}), {found['us_per_document']:.0f} us per document, fill {found['fill']:.3f}, "
+            f"{found['tokens'] / 1e6:.1f} M tokens, memory grows by {found['growth_mib']:.1f} MiB (target < "
+            f"{MOST_GROWTH_MIB:.0f})",
+            flush=True,
+        )
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

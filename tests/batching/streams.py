@@ -1,0 +1,60 @@
+"""Streams over rows in memory, and what they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast.config.data import DataConfig
+from holdfast.data.assembly import Layout
+from holdfast.data.candidates import CandidateReader, Tokenise
+from holdfast.data.exchange import Alone, Exchange
+from holdfast.data.order import DrawOrder
+from holdfast.data.packing import unpack
+from holdfast.data.reading import RowReader
+from holdfast.data.rows import Row, Source
+from holdfast.data.stream import Limits, SampleStream
+from holdfast.types import MiniBatch
+from tests.batching.sources import as_tokens
+
+
+def stream(
+    *sources: Source,
+    exchange: Exchange | None = None,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    limits: Limits | None = None,
+    tokenise: Tokenise = as_tokens,
+    accept: Callable[[Row], bool] | None = None,
+    **data: Any,
+) -> SampleStream:
+    """Return a stream of small batches; unshuffled unless asked for."""
+    settings = {"path": "rows", "batch_size": 4, "max_length": 16, "tokens_per_micro_batch": 16, "shuffle": False}
+    config = DataConfig(**(settings | data))
+    exchange = exchange or Alone()
+    order = DrawOrder(
+        [source.size for source in sources], weights, seed=seed, shuffle=config.shuffle, block=config.shuffle_buffer
+    )
+    reader = CandidateReader(RowReader(sources, order), tokenise, exchange, accept)
+    return SampleStream(reader, config, exchange, Layout(), limits)
+
+
+def held(mini_batch: MiniBatch | None) -> dict[int, list[int]]:
+    """Return the tokens of every sample of this rank's micro-batches, by sample id; pieces of a sample in order."""
+    assert mini_batch is not None
+    pieces = [example for batch in mini_batch.micro_batches for example in unpack(batch)]
+    tokens: dict[int, list[int]] = {}
+    for example in sorted(pieces, key=lambda piece: (piece.sample_id, piece.tokens[0])):
+        tokens.setdefault(example.sample_id, []).extend(example.tokens.tolist())
+    return tokens
+
+
+def numbers(mini_batch: MiniBatch | None) -> list[int]:
+    """Return the numbers of the rows in a mini-batch, in the order of their sample ids."""
+    return [tokens[0] // 1000 for tokens in held(mini_batch).values()]
+
+
+def serve(source: SampleStream, steps: int, first: int = 0) -> list[list[int]]:
+    """Return the row numbers of so many updates, or of fewer if the stream ends."""
+    batches = (source.next(step) for step in range(first, first + steps))
+    return [numbers(batch) for batch in iter(lambda: next(batches, None), None)]

@@ -1,0 +1,78 @@
+"""Windows of equal length over a pass, whatever the documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.data.exchange import Alone
+from holdfast.data.rows import from_rows
+from holdfast.data.stream import Limits
+from tests.batching.sources import numbered
+from tests.batching.streams import held, stream
+
+WRAPPED = {"packing": "wrapped", "max_length": 8, "tokens_per_micro_batch": 16, "batch_size": 3}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_windows_are_full_and_hold_every_token_once(streams: bool, tokens: int) -> None:
+    rows = [row | {"tokens": tokens + row["number"] % 3} for row in numbered(60)]
+    source = from_rows(iter_again(rows) if streams else rows, "rows")
+    found = stream(source, limits=Limits(passes=1), **WRAPPED)
+
+    batches = [found.next(step) for step in range(200)]
+    served = [batch for batch in batches if batch is not None]
+
+    total = sum(row["tokens"] for row in rows)
+    assert [batch.tokens for batch in served] == [24] * (total // 24) + ([total % 24] if total % 24 else [])
+    everything: dict[int, list[int]] = {}
+    for batch in served:
+        for sample, found_tokens in held(batch).items():
+            everything.setdefault(sample, []).extend(found_tokens)
+    assert everything == {row["number"]: [1000 * row["number"] + i for i in range(row["tokens"])] for row in rows}
+
+
+def iter_again(rows: list[dict[str, Any]]) -> Any:
+    from tests.batching.sources import Forward
+
+    return Forward(rows)
+
+
+class Counted(Alone):
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def gather(self, item: Any) -> list[Any]:
+        self.gathered += 1
+        return super().gather(item)
+
+
+@pytest.mark.parametrize("tokens", [1, 90])
+def test_windows_are_cut_with_few_questions_and_little_read_twice(tokens: int) -> None:
+    """Documents far shorter or longer than a window: how many rows fill a batch is learned from the first."""
+    exchange = Counted()
+    rows = [row | {"tokens": tokens + row["number"] % 2} for row in numbered(3000)]
+    found = stream(from_rows(rows, "rows"), exchange=exchange, **(WRAPPED | {"batch_size": 32}))
+    found.next(0)
+    exchange.gathered = before = 0
+    before = found.rows_tokenised
+
+    served = [found.next(step) for step in range(1, 6)]
+
+    used = len(set().union(*(held(batch) for batch in served)))
+    assert found.rows_tokenised - before <= 1.1 * used + 2 * 5
+    assert exchange.gathered <= 4 * 5
+
+
+def test_rows_read_too_early_are_counted_once() -> None:
+    rows = [row | {"tokens": 30} for row in numbered(40)]
+
+    found = stream(
+        from_rows(rows, "rows"), accept=lambda row: row["number"] % 2 == 0, limits=Limits(passes=1), **WRAPPED
+    )
+
+    served = [found.next(step) for step in range(25)]
+    assert sum(batch.metrics.get("data/filtered", 0) for batch in served if batch is not None) == 20
+    assert found.next(25) is None
