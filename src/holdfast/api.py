@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.load import from_mapping, load
+from holdfast.config.load import Draft, Loaded, check, read
 from holdfast.config.runs import SFTConfig
+from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
 from holdfast.objectives.base import Objective
@@ -17,7 +17,8 @@ from holdfast.recipes.sft import sft as run_sft
 from holdfast.training.build import Live
 from holdfast.training.fit import Outcome
 
-_GIVEN = "(given in Python)"
+GIVEN = "(given in Python)"
+"""Stands in the recorded configuration where a live object was used."""
 
 
 def sft(
@@ -27,14 +28,14 @@ def sft(
     model: Any = None,
     tokenizer: Any = None,
     objective: Objective | None = None,
-    observers: tuple[Callable[..., object], ...] = (),
+    observers: Sequence[Callable[..., object]] = (),
 ) -> Outcome:
     """Fine-tune in this process; under torchrun, as one of its ranks.
 
     Args:
         config: The tree: a built one, nested mappings, or the path of a YAML file.
-        rows: Training rows, instead of `data.path`: a list of dictionaries, a `datasets.Dataset`, or any iterable that
-            can be walked again.
+        rows: Training rows, instead of those that `data` names: a list of dictionaries, a `datasets.Dataset`, or any
+            iterable that can be walked again.
         model: A transformers model, instead of `model.path`; its weights are copied, the object itself is not touched.
         tokenizer: A transformers tokenizer, instead of `model.tokenizer`.
         objective: A loss, instead of `objective`.
@@ -44,31 +45,43 @@ def sft(
         UserError: What was asked for cannot work; nothing was written.
         RunStopped: The run stopped before its end.
     """
-    base = Path.cwd()
-    if isinstance(config, str | Path):
-        loaded = load(Path(config), [], SFTConfig)
-        config, base = loaded.config, loaded.base
-    elif isinstance(config, Mapping):
-        config = from_mapping(_with_live_sections(config, rows, model, tokenizer), SFTConfig)
-    wanted = config.launch.ranks
-    if not under_torchrun(os.environ) and wanted not in {"auto", 1}:
+    live = Live(rows, model, tokenizer, objective, tuple(observers))
+    tree = _checked(config, live)
+    wanted = tree.config.launch.ranks
+    if not under_torchrun() and wanted not in {"auto", 1}:
         raise ConfigError(
             f"launch.ranks={wanted}, but a Python call is one process. Start the script with `torchrun "
             f"--nproc-per-node {wanted} script.py`, or use `holdfast sft RUN.yaml`."
         )
-    live = Live(rows, model, tokenizer, objective, observers)
-    with joined(config.launch) as world:
-        return run_sft(config, base, world, live)
+    with joined(tree.config.launch) as world:
+        return run_sft(tree.config, tree.base, world, live)
 
 
-def _with_live_sections(config: Mapping[str, Any], rows: Any, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Name what is given in Python, so that the tree is whole without it."""
-    values = dict(config)
-    if rows is not None:
-        values["data"] = {"path": _GIVEN, **(values.get("data") or {})}
-    if model is not None:
-        section = {"path": _GIVEN, **(values.get("model") or {})}
-        if tokenizer is None and "tokenizer" not in section:
-            raise ConfigError("A model given in Python needs its tokenizer: pass tokenizer=, or set model.tokenizer.")
-        values["model"] = section
-    return values
+def _checked(config: SFTConfig | Mapping[str, Any] | str | Path, live: Live) -> Loaded[SFTConfig]:
+    """Check the tree with live objects in the place of what it names."""
+    if isinstance(config, str | Path):
+        draft, base = read(Path(config), [], SFTConfig), Path(config).resolve().parent
+    else:
+        draft, base = Draft(Document("config", dict(config))), Path.cwd()
+    values = draft.document.values
+    if live.rows is not None:
+        values["data"] = _without(values.get("data"), ("path", "synthetic", "sources")) | {"path": GIVEN}
+    if live.model is not None:
+        values["model"] = _live_model(values.get("model"), live)
+    elif live.tokenizer is not None:
+        values["model"] = _without(values.get("model"), ()) | {"tokenizer": GIVEN}
+    return Loaded(check(draft, SFTConfig), base)
+
+
+def _live_model(section: Any, live: Live) -> dict[str, Any]:
+    """Name the live model; its tokenizer is the live one, else the one that the section would have used."""
+    named = _without(section, ())
+    tokenizer = GIVEN if live.tokenizer is not None else named.get("tokenizer") or named.get("path")
+    if tokenizer is None:
+        raise ConfigError("A model given in Python needs its tokenizer: pass tokenizer=, or set model.tokenizer.")
+    return _without(section, ("config",)) | {"path": GIVEN, "tokenizer": tokenizer}
+
+
+def _without(section: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """Return a section (mappings, a built one, or none at all) as a mapping without some of its keys."""
+    return {key: value for key, value in dict(section or {}).items() if key not in keys}

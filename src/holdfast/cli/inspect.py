@@ -9,15 +9,13 @@ from typing import Any
 
 from holdfast.config.load import load
 from holdfast.config.runs import ROOTS, SFTConfig, as_plain
+from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 
 def show_config(path: Path, overrides: Sequence[str]) -> str:
     """Return the whole tree as YAML."""
-    import yaml
-
-    text: str = yaml.safe_dump(as_plain(load(path, overrides, SFTConfig).config), sort_keys=False, allow_unicode=True)
-    return text
+    return to_yaml(as_plain(load(path, overrides, SFTConfig).config))
 
 
 def schema(verb: str) -> str:
@@ -51,7 +49,7 @@ def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def preview(path: Path, overrides: Sequence[str], row: int) -> None:
-    """Print one row as tokens with the trained ones coloured, and what was counted on the way.
+    """Print one row of the first source as tokens with the trained ones coloured, and what was counted on the way.
 
     Raises:
         DataError: There is no such row.
@@ -60,17 +58,19 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from rich.text import Text
 
     from holdfast.data.chat import describe
+    from holdfast.data.rows import open_source
     from holdfast.models.origin import load_tokenizer
-    from holdfast.training.sources import open_data, row_tokeniser
+    from holdfast.training.sources import row_tokeniser
 
     loaded = load(path, overrides, SFTConfig)
-    data = open_data(loaded.config, loaded.base)
+    section = loaded.config.data.all_sources()[0]
+    source = open_source(section, loaded.base)
+    found = next(iter(source.scan(row)), None)
+    if found is None:
+        known = "" if source.size is None else f" It has rows 0 to {source.size - 1}."
+        raise DataError(f"{source.name} has no row {row}.{known}")
     tokenizer = load_tokenizer(loaded.config.model, loaded.base)
-    source = data.training[0]
-    if source.size is not None and row >= source.size:
-        raise DataError(f"{source.name} has rows 0 to {source.size - 1}; there is no row {row}.")
-    found = source.row(row) if source.size is not None else next(iter(source.scan(row)))
-    tokenise = row_tokeniser(tokenizer, loaded.config.data, loaded.base, data.formats)
+    tokenise = row_tokeniser(tokenizer, loaded.config.data, loaded.base, {source.name: section.rows})
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
     console = Console(highlight=False, soft_wrap=True)
     for example in sequences.examples:

@@ -92,7 +92,7 @@ def config_diff(first: Path, second: Path) -> None:
 def data_preview(
     run: RunFile,
     overrides: Overrides = None,
-    row: Annotated[int, typer.Option(help="Which row, in the file's order.")] = 0,
+    row: Annotated[int, typer.Option(min=0, help="Which row of the first source, from 0.")] = 0,
 ) -> None:
     """Print one row as tokens; trained ones are coloured."""
     from holdfast.cli.inspect import preview

@@ -13,6 +13,7 @@ from holdfast.config.load import Loaded, load
 from holdfast.config.runs import ROOTS, SFTConfig, as_plain
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
+from holdfast.training.directory import run_directory
 
 EXPORTED_CONFIG = "holdfast.yaml"
 """As `checkpoint.export` writes it; repeated here because that module imports torch."""
@@ -49,5 +50,5 @@ def start(verb: str, loaded: Loaded[SFTConfig]) -> int:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
         command = [sys.executable, "-m", "holdfast.cli.worker", verb, str(file), str(loaded.base)]
-        place = Path(loaded.config.run.dir) / loaded.config.run.name
-        return launch_local(command, resolve_ranks(loaded.config.launch), loaded.config.launch, place)
+        ranks = resolve_ranks(loaded.config.launch)
+        return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))

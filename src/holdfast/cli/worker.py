@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
 from holdfast.errors import HoldfastError, UserError
+
+if TYPE_CHECKING:
+    from holdfast.parallel.mesh import World
 
 
 def work(verb: str, config: SFTConfig, base: Path) -> int:
@@ -30,12 +34,10 @@ def work(verb: str, config: SFTConfig, base: Path) -> int:
         return error.exit_code
 
 
-def _verbs(verb: str, config: SFTConfig, base: Path, world: object) -> int:
-    from holdfast.parallel.mesh import World
+def _verbs(verb: str, config: SFTConfig, base: Path, world: World) -> int:
     from holdfast.recipes.evaluation import evaluate_run
     from holdfast.recipes.sft import sft
 
-    assert isinstance(world, World)
     if verb == "eval":
         evaluate_run(config, base, world)
         return 0

@@ -1,0 +1,58 @@
+"""The command as users start it, and the same with imports already made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.warm import Done, WarmPython, run
+
+HOLDFAST = Path(sys.executable).parent / "holdfast"
+
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def holdfast(tmp_path: Path) -> Callable[..., Done]:
+    """Return a function that runs `holdfast ARGUMENTS` in an empty directory."""
+    return lambda *arguments: run([HOLDFAST, *arguments], cwd=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Return a Python with everything imported."""
+    python = WarmPython(tmp_path_factory.mktemp("warm"))
+    yield python
+    python.close()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    """Return a run's tree that works on one rank or two, with its rows in the same directory."""
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(12)])
+    return {
+        "steps": 2,
+        "model": {"config": dict(TINY), "tokenizer": "builtin:characters"},
+        "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
+        "launch": {"ranks": 2, "device": "cpu"},
+    }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(path: Path, tree: dict[str, Any]) -> Path:
+    """Write a run's YAML."""
+    path.write_text(yaml.safe_dump(tree))
+    return path

@@ -1,0 +1,123 @@
+"""What needs no model: help, configuration, usage. Real processes, none of which imports torch."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import write_run
+from tests.cli.warm import Done
+from tests.config.test_schema import SNAPSHOT
+
+Command = Callable[..., Done]
+
+
+def test_help_answers_in_half_a_second_of_processor_time(holdfast: Command) -> None:
+    holdfast("--help")  # the first start writes bytecode
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    done = holdfast("--help")
+
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    assert done.code == 0
+    assert done.err == ""
+    for verb in ("sft", "eval", "config", "data", "model", "version"):
+        assert f"\n  {verb} " in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["stf"], "No such command 'stf'"),
+        (["sft"], "Missing argument 'RUN.yaml'"),
+        (["sft", "--fast", "run.yaml"], "No such option: --fast"),
+        (["config", "shw"], "No such command 'shw'"),
+        (["data", "preview", "run.yaml", "--row", "-1"], "Invalid value for '--row'"),
+        (["config", "schema", "stf"], "There is no verb 'stf' with a configuration; there are sft."),
+        (["config", "show", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
+        (["sft", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
+        (["eval", "."], ". has no holdfast.yaml, so it is no export of Holdfast."),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_no_traceback(holdfast: Command, arguments: list[str], said: str) -> None:
+    done = holdfast(*arguments)
+
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err + done.out
+
+
+def test_show_prints_the_whole_tree_and_reads_back_as_the_same(
+    holdfast: Command, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "small.yaml", tree)
+
+    first = holdfast("config", "show", "small.yaml", "optim.lr=2e-6", "model.revision='7e10'")
+    (tmp_path / "resolved.yaml").write_text(first.out)
+    second = holdfast("config", "show", "resolved.yaml")
+
+    assert first.code == second.code == 0
+    shown = yaml.safe_load(first.out)
+    assert shown["run"]["name"] == "small"
+    assert shown["optim"]["lr"] == 2e-6
+    assert shown["optim"]["kind"] == "adamw"
+    assert shown["model"]["revision"] == "7e10"
+    assert shown["launch"]["timeout_minutes"] == 30.0
+    assert second.out == first.out
+
+
+def test_schema_prints_the_snapshot(holdfast: Command) -> None:
+    assert json.loads(holdfast("config", "schema", "sft").out) == json.loads(SNAPSHOT.read_text())
+
+
+def test_diff_names_every_key_that_differs_and_exits_1(holdfast: Command, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "one.yaml", tree)
+    write_run(tmp_path / "two.yaml", tree | {"seed": 3, "optim": {"kind": "sgd", "lr": 1e-3}})
+
+    done = holdfast("config", "diff", "one.yaml", "two.yaml")
+
+    assert done.code == 1
+    assert done.out.splitlines() == [
+        "optim.betas: [0.9, 0.999] -> (absent)",
+        "optim.eps: 1e-08 -> (absent)",
+        "optim.kind: adamw -> sgd",
+        "optim.lr: 1e-05 -> 0.001",
+        "optim.momentum: (absent) -> 0.0",
+        "seed: 0 -> 3",
+    ]
+
+
+def test_runs_that_differ_by_name_alone_are_the_same(holdfast: Command, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "one.yaml", tree)
+    write_run(tmp_path / "two.yaml", tree)
+
+    done = holdfast("config", "diff", "one.yaml", "two.yaml")
+
+    assert (done.code, done.out) == (0, "")
+
+
+def test_every_mistake_is_a_line_with_its_place_and_nothing_is_started(
+    holdfast: Command, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "steps: 2\noptm: {lr: 1}\nmodel: {path: m}\ndata:\n  path: rows.jsonl\n  batch_size: many\n"
+    )
+
+    done = holdfast("sft", "run.yaml", "optim.lr=fast")
+
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.splitlines() == [
+        "run.yaml has 3 mistakes:",
+        "run.yaml:2: optm: unknown key; did you mean optim?",
+        "run.yaml:6: data.batch_size: 'many' should be a whole number",
+        "command line (optim.lr=fast): optim.lr: 'fast' should be a number",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "run.yaml"]

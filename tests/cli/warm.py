@@ -1,0 +1,158 @@
+"""A Python that has torch and transformers imported already: real processes without the seconds of their start.
+
+One process imports what runs need and waits. `warm-python`, a program of its own, asks it to fork a child that takes
+over arguments, environment, directory and output, and ends as the child ends. Whoever starts ranks with
+`sys.executable`, as the launcher does, starts this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLIENT = """#!{python} -SE
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+socket.send_fds(server, [len(request).to_bytes(4, "big")], [1, 2])
+server.sendall(request)
+child = int(server.recv(32))
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: os.kill(child, number))
+code = int(server.recv(32) or 255)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a program ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class WarmPython:
+    """Owns the waiting process; `program` stands for a Python interpreter."""
+
+    def __init__(self, directory: Path) -> None:
+        self.program = directory / "warm-python"
+        address = str(directory / "socket")
+        self.program.write_text(CLIENT.format(python=sys.executable, address=address))
+        self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
+        command = [sys.executable, __file__, address, str(self.program)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def run(self, *arguments: object, cwd: Path, timeout_seconds: float = 120.0) -> Done:
+        """Run `python ARGUMENTS` and wait for its end."""
+        return run([self.program, *arguments], cwd=cwd, timeout_seconds=timeout_seconds)
+
+    def close(self) -> None:
+        """End the waiting process."""
+        self._process.terminate()
+        self._process.wait(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Done:
+    """Run a program and wait for its end."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=timeout_seconds)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def _serve(address: str, program: str) -> None:
+    import datasets
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.run
+    import transformers
+    import typer
+
+    import holdfast.api
+    import holdfast.recipes.evaluation
+
+    assert all((datasets, torch, transformers, typer, holdfast))
+    torch.set_num_threads(1)
+    sys.executable = program
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that wait for runs
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        print("ready", flush=True)
+        while True:
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _attend(client)
+            client.close()
+
+
+def _attend(client: socket.socket) -> None:
+    """Fork the process that runs, tell the client its number and its exit code, and leave."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    head, outputs, _, _ = socket.recv_fds(client, 4, 2)
+    request = b""
+    while len(request) < int.from_bytes(head, "big"):
+        request += client.recv(1 << 20)
+    child = os.fork()
+    if child == 0:
+        client.close()
+        _become(*json.loads(request), outputs)
+    client.sendall(str(child).encode().ljust(32))
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        client.sendall(str(os.waitstatus_to_exitcode(status)).encode().ljust(32))
+    os._exit(0)
+
+
+def _become(arguments: list[str], environment: dict[str, str], directory: str, outputs: list[int]) -> None:
+    """Run `python ARGUMENTS` in this process, and end."""
+    import runpy
+
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(output, descriptor)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    code = 0
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - the edge of a process
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:3])
