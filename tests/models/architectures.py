@@ -81,9 +81,17 @@ OTHERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
     },
+    "gpt2": {},
+    "phi": {"num_key_value_heads": 4},
     "llama4_text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64, "moe_layers": []},
 }
 """Architectures that some rule of packed attention does not fit."""
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    """Return what a configuration of this kind needs beside `tests.tiny`."""
+    known = (SETTINGS | RECURRENT | OTHERS)[kind]
+    return {name: value for name, value in known.items() if name != "reason"}
 
 
 def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: Any) -> Any:
@@ -92,8 +100,7 @@ def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: A
     With the small weights of a fresh model attention is nearly uniform, and a soft cap or a window that is ignored
     would hide below every tolerance.
     """
-    settings = {name: value for name, value in (SETTINGS | RECURRENT | OTHERS)[kind].items() if name != "reason"}
-    model = tiny_model(kind, seed=seed, **(settings | overrides))
+    model = tiny_model(kind, seed=seed, **(settings_of(kind) | overrides))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -31,10 +31,10 @@ def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -
 
 
 def import_and_export(
-    world: World, source: str, target: str, largest_file_bytes: int = 5_000_000_000
+    world: World, source: str, target: str, largest_file_bytes: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Fill a sharded model from a directory and write it out again; say what this rank held."""
-    policy, origin = build(world, {"path": source})
+    policy, origin = build(world, {"path": source} | (options or {}))
     held = sum(local_part(value).nbytes for value in sharded_parameters(policy).values())
     whole = sum(value.numel() * value.element_size() for value in sharded_parameters(policy).values())
     export(policy, origin, Path(target), ProcessExchange(), largest_file_bytes=largest_file_bytes)

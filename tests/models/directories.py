@@ -13,8 +13,8 @@ from holdfast.data.characters import character_tokenizer
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.materialise import materialise
-from tests.models.architectures import RECURRENT, SETTINGS, strong_model
-from tests.tiny import COMMON
+from tests.models.architectures import RECURRENT, SETTINGS, settings_of, strong_model
+from tests.tiny import COMMON, EXTRA
 
 _VISION = {
     "hidden_size": 16,
@@ -55,16 +55,23 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 KINDS = [*SETTINGS, *RECURRENT, *MULTIMODAL]
 
 
+def config_of(kind: str, **overrides: Any) -> Any:
+    """Return the configuration of a tiny model of any kind."""
+    from transformers import AutoConfig
+
+    settings = MULTIMODAL.get(kind) or COMMON | EXTRA.get(kind, {}) | settings_of(kind)
+    return AutoConfig.for_model(kind, **(settings | overrides))
+
+
 def model_of(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     """Return a tiny model of any kind, every tensor of which matters."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     if kind not in MULTIMODAL:
         return strong_model(kind, seed=seed, **overrides)
-    config = AutoConfig.for_model(kind, **(MULTIMODAL[kind] | overrides))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
+        model = AutoModelForImageTextToText.from_config(config_of(kind, **overrides))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)

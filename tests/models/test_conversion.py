@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from holdfast.errors import ModelError
 from holdfast.models.conversion import plan_incoming, plan_outgoing
+from holdfast.models.names import tied_names
 from holdfast.models.safetensors_files import StoredTensors, index_json, plan_files, write_file
 from holdfast.models.weights_in import StoredSource
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
@@ -51,9 +52,11 @@ def test_what_comes_in_goes_out_byte_by_byte(tmp_path: Path, kind: str) -> None:
     assert_same_tensors(found, tensors_in(tmp_path))
 
 
-def test_a_model_that_came_from_no_directory_goes_out_under_the_names_transformers_would_use(tmp_path: Path) -> None:
-    saved = write_directory(tmp_path, "qwen3_moe")
-    held = dict(saved.state_dict())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_no_directory_goes_out_under_the_names_transformers_uses(tmp_path: Path, kind: str) -> None:
+    saved = write_directory(tmp_path, kind)
+    others = {name for names in tied_names(saved).values() for name in names}
+    held = {name: value for name, value in saved.state_dict().items() if name not in others}
 
     conversions = plan_outgoing(saved, headers_of(held, None), None)
 
@@ -119,6 +122,7 @@ def test_our_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
         write_file(file, headers_of(tensors, None), iter(tensors.items()))
 
     assert_same_tensors(tensors_in(tmp_path), tensors)
+    assert int.from_bytes((tmp_path / "ours.safetensors").read_bytes()[:8], "little") % 8 == 0  # as the format advises
 
 
 def test_a_rank_reads_only_the_experts_it_keeps(tmp_path: Path) -> None:
@@ -154,169 +158,50 @@ def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if "RssAnon" in line)
 
+def rise(work):
+    before = peak = anonymous()
+    done = threading.Event()
+    def watch():
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, anonymous())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    done.set()
+    watcher.join()
+    return (peak - before) * 1024
+
+def read():
+    for group in origin.source.groups():
+        group.load({name: slice(0, header.shape[0]) for name, header in group.targets.items()})
+
 torch.set_num_threads(1)
 origin = blueprint(ModelConfig(path=sys.argv[1]), Path.cwd(), seed=0)
 policy = PolicyModel(origin.model, origin.family, origin.family.head_spec(float32_product=False, chunk_tokens=None))
-largest = max(value.nbytes for value in policy.parameters())
-before, peak, done = anonymous(), 0, threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.001):
-        peak = max(peak, anonymous())
-watcher = threading.Thread(target=watch)
-watcher.start()
-materialise(policy, origin.source, origin.buffers, torch.device("cpu"))
-done.set()
-watcher.join()
-model = sum(value.nbytes for value in policy.parameters())
-print(model, largest, (peak - before) * 1024 - model)
+reading = rise(read)
+filling = rise(lambda: materialise(policy, origin.source, origin.buffers, torch.device("cpu")))
+sizes = [value.nbytes for value in policy.parameters()]
+print(sum(sizes), max(sizes), reading, filling - sum(sizes))
 """
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_filling_a_model_takes_the_memory_of_the_model_and_one_tensor(tmp_path: Path, kind: str) -> None:
+def test_filling_a_model_takes_the_memory_of_the_model_and_one_tensor(tmp_path: Path) -> None:
     # Where experts are stacked, the rows of the target and one expert's sources and copies are alive at once; where a
-    # tensor is only renamed, the tensor alone. File pages are not counted: the kernel takes them back when it likes.
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 1024, "num_key_value_heads": 1}
-    sizes |= {"vocab_size": 15_000, "intermediate_size": 2048} if kind == "llama" else {}
-    sizes |= {"num_local_experts": 8, "intermediate_size": 1024} if kind == "mixtral" else {}
-    write_directory(tmp_path, kind, **sizes)
-    environment = {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # tensor is only renamed, its rows alone. File pages are not counted: the kernel takes them back when it likes.
+    sizes = {"hidden_size": 1024, "num_key_value_heads": 1, "num_local_experts": 8, "intermediate_size": 1024}
+    write_directory(tmp_path, "mixtral", **sizes)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
 
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
-    model, largest, extra = (int(word) for word in text.split()[-3:])
-    print(f"extra memory: {extra / largest:.2f} of the largest tensor")
+    model, largest, reading, beyond_the_model = (int(word) for word in text.split()[-4:])
+    print(f"in units of the largest tensor: reading {reading / largest:.2f}, filling {beyond_the_model / largest:.2f}")
     assert model > 170e6
     assert largest > 60e6
-    assert extra < 1.35 * largest
-
-
-def damage(tmp_path: Path, kind: str = "llama", **options: Any) -> Path:
-    write_directory(tmp_path, kind, **options)
-    return tmp_path
-
-
-def rewrite(directory: Path, change: Any) -> None:
-    tensors = tensors_in(directory)
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    rewrite(damage(tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-
-    with pytest.raises(ModelError, match=r"1 missing tensors \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
-        filled(tmp_path)
-
-
-@pytest.mark.parametrize("part", ["w1", "w2", "w3"])
-def test_a_missing_expert_is_named(tmp_path: Path, part: str) -> None:
-    name = f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"
-    rewrite(damage(tmp_path, "mixtral"), lambda tensors: tensors.pop(name))
-
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts\.(gate_up_proj|down_proj)"):
-        filled(tmp_path)
-
-
-def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
-    rewrite(damage(tmp_path), lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.zeros(2)}))
-
-    with pytest.raises(ModelError, match=r"1 tensors the model does not know \(model\.layers\.0\.extra\.weight\)"):
-        filled(tmp_path)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
-    rewrite(damage(tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
-
-    with pytest.raises(ModelError, match=r"model\.norm\.weight is \[31\], the model wants \[32\].*config\.json"):
-        filled(tmp_path)
-
-
-def test_nothing_is_counted_twice_when_many_tensors_are_wrong(tmp_path: Path) -> None:
-    rewrite(damage(tmp_path), lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp." in name])
-
-    with pytest.raises(ModelError, match=r"6 missing tensors \(.*and 2 more\)"):
-        filled(tmp_path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    damage(tmp_path, max_shard_size=20_000)
-    victim = sorted(tmp_path.glob("*.safetensors"))[1]
-    victim.unlink()
-
-    with pytest.raises(ModelError, match=rf"lacks {victim.name}, which model\.safetensors\.index\.json names"):
-        filled(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
-    path = damage(tmp_path) / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
-
-    with pytest.raises(ModelError, match=r"model\.safetensors (is no safetensors file|holds \d+ bytes, its header)"):
-        filled(tmp_path)
-
-
-def with_header(path: Path, header: bytes) -> None:
-    old = path.read_bytes()
-    data = old[8 + int.from_bytes(old[:8], "little") :]
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"{not json",
-        b"\\xff\\xfe\\x00",
-        b"[1, 2]",
-        b'{"a": 3}',
-        b'{"a": {"dtype": "F32", "shape": [2]}}',
-        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}',
-        b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
-    ],
-)
-def test_a_damaged_header_is_named(tmp_path: Path, header: bytes) -> None:
-    with_header(damage(tmp_path) / "model.safetensors", header)
-
-    with pytest.raises(ModelError, match=r"model\.safetensors has a damaged header"):
-        filled(tmp_path)
-
-
-def test_a_dtype_that_cannot_be_trained_is_named(tmp_path: Path) -> None:
-    with_header(damage(tmp_path) / "model.safetensors", b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}')
-
-    with pytest.raises(ModelError, match=r"model\.safetensors holds tensors of dtype F4"):
-        filled(tmp_path)
-
-
-def test_pickled_weights_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    damage(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-
-    with pytest.raises(ModelError, match=r"It has pytorch_model\.bin: load and save it once with transformers"):
-        filled(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
-def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
-    damage(tmp_path, max_shard_size=20_000)
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is damaged"):
-        filled(tmp_path)
-
-
-def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path) -> None:
-    index = damage(tmp_path, max_shard_size=20_000) / "model.safetensors.index.json"
-    tree = json.loads(index.read_text())
-    other = next(file for file in tree["weight_map"].values() if file != tree["weight_map"]["model.norm.weight"])
-    tree["weight_map"]["model.norm.weight"] = other
-    index.write_text(json.dumps(tree))
-
-    with pytest.raises(ModelError, match=rf"says that model\.norm\.weight is in .*{other}, and it is not"):
-        filled(tmp_path)
+    assert reading < 1.35 * largest
+    assert beyond_the_model < 1.35 * largest
 
 
 def test_the_names_of_one_directory_do_not_leak_into_the_next(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ from torch import Tensor, nn
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, register
+from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
 from holdfast.models.conversion import plan_incoming
 from holdfast.models.family import Family, family_of
 from holdfast.models.names import canonical_name, named_parameters
-from holdfast.models.origin import config_from_values, load_tokenizer, locate, read_config
+from holdfast.models.origin import load_tokenizer, locate, read_config
+from holdfast.models.random_start import RandomSource
 from holdfast.models.safetensors_files import StoredTensors
-from holdfast.models.weights_in import LiveSource, RandomSource, StoredSource, WeightSource
+from holdfast.models.weights_in import LiveSource, StoredSource, WeightSource
+
+Make = Callable[[Any], Any]
+"""A transformers configuration -> a model of random weights."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +77,18 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
-    notes = []
-    old_vocabulary = raw_config.get_text_config().vocab_size
-    new_vocabulary = _vocabulary(raw_config, tokenizer, config)
-    if new_vocabulary != old_vocabulary:
-        raw_config.get_text_config().vocab_size = new_vocabulary
-        notes.append(f"vocabulary grown from {old_vocabulary} to {new_vocabulary}")
-    if config.trust_remote_code:
-        notes.append(f"trust_remote_code is on: Python code from {config.path} runs in this process")
+    text_config = raw_config.get_text_config()
+    old_vocabulary = text_config.vocab_size
+    text_config.vocab_size = new_vocabulary = _vocabulary(old_vocabulary, tokenizer, config.resize_vocab, live)
+    notes = _notes(config, old_vocabulary, new_vocabulary)
     run_config = copy.deepcopy(raw_config)
-    _for_training(run_config, keep_dropout=config.dropout)
-    model_class = type(live) if live is not None else _model_class(run_config, config.trust_remote_code)
-    model, skeleton = (_on_meta(model_class, copy.deepcopy(run_config)) for _ in range(2))
+    make_trainable(run_config, keep_dropout=config.dropout)
+    make = type(live)._from_config if live is not None else _maker(run_config, config.trust_remote_code)  # noqa: SLF001
+    with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
+        model, skeleton = (_on_meta(make, run_config) for _ in range(2))
+        buffers = reference_buffers(make, run_config)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
-    buffers = reference_buffers(model_class, copy.deepcopy(run_config))
     freeze(model, config.freeze)
     used = None
     source: WeightSource
@@ -119,105 +122,75 @@ def _stored(skeleton: Any, directory: Path, old: int, new: int) -> tuple[WeightS
     stored = StoredTensors(directory)
     growing: dict[str, int] = {}
     if new != old:
-        layers = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
-        matrices = {id(layer.weight) for layer in layers if layer is not None}
-        growing = {name: new for name, value in skeleton.named_parameters() if id(value) in matrices}
-        skeleton = _on_meta(type(skeleton), _with_vocabulary(skeleton.config, old))
+        layers = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
+        grown = {id(value) for layer in layers if layer is not None for value in layer.parameters()}
+        growing = {name: new for name, value in skeleton.named_parameters() if id(value) in grown}
+        config = copy.deepcopy(skeleton.config)
+        config.get_text_config().vocab_size = old
+        skeleton = _on_meta(type(skeleton)._from_config, config)  # noqa: SLF001 - what from_config calls
     incoming = plan_incoming(skeleton, stored.headers, str(directory))
     return StoredSource(stored, incoming.conversions, growing), incoming.used
 
 
-def _with_vocabulary(config: Any, size: int) -> Any:
-    config = copy.deepcopy(config)
-    config.get_text_config().vocab_size = size
-    return config
-
-
-def _vocabulary(config: Any, tokenizer: Any, options: ModelConfig) -> int:
+def _vocabulary(rows: int, tokenizer: Any, may_grow: bool, live: Any) -> int:
     """Return the vocabulary size to train with.
 
     Raises:
         ModelError: The tokenizer knows more tokens than the embedding has rows.
     """
-    rows: int = config.get_text_config().vocab_size
     needed = max(tokenizer.get_vocab().values(), default=0) + 1
     if needed <= rows:
         return rows
-    if not options.resize_vocab:
+    if not may_grow:
         raise ModelError(
             f"The tokenizer has token ids up to {needed - 1}, the model's embedding has {rows} rows. Use the model's "
             "own tokenizer, or set model.resize_vocab: true to grow the embedding."
         )
+    if live is not None:
+        raise ModelError(
+            f"The tokenizer has token ids up to {needed - 1}, the model in memory has {rows} rows. Call its "
+            f"resize_token_embeddings({needed}) first."
+        )
     return needed
 
 
-def apply_overrides(config: Any, overrides: dict[str, Any]) -> None:
-    """Set fields of a transformers configuration; dotted names reach sub-configurations.
-
-    Raises:
-        ModelError: A field does not exist.
-    """
-    for dotted, value in overrides.items():
-        *path, name = dotted.split(".")
-        place = config
-        for part in path:
-            place = getattr(place, part, None)
-        if place is None or not hasattr(place, name):
-            raise ModelError(
-                f"model.config_override: {type(config).__name__} has no field {dotted}. Its fields stand in the "
-                "model's config.json."
-            )
-        setattr(place, name, value)
+def _notes(config: ModelConfig, old_vocabulary: int, new_vocabulary: int) -> list[str]:
+    notes = []
+    if new_vocabulary != old_vocabulary:
+        notes.append(f"vocabulary grown from {old_vocabulary} to {new_vocabulary}")
+    if config.trust_remote_code:
+        notes.append(f"trust_remote_code is on: Python code from {config.path} runs in this process")
+    return notes
 
 
-def _sub_configs(config: Any) -> Iterator[Any]:
-    from transformers import PreTrainedConfig
-
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield from _sub_configs(value)
-
-
-def _for_training(config: Any, *, keep_dropout: bool) -> None:
-    for part in _sub_configs(config):
-        part.use_cache = False
-        if keep_dropout:
-            continue
-        for name, value in list(vars(part).items()):
-            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-                setattr(part, name, 0.0)
-
-
-def _model_class(config: Any, trust_remote_code: bool) -> Any:
+def _maker(config: Any, trust_remote_code: bool) -> Make:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if trust_remote_code and hasattr(config, "auto_map"):
-        return AutoModelForCausalLM
+        return partial(AutoModelForCausalLM.from_config, trust_remote_code=True)
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
-            return auto
+            return auto.from_config  # type: ignore[no-any-return]
     raise ModelError(f"transformers has no language model for model_type {config.model_type!r}.")
 
 
-def _on_meta(model_class: Any, config: Any) -> Any:
+def _on_meta(make: Make, config: Any) -> Any:
     with torch.device("meta"):
-        return _construct(model_class, config)
+        return _made(make, config)
 
 
-def _construct(model_class: Any, config: Any) -> Any:
-    # float32 here is the dtype of the skeleton; storage is decided when tensors are placed.
-    config.dtype = torch.float32
-    maker = getattr(model_class, "from_config", None) or model_class._from_config  # noqa: SLF001 - same, for a class
-    return maker(config)
+def _made(make: Make, config: Any) -> Any:
+    config = copy.deepcopy(config)
+    config.dtype = torch.float32  # of the skeleton; storage is decided when tensors are placed
+    return make(config)
 
 
-def reference_buffers(model_class: Any, config: Any) -> dict[str, Tensor]:
+def reference_buffers(make: Make, config: Any) -> dict[str, Tensor]:
     """Build the model's buffers on the CPU, without allocating its parameters."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), _parameters_on_meta():
-        model = _construct(model_class, config)
+        model = _made(make, config)
     return {canonical_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 

@@ -149,18 +149,26 @@ class _Group:
             flat = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
             return {_rename(name, renamings): value for name, value in flat.items()}
 
-        on_meta = {name: torch.empty(headers[name].shape, dtype=headers[name].dtype, device="meta") for name in sources}
-        try:
-            targets = {name: Header(tuple(value.shape), value.dtype) for name, value in run(on_meta).items()}
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise ModelError(f"{self.target} cannot be made from {self._sources()}: {error}") from error
+        targets = self._targets(run, headers)
         return Conversion(sources, targets, run, rows=self._rows(targets))
 
-    def _sources(self) -> str:
-        by_pattern: dict[str, list[str]] = {}
+    def _targets(
+        self, run: Callable[[dict[str, Tensor]], dict[str, Tensor]], headers: Mapping[str, Header]
+    ) -> dict[str, Header]:
+        """Run the conversion on the meta device, where shapes cost nothing."""
+        given = {name: headers[name] for name, _ in self.members}
+        on_meta = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in given.items()}
+        try:
+            return {name: Header(tuple(value.shape), value.dtype) for name, value in run(on_meta).items()}
+        except (RuntimeError, ValueError, IndexError) as error:
+            found = " and ".join(f"{len(names)} tensors like {names[-1]}" for names in self._by_pattern())
+            raise ModelError(f"{self.target} cannot be made from {found}: {error}") from error
+
+    def _by_pattern(self) -> list[list[str]]:
+        names: dict[str, list[str]] = {}
         for name, pattern in self.members:
-            by_pattern.setdefault(pattern, []).append(name)
-        return " and ".join(f"{len(names)} tensors like {names[-1]}" for names in by_pattern.values())
+            names.setdefault(pattern, []).append(name)
+        return list(names.values())
 
     def _rows(self, targets: Mapping[str, Header]) -> tuple[tuple[str, ...], ...] | None:
         """Return the sources of each row, if the transform stacks them along dimension 0 and leaves rows apart."""
@@ -170,10 +178,7 @@ class _Group:
         joins_rows = any(not isinstance(step, Concatenate) or step.dim == 0 for step in others)
         if not isinstance(first, MergeModulelist) or first.dim != 0 or joins_rows or len(targets) != 1:
             return None
-        by_pattern: dict[str, list[str]] = {}
-        for name, pattern in self.members:
-            by_pattern.setdefault(pattern, []).append(name)
-        return tuple(zip(*by_pattern.values(), strict=True))
+        return tuple(zip(*self._by_pattern(), strict=True))
 
 
 def _rename(name: str, renamings: Iterable[Any]) -> str:

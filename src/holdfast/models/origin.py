@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ModelError
+from holdfast.models.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
@@ -84,32 +85,8 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
             f"{directory} brings Python code of its own ({', '.join(sorted(raw['auto_map']))}), which would run on "
             "your machine. Read it, then set model.trust_remote_code: true."
         )
-    try:
+    with refusals(f"transformers cannot read {path}"):
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"transformers cannot read {path}: {reason}") from error
-
-
-def config_from_values(values: dict[str, Any]) -> Any:
-    """Return a transformers configuration from `model.config`.
-
-    Raises:
-        ModelError: transformers knows no such model_type, or refuses a value.
-    """
-    import difflib
-
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    kind = str(values["model_type"])
-    if kind not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ModelError(f"transformers knows no model_type {kind!r}.{hint}")
-    try:
-        return AutoConfig.for_model(**values)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"model.config does not make a {kind} configuration: {error}") from error
 
 
 def load_tokenizer(config: ModelConfig, base: Path) -> Any:

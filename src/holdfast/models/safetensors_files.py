@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,25 +51,35 @@ def read_header(path: Path) -> dict[str, Header]:
             raise ModelError(f"{path} is no safetensors file, or it is cut short ({size} bytes). Copy it again.")
         text = file.read(length)
     try:
-        entries: dict[str, Any] = json.loads(text)
-        entries.pop("__metadata__", None)
-        codes = {entry["dtype"] for entry in entries.values()}
-        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in entries.items()}
-        ranges = {
-            name: (int(start), int(end)) for name, entry in entries.items() for start, end in [entry["data_offsets"]]
-        }
+        entries = _entries(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} has a damaged header: {type(error).__name__}: {error}. Copy it again.") from error
-    if unknown := sorted(str(code) for code in codes - set(_DTYPES)):
+    if unknown := sorted({entry.code for entry in entries.values()} - set(_DTYPES)):
         raise ModelError(f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported.")
-    headers = {name: Header(shapes[name], _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
-    for name, (start, end) in ranges.items():
-        if end - start != tensor_bytes(headers[name]):
-            raise ModelError(f"{path} has a damaged header: {name} has {end - start} bytes. Copy it again.")
-    announced = 8 + length + max((end for _, end in ranges.values()), default=0)
+    headers = {name: Header(entry.shape, _DTYPES[entry.code]) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        if entry.end - entry.start != tensor_bytes(headers[name]):
+            raise ModelError(f"{path} has a damaged header: {name} has {entry.end - entry.start} bytes. Copy it again.")
+    announced = 8 + length + max((entry.end for entry in entries.values()), default=0)
     if announced != size:
         raise ModelError(f"{path} holds {size} bytes, its header announces {announced}. Copy it again.")
     return headers
+
+
+class _Entry(NamedTuple):
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _entries(text: bytes) -> dict[str, _Entry]:
+    tree: dict[str, Any] = json.loads(text)
+    tree.pop("__metadata__", None)
+    return {
+        name: _Entry(str(entry["dtype"]), tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
+        for name, entry in tree.items()
+    }
 
 
 def weight_files(directory: Path) -> dict[str, Path]:

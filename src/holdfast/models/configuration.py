@@ -1,0 +1,117 @@
+"""The transformers configuration of a run: from values or a file, with the user's overrides, made fit for training.
+
+transformers takes a misspelt field without a word and keeps it where nothing reads it; here it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from holdfast.errors import ModelError
+
+_MOVED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters.rope_theta"}
+"""Fields of many a config.json that transformers 5 keeps elsewhere."""
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Turn what transformers raises at a bad value into one paragraph that begins with `what`."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{what}: {reason:.500}") from error
+
+
+def config_from_values(values: Mapping[str, Any]) -> Any:
+    """Return a transformers configuration from `model.config`.
+
+    Raises:
+        ModelError: transformers knows no such model_type or field, or refuses a value.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = str(values["model_type"])
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(f"transformers knows no model_type {kind!r}.{_nearest(kind, CONFIG_MAPPING.keys())}")
+    with refusals(f"model.config does not make a {kind} configuration"):
+        config = AutoConfig.for_model(**copy.deepcopy(dict(values)))
+    _refuse_unknown(config, values, "model.config")
+    return config
+
+
+def _refuse_unknown(config: Any, values: Mapping[str, Any], where: str) -> None:
+    """Refuse values that became attributes which the configuration's class does not have."""
+    known = {field.name for field in fields(config)} | set(config.attribute_map)
+    for name, value in values.items():
+        if name in vars(config) and name not in known and name != "model_type":
+            raise ModelError(f"{where}: {type(config).__name__} has no field {name}.{_nearest(name, known)}")
+        part = getattr(config, name, None)
+        if isinstance(value, Mapping) and part in list(sub_configs(config))[1:]:
+            _refuse_unknown(part, value, f"{where}.{name}")
+
+
+def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Set fields of a transformers configuration; dotted names reach into sub-configurations and dictionaries.
+
+    A dictionary is laid over the one that is there, so that `rope_parameters: {rope_type: linear, factor: 4.0}` keeps
+    the model's own rope_theta.
+
+    Raises:
+        ModelError: A field does not exist, or its value is refused.
+    """
+    for dotted, value in overrides.items():
+        *path, name = _current_name(dotted).split(".")
+        place = config
+        for part in path:
+            place = place.get(part) if isinstance(place, dict) else getattr(place, part, None)
+        if place is None or not (isinstance(place, dict) or hasattr(place, name)):
+            names = () if place is None else [field.name for field in fields(place)]
+            raise ModelError(
+                f"model.config_override: {type(config).__name__} has no field {dotted}.{_nearest(name, names)} "
+                "Its fields stand in the model's config.json."
+            )
+        with refusals(f"model.config_override.{dotted}"):
+            if isinstance(place, dict):
+                place[name] = value
+            else:
+                old = getattr(place, name)
+                setattr(place, name, old | value if isinstance(old, dict) and isinstance(value, dict) else value)
+
+
+def _current_name(dotted: str) -> str:
+    prefix, dot, name = dotted.rpartition(".")
+    return dotted if "rope_parameters" in prefix else prefix + dot + _MOVED.get(name, name)
+
+
+def _nearest(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def sub_configs(config: Any) -> Iterator[Any]:
+    """Yield a configuration and those inside it."""
+    from transformers import PreTrainedConfig
+
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from sub_configs(value)
+
+
+def make_trainable(config: Any, *, keep_dropout: bool) -> None:
+    """Turn off the key/value cache and, unless they are kept, dropout, dropped layers and router noise."""
+    for part in sub_configs(config):
+        part.use_cache = False
+        if keep_dropout:
+            continue
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
