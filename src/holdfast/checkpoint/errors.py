@@ -17,6 +17,10 @@ class CheckpointCorrupt(CheckpointError):
     """A checkpoint's bytes are not the ones that were written; the tensor or file is named."""
 
 
+class CheckpointUnreadable(CheckpointError):
+    """A file could not be read, which says nothing about its bytes: the disk or the network may get over it."""
+
+
 class NoCheckpoint(UserError):
     """A path holds no checkpoint of ours, or one of somebody else's."""
 

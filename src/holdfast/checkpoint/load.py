@@ -132,7 +132,7 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Ma
     """Return the manifest after every file's hash was compared, the files dealt out over ranks.
 
     Raises:
-        NoCheckpoint, CheckpointCorrupt: On all ranks.
+        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
     """
     found: list[Manifest] = []
     with ranks.together():
@@ -141,8 +141,10 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Ma
             check_names(storage, name, found[0])
     manifest = ranks.agree(found[0] if found else None)
     assert manifest is not None
-    mine = sorted(manifest.files)[ranks.rank :: ranks.size]
-    damaged = sorted({file for part in ranks.gather(damaged_files(storage, name, manifest, mine)) for file in part})
+    mine: list[str] = []
+    with ranks.together():
+        mine += damaged_files(storage, name, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+    damaged = sorted({file for part in ranks.gather(mine) for file in part})
     if damaged:
         tensors = ranks.agree(damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else [])
         holds = f"; damaged tensors: {', '.join(tensors[:4])}" if tensors else ""

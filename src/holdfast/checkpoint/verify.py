@@ -7,20 +7,25 @@ tensors  every chunk of every tensor, read through DCP   (`holdfast checkpoint v
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata
-from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.foreign import describe_foreign
 from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.storage import Storage
+
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
+"""Errors that a network file system may get over; they say nothing about the bytes."""
 
 _NOTHING = hash_bytes(b"")
 
@@ -62,13 +67,32 @@ def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
 
 
 def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
-    """Return the files whose hash differs in two reads, the second from the disk itself."""
+    """Return the files whose hash differs in two reads, the second from the disk itself.
+
+    Raises:
+        CheckpointUnreadable: A file cannot be read, also after some patience.
+    """
     damaged = []
     for file in files:
         path, expected = f"{name}/{file}", manifest.files[file].hash
-        if storage.hash(path) != expected and storage.hash(path, from_disk=True) != expected:
-            damaged.append(file)
+        try:
+            if _hash(storage, path, from_disk=False) != expected and _hash(storage, path, from_disk=True) != expected:
+                damaged.append(file)
+        except OSError as error:
+            raise CheckpointUnreadable(
+                f"{storage.root}/{path} cannot be read: {error.strerror or error}. Nothing is known of its bytes; try "
+                "again when the file system answers."
+            ) from error
     return damaged
+
+
+def _passing(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+@retry(retry=retry_if_exception(_passing), stop=stop_after_attempt(4), wait=wait_exponential(0.5), reraise=True)
+def _hash(storage: Storage, path: str, *, from_disk: bool) -> str:
+    return storage.hash(path, from_disk=from_disk)
 
 
 def check_files(storage: Storage, name: str, manifest: Manifest) -> None:

@@ -1,0 +1,57 @@
+"""Which checkpoint a run resumes from: the newest whose every file is what was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.layout import QUARANTINE, fresh
+from holdfast.checkpoint.load import verified_manifest
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.retention import steps
+from holdfast.checkpoint.storage import Storage
+from holdfast.parallel.collectives import ProcessExchange
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run continues from."""
+
+    name: str
+    manifest: Manifest
+    words: str
+    """One line: what was chosen, what was skipped and why."""
+
+
+def newest_verified(storage: Storage, ranks: ProcessExchange, *, quarantine: bool = True) -> Choice | None:
+    """Return the newest whole checkpoint, or None if there never was one.
+
+    Rank 0 lists, since ranks may see a network file system at different times. A candidate that two reads agree is
+    damaged is renamed out of the way, and the next older one is tried.
+
+    Raises:
+        NoCheckpoint: There were checkpoints and none is whole: starting again at step 0 would be a silent loss.
+    """
+    candidates = ranks.agree(list(reversed(steps(storage).items())) if ranks.rank == 0 else [])
+    skipped: list[str] = []
+    for step, name in candidates:
+        try:
+            manifest = verified_manifest(storage, name, ranks)
+        except (CheckpointCorrupt, NoCheckpoint) as error:
+            reason = str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
+            skipped.append(f"step {step} ({reason})")
+            if quarantine and storage.renames:
+                with ranks.together():
+                    if ranks.rank == 0:
+                        storage.rename(name, fresh(QUARANTINE, name))
+            continue
+        words = f"resuming from step {step}, verified in {len(manifest.files)} files"
+        if skipped:
+            words += f"; skipped {', '.join(skipped)}"
+        return Choice(name, manifest, words)
+    if skipped:
+        raise NoCheckpoint(
+            f"{storage.root} has no whole checkpoint left: {'; '.join(skipped)}. To start again from step 0, choose "
+            "another run.name."
+        )
+    return None

@@ -1,0 +1,93 @@
+"""One job per run directory: two jobs in one directory would both report success and mix their shards."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from holdfast.checkpoint.errors import DirectoryTaken
+from holdfast.checkpoint.layout import LEASE
+
+STALE_SECONDS = 120.0
+"""A lease of another host that was not renewed for this long is dead."""
+RENEW_SECONDS = 15.0
+
+
+class Lease:
+    """Held by rank 0 for the length of a block.
+
+    A lock on the file holds within a machine and dies with the process. Network file systems may not pass it on to
+    other machines, so the file also names its holder and is renewed while the run goes on.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LEASE
+        self._file: IO[str] | None = None
+        self._renewed = 0.0
+
+    def __enter__(self) -> Lease:
+        """Take the lease.
+
+        Raises:
+            DirectoryTaken: Another job holds it.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder(file)
+            file.close()
+            raise DirectoryTaken(self._words(holder)) from None
+        except OSError:
+            pass  # a file system without locks: the holder's name and age decide
+        holder = self._holder(file)
+        elsewhere = holder.get("host") not in {None, socket.gethostname()}
+        if elsewhere and time.time() - float(holder.get("time", 0)) < STALE_SECONDS:
+            file.close()
+            raise DirectoryTaken(self._words(holder))
+        self._file = file
+        self.renew(at_once=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give it back."""
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.close()
+            self._file = None
+
+    def renew(self, *, at_once: bool = False) -> None:
+        """Write the time again, if the last time is old enough; cheap to call after every step."""
+        now = time.time()
+        if self._file is None or (now - self._renewed < RENEW_SECONDS and not at_once):
+            return
+        self._renewed = now
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": now}))
+        self._file.flush()
+
+    def _holder(self, file: IO[str]) -> dict[str, Any]:
+        file.seek(0)
+        try:
+            held: dict[str, Any] = json.loads(file.read() or "{}")
+        except ValueError:
+            return {}
+        return held
+
+    def _words(self, holder: dict[str, Any]) -> str:
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
+        return (
+            f"{self._path.parent.parent} is in use by another job ({who}). Wait for it, stop it, or choose another "
+            "run.name."
+        )

@@ -1,0 +1,130 @@
+"""Checkpoints in an object store, through fsspec.
+
+Objects cannot be renamed in one step, but a single object appears whole or not at all, and can be written only if none
+is there. The manifest, uploaded last under that condition, is the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import fsspec
+import xxhash
+
+from holdfast.checkpoint.hashing import BLOCK, HashingWriter
+from holdfast.errors import ConfigError
+
+
+class ObjectStorage:
+    """A prefix such as s3://bucket/run/checkpoints."""
+
+    renames = False
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{url} cannot be opened: {error}. For s3:// install holdfast[s3].") from error
+        self._root = str(path).rstrip("/")
+        self._url = url.rstrip("/")
+
+    @property
+    def root(self) -> str:
+        """The URL."""
+        return self._url
+
+    def _path(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[HashingWriter]:
+        """Upload an object; it exists when the block ends without an error."""
+        file = self._fs.open(self._path(path), "wb")
+        try:
+            writer = HashingWriter(file)
+            yield writer
+        except BaseException:
+            discard = getattr(file, "discard", None)
+            if discard is not None:
+                discard()
+            raise
+        file.close()
+
+    def open(self, path: str) -> IO[bytes]:
+        """Open for reading."""
+        file: IO[bytes] = self._fs.open(self._path(path), "rb")
+        return file
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes."""
+        data: bytes = self._fs.cat_file(self._path(path))
+        return data
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - every read crosses the network
+        """Return the hash."""
+        digest = xxhash.xxh3_128()
+        with self.open(path) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def size(self, path: str) -> int:
+        """Return the size."""
+        return int(self._fs.info(self._path(path))["size"])
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is an object, or anything below."""
+        return bool(self._fs.exists(self._path(path)))
+
+    def names(self, path: str = "") -> list[str]:
+        """Return sorted names."""
+        if not self.exists(path):
+            return []
+        prefix = self._path(path) + "/"
+        return sorted(
+            {str(entry).removeprefix(prefix).split("/")[0] for entry in self._fs.ls(prefix, detail=False)} - {""}
+        )
+
+    def files(self, path: str) -> list[str]:
+        """Return sorted objects below a prefix."""
+        prefix = self._path(path) + "/"
+        return sorted(str(entry).removeprefix(prefix) for entry in self._fs.find(prefix))
+
+    def make(self, path: str) -> None:
+        """Do nothing: prefixes need no making."""
+
+    def sync(self, path: str) -> None:
+        """Do nothing: an uploaded object is durable."""
+
+    def publish(self, staging: str, final: str) -> None:
+        """Never called: `renames` is False."""
+        raise AssertionError((staging, final))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Upload an object only if there is none.
+
+        Raises:
+            FileExistsError: There is one.
+        """
+        self._fs.pipe_file(self._path(path), data, mode="create")
+
+    def rename(self, old: str, new: str) -> None:
+        """Copy one object and delete the old name."""
+        self._fs.mv(self._path(old), self._path(new))
+
+    def remove(self, path: str) -> None:
+        """Delete an object or everything below a prefix."""
+        if self.exists(path):
+            self._fs.rm(self._path(path), recursive=True)
+
+    def free_bytes(self) -> int | None:
+        """Return None: nobody knows."""
+        return None
+
+
+def credentials_hint(error: Exception) -> str:
+    """Return a word of help for errors of access."""
+    text: Any = str(error)
+    return " Check the credentials in the environment." if "credential" in text.lower() else ""

@@ -1,0 +1,131 @@
+"""Which checkpoints stay. Deleting comes after a verified commit, and never touches what may be needed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.layout import PINS, REHEARSAL, STAGING, TRASH, fresh, step_name, step_of
+from holdfast.checkpoint.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.storage import Storage
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keep the best checkpoints by a metric of their own step."""
+
+    metric: str
+    mode: Literal["max", "min"]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept; everything else is deleted."""
+
+    last: int = 3
+    """At least 2: the newest may be damaged on the way to the disk."""
+    every: int | None = None
+    """Steps that are a multiple of this stay for good."""
+    best: Sequence[Best] = ()
+
+
+def kept_steps(
+    found: Mapping[int, Manifest], policy: Retention, *, pinned: Iterable[int] = (), needed: Iterable[int] = ()
+) -> set[int]:
+    """Return the steps that stay.
+
+    Args:
+        found: Whole checkpoints by step; damaged ones are not here and count for nothing.
+        policy: The rules.
+        pinned: Kept by the user.
+        needed: The step a run resumed from, and the newest verified one.
+
+    A checkpoint with NaN or infinity in it counts neither among the last nor among the best. Of equal metrics the
+    later step wins.
+    """
+    healthy = [step for step in sorted(found) if found[step].finite]
+    keep = set(healthy[-policy.last :]) | ({*pinned, *needed} & set(found))
+    if policy.every is not None:
+        keep |= {step for step in found if step % policy.every == 0}
+    for best in policy.best:
+        rated = [(value, step) for step in healthy if (value := found[step].metrics.get(best.metric)) is not None]
+        sign = 1.0 if best.mode == "max" else -1.0
+        keep |= {step for _, step in sorted(rated, key=lambda pair: (sign * pair[0], pair[1]))[-best.count :]}
+    return keep
+
+
+def steps(storage: Storage) -> dict[int, str]:
+    """Return the directories that are named like checkpoints, by step, oldest first."""
+    named = {step: name for name in storage.names() if (step := step_of(name)) is not None}
+    return dict(sorted(named.items()))
+
+
+def manifests(storage: Storage) -> dict[int, Manifest]:
+    """Return the manifests of all checkpoints whose manifest is whole."""
+    found = {}
+    for step, name in steps(storage).items():
+        try:
+            found[step] = parse(storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}/{NAME}")
+        except (OSError, CheckpointCorrupt):
+            continue
+    return found
+
+
+def read_pins(storage: Storage) -> set[int]:
+    """Return the steps the user keeps."""
+    return set(json.loads(storage.read(PINS))) if storage.exists(PINS) else set()
+
+
+def write_pins(storage: Storage, pinned: Iterable[int]) -> None:
+    """Replace the list of pinned steps."""
+    temporary = fresh(".", PINS)
+    storage.put_new(temporary, json.dumps(sorted(pinned)).encode())
+    storage.remove(PINS)
+    storage.rename(temporary, PINS)
+
+
+def prune(storage: Storage, policy: Retention, *, needed: Iterable[int] = (), wait: bool = False) -> list[int]:
+    """Delete what the policy does not keep, and return the deleted steps.
+
+    Each is renamed before it is deleted, so that nobody sees half a checkpoint; files go on a thread of their own.
+    """
+    found = manifests(storage)
+    keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
+    doomed = [step for step in found if step not in keep]
+    trash = []
+    for step in doomed:
+        name = step_name(step)
+        if storage.renames:
+            gone = fresh(TRASH, name)
+            storage.rename(name, gone)
+        else:
+            storage.remove(f"{name}/{NAME}")  # without its manifest it is no checkpoint any more
+            gone = name
+        trash.append(gone)
+    _delete(storage, trash, wait=wait)
+    return doomed
+
+
+def clean(storage: Storage) -> None:
+    """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
+    left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
+    _delete(storage, left, wait=False)
+
+
+def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:
+    if not names:
+        return
+
+    def work() -> None:
+        for name in names:
+            storage.remove(name)
+
+    thread = threading.Thread(target=work, name="holdfast-delete", daemon=True)
+    thread.start()
+    if wait:
+        thread.join()
