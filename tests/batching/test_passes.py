@@ -24,6 +24,27 @@ def test_parts_of_a_pass_are_whole_batches(passes: float, rows: int) -> None:
         assert served == (list(range(10)) * 2)[:rows]
 
 
+def test_a_part_of_a_pass_is_not_rounded_up_by_floating_point() -> None:
+    """1.1 - 1 is a little more than a tenth, and a tenth of ten batches is one batch."""
+    found = stream(indexed(40), limits=Limits(passes=1.1))
+
+    assert len(serve(found, 99)) == 11
+
+
+def test_the_epoch_of_a_run_that_ends_in_a_pass_is_a_part() -> None:
+    found = stream(indexed(10), limits=Limits(passes=1.5))
+
+    serve(found, 99)
+
+    assert found.epoch == 1.8
+
+
+def test_the_part_of_a_pass_may_be_smaller_than_a_batch() -> None:
+    found = stream(indexed(40), limits=Limits(passes=1.1), accept=lambda row: row["number"] % 2 == 0)
+
+    assert serve(found, 99)[4:] == [[32, 34, 36, 38], [0, 2]]
+
+
 @given(st.integers(4, 40), st.integers(1, 4), st.floats(0.05, 3.0))
 def test_a_run_of_some_epochs_has_as_many_steps_as_were_planned(rows: int, batch: int, epochs: float) -> None:
     from holdfast.config.load import from_mapping

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.data.planning import best_fit_decreasing, plan_packs
@@ -16,11 +16,18 @@ LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 RANKS = st.integers(1, 5)
 
 
-@settings(max_examples=200)
-@given(LENGTHS, st.integers(100, 300), RANKS, st.booleans())
+SHORT_AND_TIGHT = st.tuples(st.lists(st.integers(1, 12), max_size=40), st.integers(12, 13))
+LONG_AND_LOOSE = st.tuples(LENGTHS, st.integers(100, 300))
+
+
+@settings(max_examples=300)
+@given(SHORT_AND_TIGHT | LONG_AND_LOOSE, RANKS, st.booleans())
+@example(([2, 3, 4, 5, 6], 10), 2, False)  # full to the last token: nothing may go into the emptier pack first
 def test_every_unit_is_packed_once_within_the_budget_in_as_many_packs_on_every_rank(
-    lengths: list[int], budget: int, ranks: int, padded: bool
+    task: tuple[list[int], int], ranks: int, padded: bool
 ) -> None:
+    lengths, budget = task
+
     plan = plan_packs(lengths, budget=budget, ranks=ranks, padded=padded)
 
     packs = [pack for of_rank in plan.packs for pack in of_rank]
@@ -103,6 +110,12 @@ def test_ranks_share_uneven_lengths_evenly(ranks: int, padded: bool) -> None:
     work = cells if padded else tokens
     assert max(work) <= 1.03 * sum(work) / ranks
     assert plan.micro_batches <= math.ceil(sum(lengths) / 8192 / ranks) + (1 if padded else 0)
+
+
+def test_who_had_the_larger_pack_gets_the_smaller_one_next() -> None:
+    plan = plan_packs([10, 9, 8, 7], budget=10, ranks=2)
+
+    assert plan.packs == (((0,), (3,)), ((1,), (2,)))
 
 
 def test_packs_that_run_at_the_same_time_are_alike() -> None:

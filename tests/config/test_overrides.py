@@ -88,6 +88,10 @@ def test_a_wrong_override_is_shown_as_it_was_typed(mistakes: Mistakes, override:
     assert mistakes(text, override) == [f"command line ({override}): {said}"]
 
 
+def test_a_section_that_stands_in_the_file_is_the_files_mistake(mistakes: Mistakes) -> None:
+    assert mistakes(WHOLE + "optm: {lr: 1}\n", "optm.eps=1") == ["run.yaml:4: optm: unknown key; did you mean optim?"]
+
+
 def test_an_index_beyond_a_list_is_named(mistakes: Mistakes) -> None:
     text = "steps: 1\nmodel: {path: m}\ndata: {sources: [{path: a}, {path: b}]}\n"
 

@@ -11,14 +11,18 @@ import torch
 from holdfast.checkpoint.export import export
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
+from holdfast.data.packing import pack
+from holdfast.data.weights import Share
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.names import tied_names
 from holdfast.models.policy import PolicyModel
+from holdfast.models.selfcheck import check_forward
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build import build_policy
+from holdfast.types import Example, Scores
 
 
 def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -> tuple[PolicyModel, Blueprint]:
@@ -50,3 +54,18 @@ def whole_parameters(
     return {
         name: full_tensor(value).detach().to(torch.float64).numpy() for name, value in parameters.items()
     }, tied_names(policy)
+
+
+def checked(world: World, model: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    """Build a policy, which checks it, check it once more and score two documents with it."""
+    policy, _ = build(world, model, parallel=parallel)
+    dtype = getattr(torch, parallel.get("compute_dtype", "float32"))
+    result, _ = check_forward(policy, may_fall_back=False, compute_dtype=dtype)
+    documents = [np.arange(2, 22), np.arange(30, 43)]
+    examples = [Example(index, index, tokens, np.arange(tokens.size) > 0) for index, tokens in enumerate(documents)]
+    batch = pack(examples, [Share(1.0, 1.0)] * 2, padded=policy.padded)
+    with torch.no_grad():
+        scores = policy(batch)
+    assert isinstance(scores, Scores)
+    found = {"padded": policy.padded, "difference": result.difference, "leak": result.leak}
+    return found | {"logprobs": scores.logprobs.double().numpy()}

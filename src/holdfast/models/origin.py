@@ -45,12 +45,7 @@ def _from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        at = f" at revision {revision}" if revision else ""
-        raise ModelError(
-            f"{name} is no directory here, and the Hugging Face hub did not give it{at}: {reason}. Check the spelling, "
-            "the network and HF_TOKEN."
-        ) from error
+        raise ModelError(_not_given(name, "the Hugging Face hub", revision, error)) from error
 
 
 def _from_modelscope(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -60,8 +55,18 @@ def _from_modelscope(name: str, revision: str | None, patterns: list[str]) -> Pa
         raise ModelError("model.hub: modelscope needs a package: pip install 'holdfast[modelscope]'.") from error
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{name} is no directory here, and ModelScope did not give it: {error}.") from error
+    except Exception as error:  # its errors share no base class, and have other ones in every release
+        raise ModelError(_not_given(name, "ModelScope", revision, error)) from error
+
+
+def _not_given(name: str, hub: str, revision: str | None, error: Exception) -> str:
+    text = str(error).strip()
+    reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    at = f" at revision {revision}" if revision else ""
+    return (
+        f"{name} is no directory here, and {hub} did not give it{at}: {reason}. Check the spelling, the network and "
+        "your access token."
+    )
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:

@@ -16,24 +16,23 @@ from torch import Tensor
 from holdfast.data.packing import pack, to_device
 from holdfast.data.weights import Share
 from holdfast.errors import ModelError
-from holdfast.models.attention import PACKED
 from holdfast.models.policy import PolicyModel
 from holdfast.types import Example, Scores
 
 LENGTHS = (19, 23)
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""Largest difference of a log-probability; normalisation layers compute in float32 even in a float64 model."""
-LEAK_TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float64: 5e-4, torch.float32: 5e-4, torch.bfloat16: 0.1}
+"""Difference of log-probabilities; normalisation layers compute in float32 even in a float64 model."""
+LEAK_TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 0.03}
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What the check measured."""
+    """What the check measured: the largest change of a token's log-probability, the mean change in bfloat16."""
 
     difference: float
-    """Largest difference between our log-probabilities and transformers'."""
+    """Between our log-probabilities and transformers'."""
     leak: float
-    """Largest change of one document's log-probabilities when the other document changes."""
+    """Of one document's log-probabilities when the other document changes."""
 
 
 @torch.no_grad()
@@ -56,7 +55,7 @@ def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: to
     policy.eval()
     note = ""
     try:
-        result = _measure(policy)
+        result = _measure(policy, compute_dtype)
         exact = _exact(result, compute_dtype)
         reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
     except ModelError as error:
@@ -67,7 +66,7 @@ def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: to
     if not exact and not policy.padded and may_fall_back:
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
-        result = _measure(policy)
+        result = _measure(policy, compute_dtype)
         exact = _exact(result, compute_dtype)
     policy.train()
     if not exact:
@@ -89,7 +88,7 @@ def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
     return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
 
 
-def _measure(policy: PolicyModel) -> CheckResult:
+def _measure(policy: PolicyModel, dtype: torch.dtype) -> CheckResult:
     model: Any = policy.language_model
     device = next(policy.buffers(), torch.zeros(0)).device
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -97,14 +96,19 @@ def _measure(policy: PolicyModel) -> CheckResult:
     first, changed, second = (generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1]))
     ours = _ours(policy, [first, second], device)
     after = _ours(policy, [changed, second], device)
+    ours_attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - set_attn_implementation's
     if not policy.padded:
         model.set_attn_implementation(_upstream_attention(policy))
     theirs = [policy.upstream_logprobs(torch.as_tensor(tokens, device=device)) for tokens in (first, second)]
     if not policy.padded:
-        model.set_attn_implementation(PACKED)
-    difference = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
-    leak = float((ours[1] - after[1]).abs().max())
-    return CheckResult(difference, leak)
+        model.set_attn_implementation(ours_attention)
+    return CheckResult(_change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype))
+
+
+def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
+    change = (ours - theirs).abs()
+    # Rounding to bfloat16 sends a token or two to other experts; a rule we do not know moves all of them.
+    return float(change.mean() if dtype == torch.bfloat16 else change.max())
 
 
 def _ours(policy: PolicyModel, documents: list[Any], device: torch.device) -> list[Tensor]:

@@ -1,0 +1,58 @@
+"""`holdfast data preview`: one row as the model will see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.cli.conftest import write_rows, write_run
+from tests.cli.warm import Done, WarmPython
+
+
+def preview(warm: WarmPython, folder: Path, *arguments: str) -> Done:
+    return warm.run("-m", "holdfast.cli.main", "data", "preview", "run.yaml", *arguments, cwd=folder)
+
+
+def test_a_row_is_shown_as_tokens_with_their_number(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = preview(warm, tmp_path, "--row", "3")
+
+    assert done.err == ""
+    assert done.code == 0
+    assert done.out.splitlines() == ["add 3=3<eos>", "8 tokens, 2 trained (green)"]
+
+
+def test_a_row_has_the_number_it_has_in_the_file_whatever_is_held_out(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    tree["data"] |= {"validation_split": 0.5, "filter": "not_there.py:f"}
+    write_run(tmp_path / "run.yaml", tree)
+
+    shown = [preview(warm, tmp_path, "--row", str(row)).out.splitlines()[0] for row in (0, 5, 11)]
+
+    assert shown == ["add 0=0<eos>", "add 5=5<eos>", "add 11=11<eos>"]
+
+
+def test_what_was_cut_is_counted(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "abc=", "completion": "defghij"}])
+    write_run(tmp_path / "run.yaml", tree)
+
+    split = preview(warm, tmp_path, "data.max_length=5", "data.overlong=split")
+    dropped = preview(warm, tmp_path, "data.max_length=5", "data.overlong=drop")
+
+    assert split.out.splitlines() == [
+        "abc=d", "5 tokens, 1 trained (green)", "efghi", "5 tokens, 4 trained (green)", "j<eos>",
+        "2 tokens, 1 trained (green)", "split: 1",
+    ]  # fmt: skip
+    assert dropped.out.splitlines() == ["overlong_dropped: 1", "this row is not trained on"]
+
+
+def test_a_row_that_is_not_there_is_refused(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "run.yaml", tree)
+
+    known = preview(warm, tmp_path, "--row", "12")
+    streamed = preview(warm, tmp_path, "data.streaming=true", "--row", "12")
+
+    assert (known.code, known.err) == (2, "rows has no row 12. It has rows 0 to 11.\n")
+    assert (streamed.code, streamed.err) == (2, "rows has no row 12.\n")

@@ -1,0 +1,102 @@
+"""`holdfast.sft` from Python: the same tree with live objects, alone and as one rank of many."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import holdfast
+from holdfast.errors import ConfigError
+from tests.cli.conftest import TINY, write_run
+from tests.cli.warm import Done, WarmPython, run
+
+SCRIPT = Path(__file__).parent / "live_script.py"
+
+
+def settings(name: str, **sections: Any) -> dict[str, Any]:
+    data = {"batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64}
+    return {"steps": 3, "run": {"name": name}, "data": data, "launch": {"device": "cpu"}, "model": {"dtype": "float64"},
+            "optim": {"kind": "sgd", "lr": 0.1}} | sections  # fmt: skip
+
+
+def said(done: Done) -> list[dict[str, Any]]:
+    assert done.code == 0, done.err
+    lines = [line.partition("said ")[2] for line in done.out.splitlines() if "said {" in line]
+    return sorted((json.loads(line) for line in lines), key=lambda found: str(found["rank"]))
+
+
+def live(tree: dict[str, Any]) -> list[str]:
+    return [str(SCRIPT), json.dumps(TINY), json.dumps(tree)]
+
+
+def test_live_rows_and_a_live_model_train_alone_and_under_torchrun_to_the_same_numbers(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
+
+    alone = said(warm.run(*live(settings("alone")), cwd=tmp_path))
+    ranks = said(run([*torchrun, warm.program, *live(settings("ranks"))], cwd=tmp_path))
+
+    assert [found["rank"] for found in (*alone, *ranks)] == [None, "0", "1"]
+    assert all(found["untouched"] and found["step"] == 3 and found["stopped"] is None for found in (*alone, *ranks))
+    assert [found["seen"] for found in (*alone, *ranks)] == [[1, 2, 3], [1, 2, 3], []]
+    assert [found["loss"] for found in ranks] == pytest.approx([alone[0]["loss"]] * 2, rel=1e-10)
+    assert ranks[0]["export"] == "runs/ranks/exports/final"
+    recorded = yaml.safe_load((tmp_path / "runs" / "alone" / "config.resolved.yaml").read_text())
+    assert (
+        recorded["data"]["path"] == recorded["model"]["path"] == recorded["model"]["tokenizer"] == "(given in Python)"
+    )
+    assert exported(tmp_path / "runs" / "ranks") == exported(tmp_path / "runs" / "alone")
+
+
+def exported(run_directory: Path) -> dict[str, list[float]]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(run_directory / "exports" / "final" / "model.safetensors")
+    return {name: [round(value, 9) for value in tensor.flatten().tolist()] for name, tensor in tensors.items()}
+
+
+def test_live_objects_take_the_place_of_what_a_yaml_file_names(warm: WarmPython, tmp_path: Path) -> None:
+    """Of the file everything else holds, and its name is the run's."""
+    tree = settings("x", data={"synthetic": {"task": "sort"}, "batch_size": 6, "max_length": 32})
+    del tree["run"]
+    tree["model"] = {"config": TINY, "tokenizer": "gone"}
+    write_run(tmp_path / "from-file.yaml", tree)
+
+    found = said(warm.run(SCRIPT, json.dumps(TINY), json.dumps("from-file.yaml"), cwd=tmp_path))[0]
+
+    assert found["directory"] == "runs/from-file"
+    recorded = yaml.safe_load((tmp_path / "runs" / "from-file" / "config.resolved.yaml").read_text())
+    assert recorded["data"]["batch_size"] == 6
+    assert (recorded["data"]["synthetic"], recorded["model"]["config"]) == (None, None)
+
+
+def test_a_python_call_is_one_process_and_says_how_to_have_more() -> None:
+    with pytest.raises(ConfigError) as raised:
+        holdfast.sft(settings("x", launch={"ranks": 2}), rows=[{"text": "a"}], model=object(), tokenizer=object())
+
+    assert str(raised.value) == (
+        "launch.ranks=2, but a Python call is one process. Start the script with `torchrun --nproc-per-node 2 "
+        "script.py`, or use `holdfast sft RUN.yaml`."
+    )
+
+
+def test_a_live_model_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"A model given in Python needs its tokenizer: pass tokenizer=, or set"):
+        holdfast.sft(settings("x"), rows=[{"text": "a"}], model=object())
+
+
+def test_mistakes_in_a_tree_from_python_are_told_like_those_of_a_file() -> None:
+    with pytest.raises(ConfigError) as raised:
+        holdfast.sft({"stepz": 3, "model": {"path": "m"}, "data": {"batch_size": 0}}, rows=[{"text": "a"}])
+
+    assert str(raised.value).splitlines() == [
+        "config has 2 mistakes:",
+        "config: data.batch_size: 0 should be greater than or equal to 1",
+        "config: stepz: unknown key; did you mean steps?",
+    ]

@@ -1,0 +1,62 @@
+"""Whole runs by command: under torchrun, on ranks of our own, and the export evaluated."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.export import EXPORTED_CONFIG
+from holdfast.cli import train
+from tests.cli.conftest import write_rows, write_run
+from tests.cli.warm import WarmPython, run
+
+
+def metrics(run_directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates_to_the_same_loss(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    write_rows(tmp_path / "held.jsonl", [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(7)])
+    tree |= {"evaluation": {"sets": {"held": {"path": "held.jsonl"}}}, "optim": {"kind": "sgd", "lr": 0.1}}
+    write_run(tmp_path / "run.yaml", tree)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
+    command = ["-m", "holdfast.cli.main", "sft", "run.yaml"]
+
+    ours = warm.run(*command, "run.name=ours", cwd=tmp_path)
+    theirs = run([*torchrun, warm.program, *command, "run.name=theirs"], cwd=tmp_path)
+    evaluated = warm.run("-m", "holdfast.cli.main", "eval", "runs/ours/exports/final", "launch.ranks=1", cwd=tmp_path)
+
+    assert (ours.code, theirs.code, evaluated.code) == (0, 0, 0), (ours.err, theirs.err, evaluated.err)
+    assert ours.out.splitlines()[-1] == (
+        "done after step 2. The run is in runs/ours; the model is in runs/ours/exports/final."
+    )
+    found = [
+        [line["loss"] for line in metrics(tmp_path / "runs" / name) if "loss" in line] for name in ("ours", "theirs")
+    ]
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+    final = metrics(tmp_path / "runs" / "ours")[-1]["eval/held/loss"]
+    printed = dict(line.split(" ") for line in evaluated.out.splitlines() if line.startswith("eval/"))
+    assert float(printed["eval/held/loss"]) == pytest.approx(final, rel=1e-5)
+
+
+def test_an_export_names_its_configuration_as_the_command_looks_for_it() -> None:
+    assert train.EXPORTED_CONFIG == EXPORTED_CONFIG
+
+
+def test_a_folder_that_is_no_export_is_refused_by_its_name(warm: WarmPython, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+
+    done = warm.run("-m", "holdfast.cli.main", "eval", "folder", cwd=tmp_path)
+
+    assert (done.code, done.err) == (
+        2,
+        "folder has no holdfast.yaml, so it is no export of Holdfast. Evaluate it with a run's file: `holdfast eval "
+        "RUN.yaml model.path=folder`.\n",
+    )
