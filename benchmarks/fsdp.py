@@ -140,7 +140,8 @@ def spawn(arm: str, ranks: int) -> None:
         )
         for rank in range(ranks)
     ]
-    if any([member.wait() for member in members]):
+    codes = [member.wait() for member in members]  # all of them, whatever the first says
+    if any(codes):
         sys.exit(1)
 
 

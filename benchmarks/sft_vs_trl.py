@@ -2,17 +2,17 @@
 
     python benchmarks/sft_vs_trl.py [--rounds 3]
 
-TRL is measured with packing and padded, each stock and with the head it has on a GPU (gpu_like_head.py): stock TRL falls
-back to a slow head on the CPU, so only the second ratio says something about a GPU. `bare` is a loop over the same
-kernels without a trainer: no data pipeline, no metrics, no sharding.
+TRL is measured with packing and padded, each stock and with the head it has on a GPU (gpu_like_head.py): stock TRL
+falls back to a slow head on the CPU, so only the second ratio says something about a GPU. `bare` is a loop over the
+same kernels without a trainer: no data pipeline, no metrics, no sharding.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,10 @@ def bare() -> None:
     for index, text in enumerate(texts()):
         ids = np.array([*tokenizer(text)["input_ids"], 1])
         examples.append(Example(index, index, ids, np.arange(ids.size) > 0))
-    batches = [
-        pack(examples[start : start + ROWS], [Share(1.0, float(e.trained_tokens)) for e in examples[start : start + ROWS]])
-        for start in range(0, STEPS * ROWS, ROWS)
-    ]
+    batches = []
+    for start in range(0, STEPS * ROWS, ROWS):
+        rows = examples[start : start + ROWS]
+        batches.append(pack(rows, [Share(1.0, float(row.trained_tokens)) for row in rows]))
     before = resident_mib()
     reset_peak()
     times, tokens = [], []
@@ -201,11 +201,9 @@ def trl(*, packing: bool, fast_head: bool) -> None:
     trainer.data_collator = counted
     before = resident_mib()
     reset_peak()
-    quiet = sys.stdout
-    sys.stdout = open(os.devnull, "w")
-    trainer.train()
+    with Path(os.devnull).open("w") as quiet, contextlib.redirect_stdout(quiet):
+        trainer.train()
     stamps.append(cpu_seconds())
-    sys.stdout = quiet
     times = [end - start for start, end in zip(stamps[:-1], stamps[1:], strict=True)]
     report(times, tokens[: len(times)], before)
 

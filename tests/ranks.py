@@ -1,4 +1,4 @@
-"""Rank pools: real processes over gloo that stay alive between tests, since importing torch takes longer than a case."""
+"""Rank pools: real processes over gloo that stay alive between tests, as importing torch takes longer than a case."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fres
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import Snapshot, describe, is_finite, outline
 from holdfast.checkpoint.storage import Storage
+from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 
 Reached = Callable[[str], None]
@@ -202,17 +203,8 @@ def _manifest(
     snapshot: Snapshot, about: About, storage: Storage, staging: str, everything: list[Any], seconds: float
 ) -> Manifest:
     files = {name: entry for theirs, _, _ in everything for name, entry in theirs.items()}
-    for name, entry in files.items():
-        size = storage.size(f"{staging}/{name}")
-        if size != entry.size:  # a quota or a network file system may cut a file short without an error
-            raise SaveFailed(f"{name} has {size} bytes after it was closed, {entry.size} were written.")
     tensors = merge([described for _, described, _ in everything])
-    metadata = read_dcp_metadata(storage.read(f"{staging}/{DCP}/{METADATA}"), f"{DCP}/{METADATA}")
-    listed = {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
-    if listed != {name: entry.shape for name, entry in tensors.items()}:
-        missing = sorted(set(tensors) ^ set(listed))
-        raise SaveFailed(f"DCP wrote other tensors than it was given: {missing[:3]}.")
-    optimizer = snapshot.optimizer
+    _check_written(storage, staging, files, tensors)
     return Manifest(
         run_id=about.run_id,
         step=about.step,
@@ -220,16 +212,7 @@ def _manifest(
         files=files,
         tensors=tensors,
         ties={name: tuple(others) for name, others in snapshot.ties.items()},
-        optimizer=None
-        if optimizer is None
-        else {
-            "kind": optimizer.kind,
-            "groups": [
-                {"parameters": list(group.parameters), "hyperparameters": dict(group.hyperparameters)}
-                for group in optimizer.groups
-            ],
-            "values": {name: dict(keys) for name, keys in optimizer.values.items()},
-        },
+        optimizer=None if snapshot.optimizer is None else _described(snapshot.optimizer),
         mesh=dict(about.mesh),
         versions=dict(about.versions),
         metrics=dict(about.metrics),
@@ -240,6 +223,31 @@ def _manifest(
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
     )
+
+
+def _check_written(
+    storage: Storage, staging: str, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]
+) -> None:
+    for name, entry in files.items():
+        size = storage.size(f"{staging}/{name}")
+        if size != entry.size:  # a quota or a network file system may cut a file short without an error
+            raise SaveFailed(f"{name} has {size} bytes after it was closed, {entry.size} were written.")
+    metadata = read_dcp_metadata(storage.read(f"{staging}/{DCP}/{METADATA}"), f"{DCP}/{METADATA}")
+    listed = {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+    if listed != {name: entry.shape for name, entry in tensors.items()}:
+        missing = sorted(set(tensors) ^ set(listed))
+        raise SaveFailed(f"DCP wrote other tensors than it was given: {missing[:3]}.")
+
+
+def _described(optimizer: OptimizerState) -> dict[str, Any]:
+    return {
+        "kind": optimizer.kind,
+        "groups": [
+            {"parameters": list(group.parameters), "hyperparameters": dict(group.hyperparameters)}
+            for group in optimizer.groups
+        ],
+        "values": {name: dict(keys) for name, keys in optimizer.values.items()},
+    }
 
 
 def merge(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,45 +22,24 @@ class UnknownType(HoldfastError):  # noqa: N818 - the name says what is wrong
     """A value has a type that cannot be written as JSON and read back the same."""
 
 
-def encode(value: Any) -> Any:  # noqa: C901, PLR0912 - one case per type
+def encode(value: Any) -> Any:
     """Return a JSON-ready form of a value.
 
     Raises:
         UnknownType: Its type, or that of something inside it, has no tag.
     """
-    match value:
-        case None | bool():
-            return value
-        case np.generic():
-            return {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-        case int() | str() if type(value) in {int, str}:
-            return value
-        case float() if type(value) is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
-        case complex():
-            return {"complex": [encode(value.real), encode(value.imag)]}
-        case bytes():
-            return {"bytes": base64.b64encode(value).decode()}
-        case torch.Size():
-            return {"size": list(value)}
-        case tuple() if type(value) is tuple:
-            return {"tuple": [encode(item) for item in value]}
-        case list():
-            return [encode(item) for item in value]
-        case set() | frozenset():
-            return {type(value).__name__: sorted((encode(item) for item in value), key=repr)}
-        case dict():
-            return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-        case torch.dtype():
-            return {"dtype": str(value).removeprefix("torch.")}
-        case torch.device():
-            return {"device": str(value)}
-        case Tensor() if value.numel() <= 1024:
-            return _encode_tensor(value)
+    if value is None or type(value) in {bool, int, str}:
+        return value
+    for kind, encoder in _ENCODERS.items():
+        # A subclass may carry more than its parent's value; torch's and NumPy's scalars have subclasses of their own.
+        if type(value) is kind or (kind in {np.generic, Tensor} and isinstance(value, kind)):
+            return encoder(value)
     raise UnknownType(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _encode_tensor(value: Tensor) -> Any:
+    if value.numel() > 1024:
+        raise UnknownType(f"a tensor of {value.numel()} elements")
     data = value.detach().cpu().contiguous()
     raw = base64.b64encode(data.flatten().view(torch.uint8).numpy().tobytes()).decode()
     return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), raw]}
@@ -94,4 +74,20 @@ _DECODERS: dict[str, Any] = {
     "device": torch.device,
     "tensor": _decode_tensor,
     "numpy": lambda parts: np.frombuffer(base64.b64decode(parts[1]), dtype=parts[0])[0],
+}
+
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    float: lambda value: value if math.isfinite(value) else {"float": repr(value)},
+    complex: lambda value: {"complex": [encode(value.real), encode(value.imag)]},
+    bytes: lambda value: {"bytes": base64.b64encode(value).decode()},
+    torch.Size: lambda value: {"size": list(value)},
+    tuple: lambda value: {"tuple": [encode(item) for item in value]},
+    list: lambda value: [encode(item) for item in value],
+    set: lambda value: {"set": sorted((encode(item) for item in value), key=repr)},
+    frozenset: lambda value: {"frozenset": sorted((encode(item) for item in value), key=repr)},
+    dict: lambda value: {"dict": [[encode(key), encode(item)] for key, item in value.items()]},
+    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"device": str(value)},
+    np.generic: lambda value: {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]},
+    Tensor: _encode_tensor,
 }

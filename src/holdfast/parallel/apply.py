@@ -125,8 +125,8 @@ def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> N
 
 
 def _module(policy: nn.Module, path: str) -> nn.Module:
-    paths = {canonical_name(name): module for name, module in policy.named_modules() if name}
-    return paths[path]
+    found: nn.Module = next(module for name, module in policy.named_modules() if name and canonical_name(name) == path)
+    return found
 
 
 def _replace(policy: nn.Module, path: str, module: nn.Module) -> None:
