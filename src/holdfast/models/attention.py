@@ -65,6 +65,7 @@ def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
+@torch.compiler.disable  # documents differ in every batch, and a compiled block would be compiled again for each
 def packed_attention(
     module: nn.Module,
     query: Tensor,

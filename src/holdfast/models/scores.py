@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ class HeadSpec:
     float32_product: bool = False
     """Multiply in float32 even when hidden states are bfloat16."""
     chunk_tokens: int | None = None
+    compiled: bool = False
+    """Sweep a chunk's logits with kernels that torch.compile fuses."""
 
 
 class Head(NamedTuple):
@@ -139,21 +142,40 @@ def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _C
         logits.mul_(spec.softcap / temperature)
     elif spec.scale != temperature:
         logits.mul_(spec.scale / temperature)
-    maximum = logits.amax(-1, keepdim=True)
-    chosen = logits.gather(1, targets[:, None])
-    normaliser = torch.empty_like(maximum)
-    mean_log = torch.empty_like(maximum) if how.want_entropy else None
-    rows = max(1, _CACHE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, logits.shape[0])
-    for start in range(0, logits.shape[0], rows):
-        block = logits[start : start + rows]
-        block.sub_(maximum[start : start + rows]).exp_()
-        torch.sum(block, -1, keepdim=True, out=normaliser[start : start + rows])
-        if mean_log is not None:
-            mean_log[start : start + rows] = torch.special.xlogy(block, block).sum(-1, keepdim=True)
+    chosen = logits.gather(1, targets[:, None]).squeeze(1)
+    maximum, normaliser, mean_log = _sweep_chunk(logits, how)
     log_normaliser = normaliser.log()
-    entropy = None if mean_log is None else (log_normaliser - mean_log / normaliser).squeeze(1)
-    logprobs = (chosen - maximum - log_normaliser).squeeze(1)
-    return _Chunk(logits, normaliser.squeeze(1), slope, logprobs, entropy, (chosen >= maximum).squeeze(1))
+    entropy = log_normaliser - mean_log / normaliser if how.want_entropy else None
+    return _Chunk(logits, normaliser, slope, chosen - maximum - log_normaliser, entropy, chosen >= maximum)
+
+
+def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    if how.spec.compiled:
+        return _fused(_sweep)(logits, how.want_entropy)
+    tokens, vocabulary = logits.shape
+    rows = max(1, _CACHE_ELEMENTS // vocabulary if logits.device.type == "cpu" else tokens)
+    parts = [_sweep(logits[start : start + rows], how.want_entropy) for start in range(0, tokens, rows)]
+    maximum, normaliser, mean_log = (torch.cat(part) for part in zip(*parts, strict=True))
+    return maximum, normaliser, mean_log
+
+
+def _sweep(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn logits into e_j in place; return their maximum m, z and sum_j e_j log e_j (0 where not wanted), each [n]."""
+    maximum = logits.amax(-1)
+    logits.sub_(maximum[:, None]).exp_()
+    mean_log = torch.special.xlogy(logits, logits).sum(-1) if want_entropy else torch.zeros_like(maximum)
+    return maximum, logits.sum(-1), mean_log
+
+
+def _bend(exponentials: Tensor, factor: Tensor, by_entropy: Tensor) -> Tensor:
+    """Turn e_j into factor e_j - by_entropy e_j log e_j in place: the entropy's part of the derivative by a logit."""
+    logs = torch.special.xlogy(exponentials, exponentials)
+    return exponentials.mul_(factor[:, None]).sub_(logs.mul_(by_entropy[:, None]))
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 class _HeadGradients:
@@ -166,6 +188,7 @@ class _HeadGradients:
         wants_bias = head.bias is not None and head.bias.requires_grad
         self.bias = torch.zeros_like(head.bias, dtype=wide) if wants_bias and head.bias is not None else None
         self._inner = how.spec.scale / how.temperature
+        self._bend = _fused(_bend) if how.spec.compiled else _bend
 
     @property
     def wanted(self) -> bool:
@@ -189,9 +212,9 @@ class _HeadGradients:
         exponentials, normaliser = chunk.exponentials, chunk.normaliser
         row_factor = -by_logprob / normaliser
         if by_entropy is not None and chunk.entropy is not None:
-            logs = torch.special.xlogy(exponentials, exponentials)
-            factor = row_factor - by_entropy / normaliser * (chunk.entropy - normaliser.log())
-            exponentials = exponentials.mul_(factor[:, None]).sub_(logs.mul_((by_entropy / normaliser)[:, None]))
+            by_mean_log = by_entropy / normaliser
+            factor = row_factor - by_mean_log * (chunk.entropy - normaliser.log())
+            exponentials = self._bend(exponentials, factor, by_mean_log)
             row_factor = torch.ones_like(row_factor)
         at_target = by_logprob
         if chunk.slope is not None:

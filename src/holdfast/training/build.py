@@ -144,6 +144,7 @@ def build_policy(
         origin.model.set_attn_implementation("eager" if config.model.attention == "eager" else "sdpa")
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
+    spec = replace(spec, compiled=config.parallel.compile != "off")
     policy = PolicyModel(origin.model, origin.family, spec, padded=not packed)
     plan = _together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     apply_plan(policy, plan, mesh)

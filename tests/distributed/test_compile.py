@@ -1,0 +1,62 @@
+"""Compiled blocks and heads give eager numbers, and batches of other shapes do not compile them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.parallel.mesh import World
+from holdfast.recipes.sft import sft_step
+from holdfast.training.build import Live, build_run
+from tests.distributed.cases import rows_of, settings, train
+from tests.tiny import tiny_directory
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("part", ["head", "blocks"])
+def test_a_compiled_run_is_the_eager_run(pools: Any, directory: Path, part: str, recompute: str) -> None:
+    trees = [settings(str(directory), parallel={"compile": it, "recompute": recompute}) for it in ("off", part)]
+
+    eager, compiled = (pools(2).run(train, tree, rows_of(24))[0] for tree in trees)
+
+    np.testing.assert_allclose(compiled["losses"], eager["losses"], rtol=1e-6)
+    for name, gradient in eager["gradients"][0].items():
+        # normalisation layers compute in float32, and a fused kernel adds in another order
+        np.testing.assert_allclose(compiled["gradients"][0][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def graphs_by_step(world: World, tree: dict[str, Any], rows: Any, steps: int) -> list[int]:
+    """Return how many graphs were compiled by the end of each step."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # what earlier tests compiled in this process
+    counters.clear()
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    found = []
+    for _ in range(steps):
+        sft_step(run)
+        found.append(int(counters["stats"]["unique_graphs"]))
+    return found
+
+
+@pytest.mark.parametrize("part", ["head", "blocks"])
+def test_fifty_packed_steps_compile_nothing_new(pools: Any, directory: Path, part: str) -> None:
+    tree = settings(str(directory), parallel={"compile": part}, data={"tokens_per_micro_batch": 128})
+
+    graphs = pools(2).run(graphs_by_step, tree, rows_of(200), 50)[0]
+
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[4]
