@@ -29,9 +29,7 @@ SPECS = [
     pytest.param(HeadSpec(scale=0.3, chunk_tokens=7), 1.3, True, id="scale, temperature and bias"),
     pytest.param(HeadSpec(softcap=1.7, chunk_tokens=7), 1.0, False, id="soft cap"),
     pytest.param(HeadSpec(scale=1.4, softcap=1.7, chunk_tokens=7), 0.8, True, id="all at once"),
-    pytest.param(
-        HeadSpec(scale=1.4, softcap=1.7, chunk_tokens=7, compiled=True), 0.8, True, id="compiled", marks=pytest.mark.slow
-    ),
+    pytest.param(HeadSpec(1.4, 1.7, chunk_tokens=7, compiled=True), 0.8, True, id="compiled", marks=pytest.mark.slow),
 ]
 
 
