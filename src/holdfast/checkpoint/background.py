@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.snapshot import Snapshot, staged
 from holdfast.errors import HoldfastError
 
 Status = Literal["idle", "running", "done", "failed"]
+Written = TypeVar("Written")
 
 
-class BackgroundSaver:
+class BackgroundSaver(Generic[Written]):
     """Runs one save at a time on a thread, over a process group that nothing else uses.
 
     A failure is the same on all ranks, but threads end at different times: ranks compare `status` between steps and
@@ -26,7 +26,7 @@ class BackgroundSaver:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._result: Manifest | None = None
+        self._result: Written | None = None
         self._error: HoldfastError | None = None
 
     @property
@@ -38,12 +38,12 @@ class BackgroundSaver:
             return "running"
         return "failed" if self._error is not None else "done"
 
-    def start(self, snapshot: Snapshot, write: Callable[[Snapshot], Manifest]) -> None:
+    def start(self, snapshot: Snapshot, write: Callable[[Snapshot], Written]) -> None:
         """Copy the snapshot's tensors and write the copies on a thread; the save before must be collected.
 
         Args:
             snapshot: Live tensors.
-            write: Commits a snapshot; runs on the thread.
+            write: Writes a snapshot; runs on the thread.
         """
         assert self._thread is None, "one save is in flight; collect it first"
         copy = staged(snapshot, self._buffers)
@@ -61,8 +61,8 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
         self._thread.start()
 
-    def collect(self) -> Manifest | None:
-        """Wait for the save in flight and return its manifest; None if there was none.
+    def collect(self) -> Written | None:
+        """Wait for the save in flight and return what it returned; None if there was none.
 
         Raises:
             HoldfastError: The save failed.

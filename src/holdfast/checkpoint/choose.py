@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
 from holdfast.checkpoint.layout import QUARANTINE, fresh
-from holdfast.checkpoint.load import verified_manifest
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.reader import verified_manifest
 from holdfast.checkpoint.retention import steps
 from holdfast.checkpoint.storage import Storage
 from holdfast.parallel.collectives import ProcessExchange

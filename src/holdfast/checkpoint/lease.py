@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +31,8 @@ class Lease:
     def __init__(self, directory: Path) -> None:
         self._path = directory / LEASE
         self._file: IO[str] | None = None
-        self._renewed = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Lease:
         """Take the lease.
@@ -53,28 +56,34 @@ class Lease:
             file.close()
             raise DirectoryTaken(self._words(holder))
         self._file = file
-        self.renew(at_once=True)
+        self._renew()
+        self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-lease", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Give it back."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._file is not None:
             self._file.seek(0)
             self._file.truncate()
             self._file.close()
             self._file = None
 
-    def renew(self, *, at_once: bool = False) -> None:
-        """Write the time again, if the last time is old enough; cheap to call after every step."""
-        now = time.time()
-        if self._file is None or (now - self._renewed < RENEW_SECONDS and not at_once):
-            return
-        self._renewed = now
+    def _keep_renewing(self) -> None:
+        while not self._stop.wait(RENEW_SECONDS):
+            with contextlib.suppress(OSError):  # the next time may do better; a dead file system stops the saves
+                self._renew()
+
+    def _renew(self) -> None:
+        assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": now}))
+        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}))
         self._file.flush()
 
     def _holder(self, file: IO[str]) -> dict[str, Any]:

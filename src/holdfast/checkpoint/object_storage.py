@@ -119,6 +119,10 @@ class ObjectStorage:
         if self.exists(path):
             self._fs.rm(self._path(path), recursive=True)
 
+    def lacks(self, path: str, size: int) -> str | None:  # noqa: ARG002 - the interface's
+        """Return None: nobody knows."""
+        return None
+
     def free_bytes(self) -> int | None:
         """Return None: nobody knows."""
         return None

@@ -95,6 +95,10 @@ class Storage(Protocol):
         """Return what this user may still write; None where nobody can say."""
         ...
 
+    def lacks(self, path: str, size: int) -> str | None:
+        """Return why so many bytes cannot be written, or None; `path` is a new file that may be used to find out."""
+        ...
+
 
 def open_storage(place: str | Path) -> Storage:
     """Return the storage of a directory or of a URL such as s3://bucket/prefix."""
@@ -201,6 +205,19 @@ class LocalStorage:
         else:
             with contextlib.suppress(FileNotFoundError):
                 place.unlink()
+
+    def lacks(self, path: str, size: int) -> str | None:
+        """Ask the file system for the space, which also asks its quotas; only what it reports where it cannot say."""
+        free = self.free_bytes()
+        if free is not None and free < size:
+            return f"{free / 2**20:,.1f} MiB are free"
+        libc = ctypes.CDLL(None, use_errno=True)
+        with self.path(path).open("wb") as file:
+            failed = libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0
+            number = ctypes.get_errno() if failed else 0
+        self.path(path).unlink()
+        # Anything else than a lack of space means that this file system cannot reserve, not that it is full.
+        return os.strerror(number) if number in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else None
 
     def free_bytes(self) -> int | None:
         """Return what the file system reports for ordinary users."""

@@ -80,6 +80,7 @@ FunctionPath = Annotated[str, AfterValidator(_check_function_path)]
 _A_NUMBER = BeforeValidator(_refuse_truth_value)
 
 PositiveInt = Annotated[int, Field(ge=1), _A_NUMBER]
+AtLeastTwo = Annotated[int, Field(ge=2), _A_NUMBER]
 Count = Annotated[int, Field(ge=0), _A_NUMBER]
 Positive = Annotated[float, Field(gt=0), _A_NUMBER]
 NonNegative = Annotated[float, Field(ge=0), _A_NUMBER]

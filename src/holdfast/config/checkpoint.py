@@ -1,18 +1,109 @@
-"""The `checkpoint` section: what is written while the run goes on and when it ends."""
+"""The `checkpoint` section: what is written while the run goes on and when it ends, and what a resume may change."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from holdfast.config.base import PositiveInt, Section
+from pydantic import Field
+
+from holdfast.config.base import AtLeastTwo, Count, Mistake, Pattern, Positive, PositiveInt, Section
+
+
+class MetricConfig(Section):
+    """What is better than what."""
+
+    metric: str = Field(min_length=1)
+    """As in metrics.jsonl, such as eval/validation/loss."""
+    mode: Literal["max", "min"]
+
+
+class BestConfig(MetricConfig):
+    """Keep the best checkpoints by a metric of their own step."""
+
+    count: PositiveInt = 1
+
+
+class RetentionConfig(Section):
+    """What stays; the rest is deleted after the next verified save."""
+
+    last: AtLeastTwo = 3
+    """Newest checkpoints; at least 2, since the newest may be damaged on its way to the disk."""
+    every: PositiveInt | None = None
+    """Steps that are a multiple of this stay for good."""
+    best: list[BestConfig] = Field(default_factory=list)
+
+
+class ResumeConfig(Section):
+    """What may differ between a checkpoint and the run that continues it; anything else is refused.
+
+    Patterns are regular expressions, searched in parameter names.
+    """
+
+    add: list[Pattern] = Field(default_factory=list)
+    """In the model, not in the checkpoint: keep their initial values."""
+    drop: list[Pattern] = Field(default_factory=list)
+    """In the checkpoint, not in the model: leave behind."""
+    cast: list[Pattern] = Field(default_factory=list)
+    """Of another dtype: convert."""
+    freeze: list[Pattern] = Field(default_factory=list)
+    """Trained then, frozen now."""
+    unfreeze: list[Pattern] = Field(default_factory=list)
+    """Frozen then, trained now: start without optimizer state."""
+    changed: list[Literal["data", "files", "tokenizer"]] = Field(default_factory=list)
+    """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer."""
+    hyperparameters: Literal["config", "checkpoint"] = "config"
+    """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
+
+
+class RehearsalConfig(Section):
+    """Save, verify and load once before the first step."""
+
+    enabled: bool = True
+    hours_between_failures: Positive = 50_000.0
+    """Mean time between failures of one rank, for the suggested interval (default: 419 interruptions of 16,384 GPUs in
+    54 days, The Llama 3 Herd of Models, section 3.3.4)."""
 
 
 class CheckpointConfig(Section):
-    """Exports are Hugging Face directories that plain transformers loads."""
+    """Checkpoints continue a run at any number of ranks; exports are directories that plain transformers loads."""
 
+    every_steps: PositiveInt | None = None
+    every_epochs: Positive | None = None
+    every_minutes: Positive | None = None
+    at_end: bool = True
+    """Save when the run ends, so that raising steps continues it."""
+    contents: Literal["full", "weights"] = "full"
+    """`weights`: no optimizer state; such a checkpoint can start another run (init_from) and not be resumed."""
+    background: bool = True
+    """Training waits for one copy of the state, and a thread writes it. Off: training waits for the disk."""
+    read_back: bool = True
+    """Read every file back after a save and compare hashes, before older checkpoints may be deleted."""
+    storage: str | None = None
+    """Where checkpoints are, such as s3://bucket/run; default: checkpoints in the run's directory."""
+    keep: RetentionConfig = RetentionConfig()
+    resume: ResumeConfig = ResumeConfig()
+    init_from: str | None = None
+    """A checkpoint whose weights the run starts from, at step 0 and with a new optimizer."""
+    rehearsal: RehearsalConfig = RehearsalConfig()
+    grace_seconds: Positive = 30.0
+    """Longest time from SIGTERM to a committed checkpoint that the run promises; it warns when saves take longer."""
+    timeout_minutes: Positive = 30.0
+    """Longest wait of a save for another rank."""
+    max_failures: Count = 0
+    """Saves in a row that may fail before the run stops; 0: the first failure stops it."""
+    export_every: PositiveInt | None = None
+    """Steps between exports while training."""
+    export_best: MetricConfig | None = None
+    """Export again to exports/best whenever an evaluation improves this metric."""
     export_at_end: bool = True
     """Write `exports/final` when the run ends."""
     export_dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Dtype of exported floating-point tensors; `same`: as they are stored."""
     export_shard_bytes: PositiveInt = 5_000_000_000
     """Largest safetensors file, unless a single tensor is larger."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what contradicts itself."""
+        if self.contents == "weights" and self.resume.hyperparameters == "checkpoint":
+            yield "resume.hyperparameters", "a checkpoint of weights holds none; leave it at config"

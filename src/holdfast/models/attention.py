@@ -65,7 +65,8 @@ def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
-@torch.compiler.disable  # documents differ in every batch, and a compiled block would be compiled again for each
+# Documents differ in every batch, and a compiled block would be compiled again for each.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def packed_attention(
     module: nn.Module,
     query: Tensor,

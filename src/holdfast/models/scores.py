@@ -151,7 +151,8 @@ def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _C
 
 def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     if how.spec.compiled:
-        return _fused(_sweep)(logits, how.want_entropy)
+        swept: tuple[Tensor, Tensor, Tensor] = _fused(_sweep)(logits, how.want_entropy)
+        return swept
     tokens, vocabulary = logits.shape
     rows = max(1, _CACHE_ELEMENTS // vocabulary if logits.device.type == "cpu" else tokens)
     parts = [_sweep(logits[start : start + rows], how.want_entropy) for start in range(0, tokens, rows)]

@@ -13,15 +13,16 @@ import numpy as np
 import torch
 
 
-def seed_rank(seed: int, rank: int, *, deterministic: bool) -> None:
+def seed_rank(seed: int, rank: int, *, deterministic: bool, step: int = 0) -> None:
     """Seed every global generator of this process.
 
     Args:
         seed: Of the run.
         rank: Each draws its own numbers.
         deterministic: Refuse operations that have no deterministic form.
+        step: Updates done, for a run that goes on at another number of ranks: its draws are new ones.
     """
-    digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
+    digest = hashlib.sha256((f"{seed}:{rank}:{step}" if step else f"{seed}:{rank}").encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - libraries that draw from the global generator exist

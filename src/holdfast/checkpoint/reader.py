@@ -23,9 +23,9 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import MODEL, OPTIM, chunk_of, like, model_tensors
+from holdfast.checkpoint.snapshot import MODEL, OPTIM, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.verify import check_names, damaged_files, damaged_tensors, read_manifest
+from holdfast.checkpoint.verification import check_names, damaged_files, damaged_tensors, read_manifest
 from holdfast.optim.state import (
     GroupState,
     OptimizerState,
@@ -114,7 +114,7 @@ def load(
             _plan_optimizer(plan, optimizer, parameters, manifest)
         if plan.refused:
             raise CheckpointMismatch(_refusal(storage, name, plan.refused))
-    _read(plan, storage, name, manifest, ranks)
+    _read(plan.tensors, storage, name, manifest, ranks)
     rank_state, shared = _small(storage, name, manifest, ranks)
     # From here on nothing can fail for a reason of the checkpoint's.
     live = model_tensors(model)
@@ -228,17 +228,35 @@ def _refusal(storage: Storage, name: str, refused: Sequence[str]) -> str:
     return f"{storage.root}/{name} does not fit this run: {'; '.join(refused[:4])}{more}. Nothing was changed."
 
 
-def _read(plan: _Plan, storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange) -> None:
+def check_read_back(
+    storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: ProcessExchange
+) -> None:
+    """Read every tensor of a checkpoint into memory filled with NaN, and compare it with the live one it was made of.
+
+    Raises:
+        CheckpointCorrupt: Something was not read, or reads back differently; the tensor is named, on all ranks.
+    """
+    staging = {key: like(live, _poisoned(local_part(live).shape, live.dtype)) for key, live in snapshot.tensors.items()}
+    _read(staging, storage, name, manifest, ranks)
+    with ranks.together():
+        for key, live in snapshot.tensors.items():
+            if hash_tensor(local_part(staging[key])) != hash_tensor(local_part(live)):
+                raise CheckpointCorrupt(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
+
+
+def _read(
+    tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
+) -> None:
     """Read into staging memory, and compare with the hashes of what was saved wherever chunks are the same."""
     reader = Reader(storage, f"{name}/{DCP}")
     try:
-        if plan.tensors:
-            dcp_load(dict(plan.tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
+        if tensors:
+            dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointCorrupt(f"{storage.root}/{name} cannot be read on rank {rank}: {cause}.") from error
     with ranks.together():
-        for key, tensor in plan.tensors.items():
+        for key, tensor in tensors.items():
             chunk = next((c for c in manifest.tensors[key].chunks if (c.offsets, c.sizes) == chunk_of(tensor)), None)
             if chunk is not None and hash_tensor(local_part(tensor)) != chunk.hash:
                 raise CheckpointCorrupt(f"{storage.root}/{name}: {key} reads back differently from what was saved.")

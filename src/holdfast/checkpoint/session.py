@@ -1,0 +1,146 @@
+"""The checkpoints of one run while it goes on: saved one at a time, read back, and only then are older ones deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.background import BackgroundSaver, Status
+from holdfast.checkpoint.errors import CheckpointError, SaveFailed
+from holdfast.checkpoint.layout import QUARANTINE, fresh, step_name
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.reader import verified_manifest
+from holdfast.checkpoint.retention import Retention, prune
+from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.writer import About, Reached, commit
+from holdfast.parallel.collectives import ProcessExchange
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that was committed."""
+
+    manifest: Manifest
+    deleted: tuple[int, ...]
+    """Steps that retention removed after it."""
+    notes: tuple[str, ...] = ()
+    """What went wrong without harm, such as a file that could not be deleted."""
+
+
+@dataclass
+class Session:
+    """Saves in order, each naming the one before.
+
+    Args:
+        storage: Where checkpoints are.
+        ranks: A process group that nothing else uses while a save is in flight.
+        run_id: Of the run.
+        retention: What stays.
+        background: Write on a thread, after one copy.
+        read_back: Compare hashes of what is on disk before anything is deleted.
+        reached: Told every phase of a save, and "retention".
+    """
+
+    storage: Storage
+    ranks: ProcessExchange
+    run_id: str
+    retention: Retention
+    background: bool = True
+    read_back: bool = True
+    reached: Reached = lambda _: None
+    resumed: Manifest | None = None
+    """What the run continued from."""
+    _parent: Manifest | None = None
+    _saver: BackgroundSaver[Saved] = field(default_factory=BackgroundSaver)
+    _outcome: Saved | CheckpointError | None = None
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The last checkpoint this session wrote, or continued from."""
+        return self._parent or self.resumed
+
+    @property
+    def status(self) -> Status:
+        """What this rank knows of the save in flight; ranks compare before they collect."""
+        if self._outcome is not None:
+            return "failed" if isinstance(self._outcome, CheckpointError) else "done"
+        return self._saver.status
+
+    def save(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        *,
+        wait: bool = False,
+        metrics: Mapping[str, float | None] | None = None,
+        **about: Any,
+    ) -> None:
+        """Write a checkpoint, or start to; the save before must have been collected.
+
+        Args:
+            snapshot: Live tensors.
+            step: Its name.
+            wait: Do not return before it is on disk, whatever `background` says.
+            metrics: Of this step.
+            about: Further fields of `About`.
+        """
+        before = self.newest
+        words = About(
+            run_id=self.run_id,
+            step=step,
+            parent=None if before is None else before.hash,
+            parent_step=None if before is None else before.step,
+            metrics=dict(metrics or {}),
+            **about,
+        )
+        if self.background and not wait:
+            self._saver.start(snapshot, lambda copy: self._write(copy, words))
+            return
+        try:
+            self._outcome = self._write(snapshot, words)
+        except CheckpointError as error:
+            self._outcome = error
+
+    def _write(self, snapshot: Snapshot, about: About) -> Saved:
+        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self.reached)
+        if self.read_back:
+            self._verify(manifest)
+        self.reached("retention")
+        needed = {about.step} | ({self.resumed.step} if self.resumed is not None else set())
+        deleted: list[int] = []
+        notes: list[str] = []
+        if self.ranks.rank == 0:
+            try:
+                deleted = prune(self.storage, self.retention, needed=needed)
+            except OSError as error:  # a network file system that is in a mood: the next save tries again
+                notes.append(f"older checkpoints could not be deleted: {error}.")
+        told = self.ranks.agree((deleted, notes))
+        return Saved(manifest, tuple(told[0]), tuple(told[1]))
+
+    def _verify(self, manifest: Manifest) -> None:
+        name = step_name(manifest.step)
+        self.reached("read back")
+        try:
+            verified_manifest(self.storage, name, self.ranks)
+        except CheckpointError as error:
+            with self.ranks.together():
+                if self.ranks.rank == 0 and self.storage.renames:
+                    self.storage.rename(name, fresh(QUARANTINE, name))
+            raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error
+
+    def collect(self) -> Saved | None:
+        """Wait for the save in flight and return what became of it; None if there was none.
+
+        Raises:
+            CheckpointError: It failed; the same on all ranks, and earlier checkpoints are untouched.
+        """
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            outcome = self._saver.collect()
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        if outcome is not None:
+            self._parent = outcome.manifest
+        return outcome
