@@ -108,7 +108,6 @@ def test_a_bad_input_is_one_paragraph_and_leaves_nothing(
     refused(done, tmp_path, before, said)
 
 
-@pytest.mark.xfail(strict=True, reason="training/build.py does not call stream.read_ahead before anything is written")
 @pytest.mark.parametrize(("spoil", "said"), IN_THE_FIRST_BATCH)
 def test_a_bad_row_of_the_first_batch_is_one_paragraph_and_leaves_nothing(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any], spoil: Any, said: str

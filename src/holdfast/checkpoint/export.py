@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import HoldfastError
 from holdfast.models.build import Blueprint
-from holdfast.models.conversion import Header, plan_outgoing
+from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
@@ -64,8 +64,7 @@ def export(
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
     held = held_tensors(policy)
-    conversions = plan_outgoing(origin.skeleton, headers_of(held, dtype), origin.used_conversions)
-    headers = {name: header for conversion in conversions for name, header in conversion.targets.items()}
+    conversions, headers = _planned(held, origin, dtype)
     tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
     with exchange.together():
         if exchange.rank == 0:
@@ -73,6 +72,22 @@ def export(
         else:
             for _ in tensors:
                 pass
+
+
+def check_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None) -> dict[str, Header]:
+    """Return names and shapes that an export would have; no tensor is gathered.
+
+    Raises:
+        ModelError: A parameter has no place in the model's directory.
+    """
+    return _planned(held_tensors(policy), origin, dtype)[1]
+
+
+def _planned(
+    held: dict[str, Tensor], origin: Blueprint, dtype: torch.dtype | None
+) -> tuple[Sequence[Conversion], dict[str, Header]]:
+    conversions = plan_outgoing(origin.skeleton, headers_of(held, dtype), origin.used_conversions)
+    return conversions, {name: header for conversion in conversions for name, header in conversion.targets.items()}
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,10 @@ def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Te
                 os.fsync(file.fileno())
         if len(files) > 1:
             (staging / INDEX).write_text(index_json(files, headers), encoding="utf-8")
-        _write_assets(staging, contents)
+        for name, text in contents.texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
+        stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
+        write_assets(staging, contents.origin, stored)
         _read_back(staging, files, headers)
         _replace(staging, directory)
     except OSError as error:
@@ -109,21 +127,25 @@ def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Te
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_assets(staging: Path, contents: _Contents) -> None:
-    origin, headers = contents.origin, contents.headers
-    for name, text in contents.texts.items():
-        (staging / name).write_text(text, encoding="utf-8")
+def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
+    """Write configuration, tokenizer, processor and generation settings.
+
+    Args:
+        folder: Where to.
+        origin: What the model was built from.
+        dtype: That the weights beside them are stored in.
+    """
     config: Any = origin.original_config
     config.architectures = [type(origin.skeleton).__name__]
-    config.dtype = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
-    config.save_pretrained(str(staging))
-    origin.tokenizer.save_pretrained(str(staging))
+    config.dtype = dtype
+    config.save_pretrained(str(folder))
+    origin.tokenizer.save_pretrained(str(folder))
     for name in ASSETS:
         if origin.directory is not None and (origin.directory / name).exists():
-            shutil.copyfile(origin.directory / name, staging / name)
+            shutil.copyfile(origin.directory / name, folder / name)
     generation = getattr(origin.skeleton, "generation_config", None)
-    if generation is not None and not (staging / ASSETS[0]).exists():
-        generation.save_pretrained(str(staging))
+    if generation is not None and not (folder / ASSETS[0]).exists():
+        generation.save_pretrained(str(folder))
 
 
 def _read_back(staging: Path, files: dict[str, list[str]], headers: dict[str, Header]) -> None:

@@ -88,6 +88,7 @@ def load(
     *,
     declared: Declared | None = None,
     hyperparameters: Literal["live", "checkpoint"] = "live",
+    verified: Manifest | None = None,
 ) -> Loaded:
     """Load a checkpoint; every rank calls this.
 
@@ -100,12 +101,13 @@ def load(
         declared: What may differ.
         hyperparameters: Whether rates, betas and the like stay as they are or come from the checkpoint. The schedule's
             rate is a function of the step and never read.
+        verified: The manifest, if its files were verified a moment ago.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
     """
     declared = declared or Declared()
-    manifest = verified_manifest(storage, name, ranks)
+    manifest = verified if verified is not None else verified_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
     plan = _Plan()
     with ranks.together():

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+METRICS = "metrics.jsonl"
+
 
 class Sink(Protocol):
     """Receives metrics on rank 0."""
@@ -26,6 +28,8 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.had_lines = path.exists() and _cut_torn_line(path) > 0
+        """Whether an earlier start of the run wrote here."""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,8 +64,28 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def _cut_torn_line(path: Path) -> int:
+    """Cut what follows the last whole line, and return the size that is left."""
+    with path.open("rb+") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            file.truncate(whole)
+    return whole
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, without a torn last one."""
+    """Return the lines of a metrics.jsonl that count: none that a resume went back behind, and no torn last one."""
+    lines: list[dict[str, Any]] = []
+    for line in _read_lines(path):
+        if line.get("event") == "rewind":
+            lines = [kept for kept in lines if kept.get("step", 0) <= line["to"]]
+        else:
+            lines.append(line)
+    return lines
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

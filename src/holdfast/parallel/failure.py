@@ -104,6 +104,10 @@ class FailureChannel:
         self._phase = name
         self._write_in_place(f"phase-rank-{self._rank}", name)
 
+    def in_background(self, name: str) -> None:
+        """Record what a thread beside the loop does, such as a phase of a save."""
+        self._write_in_place(f"background-rank-{self._rank}", name)
+
     def at_step(self, step: int) -> None:
         """Record the step; rank 0's is what the launcher compares between two deaths."""
         self._step = step

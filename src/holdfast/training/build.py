@@ -29,6 +29,7 @@ from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.training.directory import check_writable, run_directory
 from holdfast.training.evaluate import pad_token
+from holdfast.training.identity import identity
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
@@ -86,6 +87,7 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
         peak_flops=_peak_flops(config, world),
         source_names=tuple(source.name for source in data.training),
         observers=observers,
+        identity=_together(exchange, lambda: identity(config, base, stream, measured.origin.tokenizer)),
     )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from holdfast.config.metrics import EvaluationConfig
+from holdfast.checkpoint.background import Status
 from holdfast.errors import HoldfastError
+from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training.observe import ask
 from holdfast.training.run import Run
 from holdfast.types import StepEvent
+
+BY_OBSERVER = "stopped by an observer"
+"""An end like any other, unlike a signal or a clock, after which the run shall go on."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +29,28 @@ class Decision:
     """Why the run stops now, in words for the user."""
     save: bool = False
     evaluate: bool = False
+    collect: bool = False
+    """A save in the background has ended on every rank."""
 
 
 class StopRequests:
     """Signals, as requests that the loop reads between steps.
 
     The first Ctrl-C, or SIGTERM, asks for an orderly stop after the current step; a second Ctrl-C interrupts at once.
-    Outside the main thread no signal can be caught, and nothing is changed.
+    SIGUSR1 asks for a checkpoint. Outside the main thread no signal can be caught, and nothing is changed.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.asked_at: float | None = None
+        """When the stop was asked for, on the monotonic clock."""
+        self.save = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
         """Catch signals until the block ends."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -52,21 +62,62 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the interface's
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        self.asked_at = time.monotonic()
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
+    @property
+    def _stopping(self) -> bool:
+        return self.reason is not None
 
-class EvaluationTimes:
-    """When evaluations are due, by steps, epochs or minutes."""
+    def pending(self, ranks: ProcessExchange) -> str | None:
+        """Return why the run shall stop, if a signal reached any rank."""
+        return next((reason for reason in ranks.gather(self.reason) if reason is not None), None)
 
-    def __init__(self, config: EvaluationConfig, epoch: float) -> None:
+    def drill(self, ranks: ProcessExchange) -> list[int]:
+        """Send every rank a SIGTERM of its own, and return those that did not notice."""
+        if not self._previous:
+            return []
+        before, self.reason = self.reason, None
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5.0
+        while not self._stopping and time.monotonic() < deadline:
+            time.sleep(0.001)
+        noticed = ranks.gather(self._stopping)
+        self.reason, self.asked_at = before, None if before is None else self.asked_at
+        return [rank for rank, heard in enumerate(noticed) if not heard]
+
+
+class Times(Protocol):
+    """A section that says when something is due."""
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps between two."""
+
+    @property
+    def every_minutes(self) -> float | None:
+        """Minutes between two."""
+
+    @property
+    def every_epochs(self) -> float | None:
+        """Epochs between two."""
+
+
+class Timetable:
+    """When something is due, by steps, epochs or minutes."""
+
+    def __init__(self, config: Times, epoch: float) -> None:
         self._config = config
         self._last_time = time.monotonic()
         self._last_epoch = epoch
 
     def due(self, step: int, epoch: float) -> bool:
-        """Return whether an evaluation follows this step; asking marks it as done."""
+        """Return whether it is due after this step; asking marks it as done."""
         config, now = self._config, time.monotonic()
         by_steps = config.every_steps is not None and step % config.every_steps == 0
         by_time = config.every_minutes is not None and now - self._last_time >= 60 * config.every_minutes
@@ -80,41 +131,58 @@ class EvaluationTimes:
         return False
 
 
-def decide(
-    run: Run, event: StepEvent, requests: StopRequests, times: EvaluationTimes, elapsed_seconds: float
-) -> Decision:
-    """Let rank 0 decide what follows a step, and every rank follow.
+class Control:
+    """Decides after every step, for one start of a run."""
 
-    A signal that reached any rank counts.
+    def __init__(self, run: Run, requests: StopRequests) -> None:
+        self._run = run
+        self._requests = requests
+        self._started = time.monotonic()
+        self._evaluations = Timetable(run.config.evaluation, run.stream.epoch)
+        self._saves = Timetable(run.config.checkpoint, run.stream.epoch)
 
-    Raises:
-        HoldfastError: An observer failed; on every rank.
-    """
-    mine: tuple[str | None, Decision | HoldfastError | None] = (requests.reason, None)
-    if run.world.is_first:
-        try:
-            mine = (requests.reason, _first_rank_decides(run, event, times, elapsed_seconds))
-        except HoldfastError as error:
-            mine = (requests.reason, error)
-    everyone = run.exchange.gather(mine)
-    decision = everyone[0][1]
-    if isinstance(decision, HoldfastError):
-        raise decision
-    assert decision is not None
-    signalled = next((reason for reason, _ in everyone if reason is not None), None)
-    if signalled is not None:
-        return Decision(f"stopped by {signalled}", decision.save, decision.evaluate)
-    return decision
+    def decide(self, event: StepEvent, saving: Status) -> Decision:
+        """Let rank 0 decide what follows a step, and every rank follow.
 
+        A signal that reached any rank counts.
 
-def _first_rank_decides(run: Run, event: StepEvent, times: EvaluationTimes, elapsed_seconds: float) -> Decision:
-    asked = ask(run.observers, event, run.state.observers)
-    limit = run.config.max_minutes
-    late = limit is not None and elapsed_seconds >= 60 * limit
-    may_stop = event.step >= run.config.min_steps
-    stop = None
-    if may_stop and "stop" in asked:
-        stop = "stopped by an observer"
-    elif may_stop and late:
-        stop = f"max_minutes={limit:g} have passed"
-    return Decision(stop, "save" in asked, times.due(event.step, event.epoch) or "evaluate" in asked)
+        Args:
+            event: The step.
+            saving: What this rank knows of the save in flight.
+
+        Raises:
+            HoldfastError: An observer failed; on every rank.
+        """
+        first: Decision | HoldfastError | None = None
+        if self._run.world.is_first:
+            try:
+                first = self._first_rank_decides(event)
+            except HoldfastError as error:
+                first = error
+        wants_save, self._requests.save = self._requests.save, False
+        told = self._run.exchange.gather((self._requests.reason, wants_save, saving, first))
+        decision = told[0][3]
+        if isinstance(decision, HoldfastError):
+            raise decision
+        assert decision is not None
+        signalled = next((reason for reason, *_ in told if reason is not None), None)
+        return Decision(
+            decision.stop if signalled is None else f"stopped by {signalled}",
+            decision.save or any(asked for _, asked, _, _ in told),
+            decision.evaluate and signalled is None,
+            all(status in {"done", "failed"} for _, _, status, _ in told),
+        )
+
+    def _first_rank_decides(self, event: StepEvent) -> Decision:
+        run = self._run
+        asked = ask(run.observers, event, run.state.observers)
+        limit = run.config.max_minutes
+        late = limit is not None and time.monotonic() - self._started >= 60 * limit
+        may_stop = event.step >= run.config.min_steps
+        stop = None
+        if may_stop and "stop" in asked:
+            stop = BY_OBSERVER
+        elif may_stop and late:
+            stop = f"max_minutes={limit:g} have passed"
+        save = self._saves.due(event.step, event.epoch) or "save" in asked
+        return Decision(stop, save, self._evaluations.due(event.step, event.epoch) or "evaluate" in asked)

@@ -15,6 +15,10 @@ from holdfast.config.base import Section
 from holdfast.config.runs import as_plain
 from holdfast.errors import ConfigError
 
+IDENTITY = "run.json"
+FOLDER = "checkpoints"
+"""As in `checkpoint.layout`; repeated here because that package imports torch."""
+
 LIBRARIES = ("holdfast", "torch", "transformers", "datasets", "safetensors", "tokenizers", "numpy", "peft")
 
 
@@ -32,7 +36,8 @@ def check_writable(directory: Path) -> None:
     """
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
-    if directory.exists() and any(directory.iterdir()) and not (directory / "run.json").exists():
+    others = {entry.name for entry in directory.iterdir()} - {FOLDER, "logs"} if directory.exists() else set()
+    if others and not (directory / IDENTITY).exists():
         raise ConfigError(f"{directory} holds other things than a run. Choose another run.dir or run.name.")
     place = directory
     while not place.exists():
@@ -44,11 +49,16 @@ def check_writable(directory: Path) -> None:
 def create(directory: Path, config: Section, verb: str) -> None:
     """Create the directory, or refresh the descriptions in one that exists."""
     directory.mkdir(parents=True, exist_ok=True)
-    identity = directory / "run.json"
+    identity = directory / IDENTITY
     if not identity.exists():
         _write(identity, json.dumps({"run_id": uuid.uuid4().hex, "verb": verb, "format": 1}, indent=2) + "\n")
     _write(directory / "config.resolved.yaml", resolved_yaml(config))
     _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+
+def run_id(directory: Path) -> str:
+    """Return the identity of the run in a directory."""
+    return str(json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run_id"])
 
 
 def resolved_yaml(config: Section) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,13 @@ class Answered:
     finished: bool
 
 
-def evaluate(run: Evaluation, label: str | None = None) -> dict[str, float]:
+def evaluate(
+    run: Evaluation, label: str | None = None, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
     """Return eval/<set>/<metric> for every evaluation set; all ranks call this together.
 
-    Completions are written to completions/<label>.<set>.jsonl; the label is the step by default.
+    Completions are written to completions/<label>.<set>.jsonl; the label is the step by default. `interrupted` is asked
+    before every batch, the same on all ranks: what was begun is then left, and only finished sets are returned.
     """
     label = label or f"step-{run.state.step:08d}"
     metrics: dict[str, float] = {}
@@ -47,7 +50,9 @@ def evaluate(run: Evaluation, label: str | None = None) -> dict[str, float]:
     with run.phase("evaluation"):
         replica = None
         for held_out in run.evaluation_sets:
-            found = evaluate_loss(run.policy, run.objective, held_out.open_stream(), run.world.device)
+            found = evaluate_loss(run.policy, run.objective, held_out.open_stream(), run.world.device, interrupted)
+            if found is None:
+                return metrics
             if options is not None:
                 if replica is None:
                     replica = Replica(run.origin, run.world.device, getattr(torch, run.plan.compute_dtype))
@@ -64,13 +69,20 @@ def evaluate(run: Evaluation, label: str | None = None) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate_loss(
-    policy: PolicyModel, objective: Objective, stream: SampleStream, device: torch.device
-) -> dict[str, float]:
-    """Return the mean loss and its companions over one pass; the same on every rank."""
+    policy: PolicyModel,
+    objective: Objective,
+    stream: SampleStream,
+    device: torch.device,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Return the mean loss and its companions over one pass, the same on every rank; None if it was interrupted."""
     policy.eval()
     sums: dict[str, Tensor] = {}
     step = 0
     while (mini_batch := stream.next(step)) is not None:
+        if interrupted():
+            policy.train()
+            return None
         for micro_batch in mini_batch.micro_batches:
             batch = to_device(micro_batch, device)
             output = policy(batch, objective)

@@ -1,18 +1,21 @@
-"""The loop around the steps: log, evaluate, export, stop. Steps return numbers and touch neither files nor screen."""
+"""The loop around the steps: log, evaluate, save, export, stop. Steps touch neither files nor screen."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import torch
 
-from holdfast.checkpoint.export import EXPORTED_CONFIG, export
+from holdfast.checkpoint.errors import CheckpointError
+from holdfast.errors import HoldfastError, RankFailed
 from holdfast.training import directory
-from holdfast.training.control import EvaluationTimes, StopRequests, decide
+from holdfast.training.checkpoints import Checkpoints
+from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
 from holdfast.training.evaluate import evaluate
+from holdfast.training.exports import due_exports, export_run
 from holdfast.training.journal import Journal
 from holdfast.training.run import Run
 from holdfast.types import StepEvent
@@ -36,43 +39,96 @@ class Outcome:
 
 
 def fit(run: Run, step: Step) -> Outcome:
-    """Run steps until the end, and leave the results in the run directory."""
-    evaluation, dry = run.config.evaluation, run.config.dry_run
-    with Journal(run) as journal, StopRequests() as requests:
-        if evaluation.at_start or dry:
-            journal.report(evaluate(run))
-        stopped, evaluated_at = _train(run, step, journal, requests)
-        if stopped is None and (evaluation.at_end or dry) and evaluated_at != run.state.step:
-            journal.report(evaluate(run))
-        place = _export(run, "final") if run.config.checkpoint.export_at_end or dry else None
+    """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
+    with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
+        checkpoints.rehearse(requests)
+        stopped = _Loop(run, step, checkpoints, journal, requests).run_to_end()
+        wanted = run.config.checkpoint.export_at_end or run.config.dry_run
+        place = export_run(run, "final") if wanted and stopped in {None, BY_OBSERVER} else None
+    dry = run.config.dry_run
     if dry and run.world.is_first:
         directory.remove(run.directory)
     return Outcome(run.state.step, journal.latest, stopped, str(run.directory), None if dry else place)
 
 
-def _train(run: Run, step: Step, journal: Journal, requests: StopRequests) -> tuple[str | None, int]:
-    """Return why the run stopped early (None if it did not), and the step of its last evaluation."""
-    started = time.monotonic()
-    times = EvaluationTimes(run.config.evaluation, run.stream.epoch)
-    evaluated_at = -1
-    while run.total_steps is None or run.state.step < run.total_steps:
-        run.world.failure.at_step(run.state.step)
-        line = step(run)
-        if line is None:
-            break
-        line |= {"epoch": run.stream.epoch} | _measurements(run, line)
-        event = StepEvent(run.state.step, run.stream.epoch, line)
-        decision = decide(run, event, requests, times, time.monotonic() - started)
+@dataclass
+class _Loop:
+    run: Run
+    step: Step
+    checkpoints: Checkpoints
+    journal: Journal
+    requests: StopRequests
+    line: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step the run stands at, its evaluation included."""
+    evaluated_at: int = -1
+
+    def run_to_end(self) -> str | None:
+        """Return why the run stopped early; None if it did not."""
+        run, evaluation = self.run, self.run.config.evaluation
+        if run.finished:
+            self.journal.say(f"nothing to do: step {run.state.step} is the last one")
+            return None
+        if (evaluation.at_start and run.state.step == 0) or run.config.dry_run:
+            self.journal.report(self._evaluate())
+        stopped = self._train()
+        if stopped is None and (evaluation.at_end or run.config.dry_run) and self.evaluated_at != run.state.step:
+            found = self._evaluate()
+            self.line |= found
+            self.journal.report(found)
+        if stopped is not None or run.config.checkpoint.at_end:
+            self.journal.saved(self.checkpoints.save(self.line, wait=True))
+            self.checkpoints.check_grace(self.requests)
+        return stopped
+
+    def _train(self) -> str | None:
+        run, control = self.run, Control(self.run, self.requests)
+        first = run.state.step
+        while not run.finished:
+            run.world.failure.at_step(run.state.step)
+            done, stream = run.state.step, run.stream.state()
+            try:
+                line = self.step(run)
+                if line is None:
+                    return None
+                self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
+                if done == first:
+                    self.checkpoints.check_first_step()
+                event = StepEvent(run.state.step, run.stream.epoch, self.line)
+                decision = control.decide(event, self.checkpoints.session.status)
+            except HoldfastError as error:
+                self._save_before(error, None if run.state.step > done else stream)
+                raise
+            stopped = self._follow(decision)
+            if stopped is not None:
+                self.journal.event("stop", reason=stopped)
+                return stopped
+        return None
+
+    def _follow(self, decision: Decision) -> str | None:
+        """Do what was decided after a step; return why the run stops."""
+        run, stopped = self.run, decision.stop
+        if decision.collect:
+            self.journal.saved(self.checkpoints.collect())
         if decision.evaluate:
-            line |= evaluate(run)
-            evaluated_at = run.state.step
-        journal.report(line)
-        if decision.save:
-            journal.event("export", path=_export(run, f"step-{run.state.step:08d}"))
-        if decision.stop is not None:
-            journal.event("stop", reason=decision.stop)
-            return decision.stop, evaluated_at
-    return None, evaluated_at
+            self.line |= self._evaluate()
+            signalled = self.requests.pending(run.exchange)
+            stopped = stopped if signalled is None else f"stopped by {signalled}"
+        self.journal.report(self.line)
+        if decision.save and stopped is None:
+            self.journal.saved(self.checkpoints.save(self.line))
+        for name in due_exports(run, self.line):
+            self.journal.event("export", path=export_run(run, name))
+        return stopped
+
+    def _save_before(self, error: HoldfastError, stream: dict[str, Any] | None) -> None:
+        """Save what was learned before an error that all ranks raise together, between two updates."""
+        if isinstance(error, CheckpointError | RankFailed) or self.run.state.step == 0:
+            return
+        self.journal.saved(self.checkpoints.save({}, wait=True, stream=stream))
+
+    def _evaluate(self) -> dict[str, float]:
+        self.evaluated_at = self.run.state.step
+        return evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.exchange) is not None)
 
 
 def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
@@ -89,18 +145,3 @@ def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
     else:
         measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
     return measured
-
-
-def _export(run: Run, name: str) -> str:
-    wanted = run.config.checkpoint.export_dtype
-    place = run.directory / "exports" / name
-    export(
-        run.policy,
-        run.origin,
-        place,
-        run.exchange,
-        dtype=None if wanted == "same" else getattr(torch, wanted),
-        largest_file_bytes=run.config.checkpoint.export_shard_bytes,
-        extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
-    )
-    return str(place)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from types import TracebackType
 
+from holdfast.checkpoint.session import Saved
 from holdfast.metrics.progress import open_progress
-from holdfast.metrics.sink import JsonlSink, Sink, TensorBoardSink
-from holdfast.training import directory
+from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
 from holdfast.training.run import Run
 
 
@@ -22,8 +22,10 @@ class Journal:
         self._sinks: list[Sink] = []
         first = run.world.is_first
         if first:
-            directory.create(run.directory, run.config, "sft")
-            self._sinks.append(JsonlSink(run.directory / "metrics.jsonl"))
+            lines = JsonlSink(run.directory / METRICS)
+            if lines.had_lines:
+                lines.event({"event": "rewind", "to": run.state.step})
+            self._sinks.append(lines)
             if "tensorboard" in run.config.metrics.sinks:
                 self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
         kind = run.config.metrics.progress if first else "off"
@@ -56,6 +58,24 @@ class Journal:
         if evaluated and self._run.world.is_first:
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in evaluated.items())
             self._screen.say(f"evaluation at step {step}: {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line, on rank 0."""
+        if self._run.world.is_first:
+            self._screen.say(text)
+
+    def saved(self, saved: Saved | None) -> None:
+        """Note a checkpoint that was committed."""
+        if saved is not None:
+            manifest = saved.manifest
+            self.event(
+                "checkpoint",
+                saved=manifest.step,
+                bytes=manifest.bytes_,
+                seconds=manifest.seconds,
+                deleted=list(saved.deleted),
+            )
+            self.say(f"checkpoint of step {manifest.step} is verified on disk ({manifest.bytes_ / 2**20:,.1f} MiB)")
 
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl."""

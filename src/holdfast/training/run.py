@@ -19,6 +19,7 @@ from holdfast.objectives.base import Objective
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
+from holdfast.training.identity import Identity
 from holdfast.training.observe import Observer
 from holdfast.training.state import TrainState
 from holdfast.types import Example
@@ -72,3 +73,12 @@ class Run(Evaluation):
     source_names: tuple[str, ...]
     """Data sources that get a loss of their own in the metrics."""
     observers: Sequence[Observer]
+    identity: Identity
+    """Hashes of what a checkpoint relies on and does not hold."""
+    assets: dict[str, bytes] = field(default_factory=dict)
+    """Small files of every checkpoint, filled at the first save."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.total_steps is not None and self.state.step >= self.total_steps

@@ -18,6 +18,8 @@ class TrainState:
     skipped_steps: int = 0
     """Updates skipped for a non-finite gradient norm."""
     skipped_in_a_row: int = 0
+    best_exported: float | None = None
+    """Value of checkpoint.export_best's metric in exports/best."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
 

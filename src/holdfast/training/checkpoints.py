@@ -1,0 +1,311 @@
+"""A run's checkpoints: where it continues from, what it saves, and the rehearsal before its first step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from holdfast.checkpoint.choose import Choice, newest_verified
+from holdfast.checkpoint.errors import CheckpointError, CheckpointMismatch
+from holdfast.checkpoint.layout import FOLDER
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.reader import Declared, Loaded, load
+from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
+from holdfast.checkpoint.retention import Best, Retention, clean, steps
+from holdfast.checkpoint.session import Saved, Session
+from holdfast.checkpoint.snapshot import outline, set_random_state, take
+from holdfast.checkpoint.storage import open_storage
+from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.training import directory
+from holdfast.training.assets import run_assets
+from holdfast.training.control import StopRequests
+from holdfast.training.exports import check_export
+from holdfast.training.identity import differences
+from holdfast.training.randomness import seed_rank
+from holdfast.training.run import Run
+from holdfast.training.state import TrainState
+
+
+class Checkpoints:
+    """Holds a run's directory for the length of a block; every rank enters and calls each method together."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._config = run.config.checkpoint
+        self._stack = ExitStack()
+        self._storage = open_storage(self._config.storage or run.directory / FOLDER)
+        self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
+        self._session: Session | None = None
+        self._deviations: tuple[str, ...] = ()
+        self._failures = 0
+        self._rehearsed: Report | None = None
+
+    def __enter__(self) -> Checkpoints:
+        """Take the directory, and put the run where its newest verified checkpoint left it.
+
+        Nothing is written before the rows of the first batch were read.
+
+        Raises:
+            UserError: The directory is taken, no checkpoint is whole, or the newest does not fit this run.
+        """
+        run = self._run
+        if run.config.dry_run and run.world.is_first:
+            directory.remove(run.directory)  # what an interrupted dry run left behind
+        known = self._ranks.agree(bool(steps(self._storage)) if run.world.is_first else False)
+        if not known:
+            run.stream.read_ahead(run.state.step)
+        with run.exchange.together():
+            if run.world.is_first:
+                self._stack.enter_context(Lease(run.directory / FOLDER))
+                directory.create(run.directory, run.config, "sft")
+                clean(self._storage)
+        run_id = run.exchange.agree(directory.run_id(run.directory) if run.world.is_first else "")
+        self._session = Session(
+            self._storage,
+            self._ranks,
+            run_id,
+            _retention(self._config),
+            background=self._config.background,
+            read_back=self._config.read_back,
+            reached=run.world.failure.in_background,
+        )
+        try:
+            self._start(known=known)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for a save in flight, and give the directory back."""
+        try:
+            if kind is None:
+                self.collect()
+            elif issubclass(kind, Exception):
+                with suppress(CheckpointError):  # the error that ends the run counts, not what became of a save
+                    self.session.collect()
+        finally:
+            self._stack.close()
+
+    @property
+    def session(self) -> Session:
+        """The saves of this run."""
+        assert self._session is not None
+        return self._session
+
+    def _start(self, *, known: bool) -> None:
+        run = self._run
+        choice = newest_verified(self._storage, self._ranks) if known else None
+        if choice is not None:
+            self._resume(choice)
+            if not run.finished:
+                run.stream.read_ahead(run.state.step)
+        elif self._config.init_from is not None:
+            self._start_from(self._config.init_from)
+
+    def _resume(self, choice: Choice) -> None:
+        run = self._run
+        manifest = choice.manifest
+        with run.exchange.together():
+            self._check_identity(choice)
+        loaded = load(
+            self._storage,
+            choice.name,
+            run.policy,
+            run.optimizer,
+            self._ranks,
+            declared=_declared(self._config),
+            hyperparameters="live" if self._config.resume.hyperparameters == "config" else "checkpoint",
+            verified=manifest,
+        )
+        run.state = TrainState(**loaded.shared["state"])
+        run.stream.load_state(loaded.shared["stream"])
+        self._restore_random(loaded)
+        self.session.resumed = manifest
+        self._deviations = loaded.deviations
+        self._say(choice.words, self._exactness(loaded), *loaded.notes)
+
+    def _check_identity(self, choice: Choice) -> None:
+        allowed = self._config.resume.changed
+        found = differences(choice.manifest.fingerprints, self._run.identity)
+        refused = {kind: what for kind, what in found.items() if kind not in allowed}
+        if refused:
+            words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
+            raise CheckpointMismatch(
+                f"{self._storage.root}/{choice.name} was made with other things than this run has ({words}). Nothing "
+                f"was changed. Put them back, choose another run.name, or declare it: "
+                f"checkpoint.resume.changed: [{', '.join(refused)}]."
+            )
+
+    def _restore_random(self, loaded: Loaded) -> None:
+        run = self._run
+        if loaded.rank_state is not None:
+            set_random_state(loaded.rank_state["random"])
+        else:
+            seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
+
+    def _exactness(self, loaded: Loaded) -> str:
+        mesh = {"replicate": self._run.plan.replicate, "shard": self._run.plan.shard}
+        if loaded.rank_state is not None and mesh == loaded.manifest.mesh:
+            return "weights, optimizer, random state and order of rows continue bit for bit"
+        then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
+        now = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
+        return (
+            f"the checkpoint was written by {then}, this run is {now}: weights, optimizer and order of rows continue "
+            "exactly; sums over ranks are added in another order, and dropout draws new numbers"
+        )
+
+    def _start_from(self, place: str) -> None:
+        run = self._run
+        path, _, name = place.rstrip("/").rpartition("/")
+        storage = open_storage(path or ".")
+        found = load(storage, name, run.policy, None, self._ranks, declared=_declared(self._config))
+        self._say(f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
+
+    def rehearse(self, requests: StopRequests) -> None:
+        """Save, verify and load once, and let a SIGTERM pass, before anything is trained.
+
+        Raises:
+            RehearsalFailed: A checkpoint could not be made; nothing was trained.
+        """
+        run, config = self._run, self._config
+        if not config.rehearsal.enabled or run.finished:
+            return
+        with run.phase("rehearsal"):
+            with run.exchange.together():
+                check_export(run)
+            optimizer = run.optimizer if config.contents == "full" else None
+            self._rehearsed = report = rehearse(
+                self._storage, run.policy, optimizer, self._ranks, keep=config.keep.last + _extra(config)
+            )
+            deaf = requests.drill(run.exchange)
+        if deaf:
+            raise RehearsalFailed(
+                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, so a preempted run would "
+                "lose its last steps. Look for signal.signal in your observers and libraries."
+            )
+        words = report.describe(
+            ranks=run.world.size,
+            background=config.background,
+            hours_between_failures=config.rehearsal.hours_between_failures,
+        )
+        late = report.save_seconds > config.grace_seconds
+        warning = (
+            f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="
+            f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
+        )
+        self._say(words, *([warning] if late else []))
+
+    def check_first_step(self) -> None:
+        """Rehearse again if the optimizer's real state is other than what was rehearsed.
+
+        Raises:
+            RehearsalFailed: As `rehearse`.
+        """
+        run, before = self._run, self._rehearsed
+        if before is None or self._config.contents != "full":
+            return
+        self._rehearsed = None
+        now = outline(take(run.policy, run.optimizer))
+        if any(run.exchange.gather(now != before.outline)):
+            rehearse(self._storage, run.policy, run.optimizer, self._ranks, keep=self._config.keep.last)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run stands at a step that has no checkpoint yet."""
+        newest = self.session.newest
+        return newest is None or newest.step != self._run.state.step
+
+    def save(
+        self, metrics: Mapping[str, float], *, wait: bool = False, stream: Mapping[str, Any] | None = None
+    ) -> Saved | None:
+        """Save the run as it stands; return the save before, if it was still in flight.
+
+        Args:
+            metrics: Of this step.
+            wait: Return only when the checkpoint is on disk.
+            stream: Where the data stood after the last update; default: where it stands.
+
+        Raises:
+            CheckpointError: This save (if waited for), or the one before, failed too often.
+        """
+        run = self._run
+        before = self.collect()
+        if not self.is_new:
+            return before
+        with run.phase("save"):
+            snapshot = take(
+                run.policy,
+                run.optimizer if self._config.contents == "full" else None,
+                shared={"state": run.state.as_plain(), "stream": dict(stream or run.stream.state())},
+                assets=run_assets(run) if run.world.is_first else {},
+            )
+            self.session.save(
+                snapshot,
+                run.state.step,
+                wait=wait,
+                metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+                mesh={"replicate": run.plan.replicate, "shard": run.plan.shard},
+                versions=directory.versions(),
+                fingerprints=run.identity,
+                deviations=self._deviations,
+            )
+            return (self.collect() or before) if wait else before
+
+    def collect(self) -> Saved | None:
+        """Wait for the save in flight, and return it.
+
+        Raises:
+            CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
+        """
+        try:
+            saved = self.session.collect()
+        except CheckpointError as error:
+            self._failures += 1
+            if self._failures > self._config.max_failures:
+                raise
+            left = self._config.max_failures - self._failures
+            self._say(f"warning: {error} Training goes on; {left} more failures in a row are allowed.")
+            return None
+        if saved is not None:
+            self._failures = 0
+            self._say(*(f"warning: {note}" for note in saved.notes))
+        return saved
+
+    def check_grace(self, requests: StopRequests) -> None:
+        """Tell the user if the last save came later than promised."""
+        if requests.asked_at is None:
+            return
+        seconds = time.monotonic() - requests.asked_at
+        if seconds > self._config.grace_seconds:
+            self._say(
+                f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
+                f"checkpoint.grace_seconds={self._config.grace_seconds:g}"
+            )
+
+    def _say(self, *lines: str) -> None:
+        if self._run.world.is_first:
+            for line in lines:
+                print(line, flush=True)
+
+
+def _declared(config: CheckpointConfig) -> Declared:
+    resume = config.resume
+    return Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
+
+
+def _retention(config: CheckpointConfig) -> Retention:
+    keep = config.keep
+    return Retention(keep.last, keep.every, tuple(Best(best.metric, best.mode, best.count) for best in keep.best))
+
+
+def _extra(config: CheckpointConfig) -> int:
+    return sum(best.count for best in config.keep.best)

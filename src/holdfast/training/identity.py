@@ -1,0 +1,83 @@
+"""What a checkpoint remembers of things that are not in it: rows, the user's files, the tokenizer.
+
+A run that goes on with other rows or another loss is another run; it must say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.hashing import hash_bytes, hash_file
+from holdfast.config.algorithm import UserObjectiveConfig
+from holdfast.config.runs import SFTConfig
+from holdfast.data.stream import SampleStream
+
+Identity = Mapping[str, Mapping[str, str]]
+"""Kind (data, files, tokenizer) -> what -> hash or value"""
+
+_ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
+_TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
+
+
+def identity(config: SFTConfig, base: Path, stream: SampleStream, tokenizer: Any) -> Identity:
+    """Return hashes of everything a resumed run must find unchanged.
+
+    Args:
+        config: The run.
+        base: The YAML's directory.
+        stream: The training rows.
+        tokenizer: The run's.
+    """
+    data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
+    data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
+    data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
+    data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
+    files = {key: hash_file(path) for key, path in _user_files(config, base)}
+    return {"data": data, "files": files, "tokenizer": {"tokenizer": _tokenizer_hash(tokenizer)}}
+
+
+def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
+    """Return what changed, by kind."""
+    found = {}
+    for kind, values in now.items():
+        before = then.get(kind, {})
+        changed = [what for what in sorted({*before, *values}) if before.get(what) != values.get(what)]
+        if changed:
+            found[kind] = changed
+    return found
+
+
+def _user_files(config: SFTConfig, base: Path) -> Iterator[tuple[str, Path]]:
+    named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
+    if isinstance(config.objective, UserObjectiveConfig):
+        named.append(("objective.path", config.objective.path))
+    if config.data.filter is not None:
+        named.append(("data.filter", config.data.filter))
+    named += [(f"data.{key}", path) for key in ("format", "chat_template") if (path := getattr(config.data, key))]
+    for key, name in named:
+        file = name.rpartition(":")[0] if name.rpartition(":")[0].endswith(".py") else name
+        found = next((place for place in _places(file, base) if _is_file(place)), None)
+        if found is not None:
+            yield f"{key} {file}", found
+
+
+def _places(file: str, base: Path) -> Sequence[Path]:
+    return (base / file, Path(file))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a template written in place is no file's name
+        return False
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
+    special = json.dumps({key: str(value) for key, value in tokenizer.special_tokens_map.items()}, sort_keys=True)
+    return hash_bytes("\n".join((words, template, special)).encode())
