@@ -35,8 +35,11 @@ def varlen_attn_of_torch_2_11(
     raise NotImplementedError
 
 
+GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether the kernel of the torch that runs these tests takes fewer key heads than query heads; torch 2.11 does not."""
+
 FORMS = [
-    pytest.param(varlen_attn, True, id="this torch"),
+    pytest.param(varlen_attn, GROUPS, id="this torch"),
     pytest.param(varlen_attn_of_torch_2_11, False, id="torch 2.11"),
 ]
 
@@ -103,7 +106,7 @@ def test_torch_2_11_gets_key_heads_repeated_and_no_unknown_word() -> None:
 
 
 def test_offsets_are_int32_and_the_longest_document_is_named() -> None:
-    call = bound(varlen_attn, groups=True, window=None)
+    call = bound(varlen_attn, groups=GROUPS, window=None)
 
     assert call["cu_seq_q"].dtype == call["cu_seq_k"].dtype == torch.int32
     assert call["cu_seq_q"].tolist() == [0, 4, 8, 15]
@@ -114,7 +117,7 @@ def test_offsets_are_int32_and_the_longest_document_is_named() -> None:
     ("window", "expected"), [(None, (-1, 0)), (1, (0, 0)), (4096, (4095, 0))], ids=["none", "itself alone", "Mistral"]
 )
 def test_a_window_of_w_tokens_is_w_minus_one_to_the_left(window: int | None, expected: tuple[int, int]) -> None:
-    assert bound(varlen_attn, groups=True, window=window)["window_size"] == expected
+    assert bound(varlen_attn, groups=GROUPS, window=window)["window_size"] == expected
 
 
 @pytest.mark.parametrize(
