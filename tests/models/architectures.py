@@ -105,6 +105,8 @@ def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: A
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(scale)
+    if kind == "gemma2":
+        model.set_attn_implementation("eager")  # transformers 5.19 would take sdpa, which ignores the soft cap
     return model
 
 

@@ -301,6 +301,7 @@ def test_attention_is_the_one_asked_for(tmp_path: Path, kind: str, wanted: str, 
     [
         ("lfm2", "packed", r"packed is not exact for lfm2: its conv layers carry state across documents"),
         ("mamba", "sdpa", r"mamba has no sdpa attention"),
+        ("gemma2", "sdpa", r"gemma2 has no sdpa attention that is exact\. Use auto or eager"),
         ("falcon", "eager", r"eager cannot be set, falcon chooses by itself\. Use auto"),
     ],
 )

@@ -28,6 +28,15 @@ _KNOWN = {"s_aux", "position_ids"}
 """Tensors among a layer's options that packed attention uses, or that only models use."""
 
 
+def upstream_attention(model: Any) -> str:
+    """Return the attention of transformers' own that is exact for a model: `sdpa`, or `eager` where that is not.
+
+    transformers 5.19 lets Gemma 2 have sdpa, which then leaves its soft cap out without a word; 5.23 refuses it.
+    """
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and softcap is None else "eager"
+
+
 @dataclass(frozen=True)
 class Documents:
     """Where documents begin and end in a packed row."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.models.attention import PACKED, register
+from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
 from holdfast.models.conversion import plan_incoming
 from holdfast.models.family import Family, family_of
@@ -262,6 +262,8 @@ def _choose_attention(model: Any, family: Family, wanted: str, notes: list[str])
     if wanted == "auto":  # what transformers chose: sdpa wherever the model has it
         notes.append(f"attention: one document per row, since {reason}")
         return False
+    if wanted == "sdpa" and upstream_attention(model) != "sdpa":
+        raise ModelError(f"{family.name} has no sdpa attention that is exact. Use auto or eager.")
     try:
         if model.config._attn_implementation != wanted:  # noqa: SLF001 - what set_attn_implementation sets
             model.set_attn_implementation(wanted)

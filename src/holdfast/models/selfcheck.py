@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.data.packing import pack, to_device
 from holdfast.data.weights import Share
 from holdfast.errors import ModelError
+from holdfast.models.attention import upstream_attention
 from holdfast.models.policy import PolicyModel
 from holdfast.types import Example, Scores
 
@@ -81,7 +82,7 @@ def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: to
 def use_padding(policy: PolicyModel) -> None:
     """Switch to one document per row and transformers' own attention."""
     policy.padded = True
-    policy.language_model.set_attn_implementation(_upstream_attention(policy))  # type: ignore[operator]
+    policy.language_model.set_attn_implementation(upstream_attention(policy.language_model))  # type: ignore[operator]
 
 
 def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
@@ -98,7 +99,7 @@ def _measure(policy: PolicyModel, dtype: torch.dtype) -> CheckResult:
     after = _ours(policy, [changed, second], device)
     ours_attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - set_attn_implementation's
     if not policy.padded:
-        model.set_attn_implementation(_upstream_attention(policy))
+        model.set_attn_implementation(upstream_attention(model))
     theirs = [policy.upstream_logprobs(torch.as_tensor(tokens, device=device)) for tokens in (first, second)]
     if not policy.padded:
         model.set_attn_implementation(ours_attention)
@@ -117,7 +118,3 @@ def _ours(policy: PolicyModel, documents: list[Any], device: torch.device) -> li
     scores = policy(batch)
     assert isinstance(scores, Scores)
     return list(torch.split(scores.logprobs, [tokens.size - 1 for tokens in documents]))
-
-
-def _upstream_attention(policy: PolicyModel) -> str:
-    return "sdpa" if getattr(policy.language_model, "_supports_sdpa", False) else "eager"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint
 from holdfast.parallel.stream import full_tensor, held_tensors
 
@@ -27,7 +28,7 @@ class Replica:
             part.use_cache = True
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
-        self.model.set_attn_implementation("sdpa")
+        self.model.set_attn_implementation(upstream_attention(self.model))
         self.model.generation_config = copy.deepcopy(origin.skeleton.generation_config)
         self._device, self._dtype = device, dtype
         self._buffers = origin.buffers
