@@ -64,7 +64,40 @@ def export(
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
     held = held_tensors(policy)
-    conversions, headers = _planned(held, origin, dtype)
+    write_model(
+        held,
+        headers_of(held, dtype),
+        origin,
+        directory,
+        exchange,
+        dtype=dtype,
+        largest_file_bytes=largest_file_bytes,
+        extra_files=extra_files,
+    )
+
+
+def write_model(
+    held: Mapping[str, Tensor],
+    held_headers: Mapping[str, Header],
+    origin: Blueprint,
+    directory: Path,
+    exchange: ProcessExchange,
+    *,
+    dtype: torch.dtype | None,
+    largest_file_bytes: int,
+    extra_files: Mapping[str, str] | None,
+) -> None:
+    """Do what `export` does with tensors that may be sharded, or be read only when they are asked for.
+
+    Args:
+        held: The model's tensors under their canonical names.
+        held_headers: Their shapes, with the dtypes that are written.
+        origin, directory, exchange, dtype, largest_file_bytes, extra_files: As in `export`.
+
+    Raises:
+        ExportFailed: As `export`.
+    """
+    conversions, headers = _planned(held_headers, origin)
     tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
     with exchange.together():
         if exchange.rank == 0:
@@ -80,13 +113,11 @@ def check_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None)
     Raises:
         ModelError: A parameter has no place in the model's directory.
     """
-    return _planned(held_tensors(policy), origin, dtype)[1]
+    return _planned(headers_of(held_tensors(policy), dtype), origin)[1]
 
 
-def _planned(
-    held: dict[str, Tensor], origin: Blueprint, dtype: torch.dtype | None
-) -> tuple[Sequence[Conversion], dict[str, Header]]:
-    conversions = plan_outgoing(origin.skeleton, headers_of(held, dtype), origin.used_conversions)
+def _planned(held: Mapping[str, Header], origin: Blueprint) -> tuple[Sequence[Conversion], dict[str, Header]]:
+    conversions = plan_outgoing(origin.skeleton, held, origin.used_conversions)
     return conversions, {name: header for conversion in conversions for name, header in conversion.targets.items()}
 
 

@@ -6,11 +6,13 @@ Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopp
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -23,9 +25,19 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(help="Look at a run's data.", no_args_is_help=True)
 model_app = typer.Typer(help="Look at a run's model.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
+
+
+class Damage(StrEnum):
+    """What `prove --break` damages."""
+
+    rng = "rng"
+    cursor = "cursor"
+    optimizer = "optimizer"
+
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
 Overrides = Annotated[
@@ -50,6 +62,32 @@ def evaluate(
     from holdfast.cli.train import train_from
 
     raise typer.Exit(train_from("eval", target, overrides or []))
+
+
+@app.command()
+def prove(
+    run: RunFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=2, help="Updates of each run.")] = 12,
+    kill_at: Annotated[int, typer.Option(min=2, help="The update in which a rank is killed.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the rank and the phase.")] = 0,
+    break_: Annotated[
+        Damage | None, typer.Option("--break", help="Damage the resumed state: the proof must then fail.")
+    ] = None,
+) -> None:
+    """Kill a run, resume it, and compare it bit for bit with one that was not killed; exit 1 if they differ."""
+    from holdfast.cli.prove import prove as prove_run
+
+    raise typer.Exit(
+        prove_run(
+            run,
+            overrides or [],
+            steps=steps,
+            kill_at=kill_at,
+            seed=seed,
+            break_=None if break_ is None else break_.value,
+        )
+    )
 
 
 @app.command()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import xxhash
 
 from holdfast.config.data import DataConfig
-from holdfast.data.candidates import Candidates
+from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
 from holdfast.data.packing import pack
 from holdfast.data.planning import plan_packs
@@ -66,8 +69,15 @@ def assemble(found: Candidates, exchange: Exchange, config: DataConfig, layout: 
             "data/mean_length": tokens / max(1, len(known)),
             "data/fill": tokens / capacity,
             "data/micro_batches": float(plan.micro_batches),
+            "data/order_hash": _order_hash(known),
         },
     )
+
+
+def _order_hash(known: Sequence[Known]) -> float:
+    """Return a number below 2**52 that two updates share only if they hold the same sequences in the same order."""
+    places = np.array([(sequence.draw, sequence.part) for sequence in known], dtype=np.int64)
+    return float(xxhash.xxh3_64_intdigest(places.tobytes()) >> 12)
 
 
 def _move(found: Candidates, exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[int, Example]:

@@ -68,6 +68,11 @@ def _installed_gpus(environ: Mapping[str, str]) -> int:
         return 0
 
 
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with more variables."""
+    return {**os.environ, **variables}
+
+
 def free_port() -> int:
     """Return a TCP port of the loopback address that is free now; another program may still take it first."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
-from holdfast.models.conversion import plan_incoming
+from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
 from holdfast.models.names import canonical_name, named_parameters
 from holdfast.models.origin import load_tokenizer, locate, read_config
@@ -103,6 +103,26 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     return Blueprint(
         model, skeleton, raw_config, family, tokenizer, source, buffers, used, directory, packed, tuple(notes)
     )
+
+
+def described(config: ModelConfig, base: Path, stored: Mapping[str, Header] | None) -> Blueprint:
+    """Describe a model for exports alone, from a directory that holds everything but weights.
+
+    Args:
+        config: Names the directory.
+        base: As in `blueprint`.
+        stored: Names and shapes of the files the weights once came from; None for a model of random start.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    raw_config = _raw_config(config, locate(str(config.path), config, base, weights=False), None)
+    with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
+        skeleton = _on_meta(_maker(raw_config, config.trust_remote_code), raw_config)
+    used = None if stored is None else plan_incoming(skeleton, stored, str(config.path)).used
+    tokenizer, family = load_tokenizer(config, base), family_of(skeleton)
+    source = RandomSource(skeleton, 0)  # never asked: the tensors are somewhere else
+    return Blueprint(skeleton, skeleton, raw_config, family, tokenizer, source, {}, used, Path(str(config.path)), False)
 
 
 def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -70,6 +71,16 @@ class Failure:
         return f"{who} failed{where}: {self.type}: {self.message}"
 
 
+@dataclass(frozen=True)
+class KillPoint:
+    """Where a proof kills this rank with SIGKILL: as hard as a power cut, and at a known place."""
+
+    step: int
+    """Update in which it happens, counted from 1."""
+    phase: str
+    """As `FailureChannel.phase` names it; of a save, "save: " and the save's phase."""
+
+
 class FailureChannel:
     """One rank's end of the channel; wrap the whole of a rank's work in `guard`.
 
@@ -78,13 +89,22 @@ class FailureChannel:
         rank: Own number.
         world_size: Ranks of the run.
         directory: The launch directory when all ranks run on this machine under our launcher, else None.
+        kill: Where a proof kills this rank.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        directory: Path | None = None,
+        kill: KillPoint | None = None,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._directory = directory
+        self._kill = kill
         self._phase = ""
         self._step: int | None = None
         self._files: dict[str, int] = {}
@@ -103,10 +123,17 @@ class FailureChannel:
     def _set_phase(self, name: str) -> None:
         self._phase = name
         self._write_in_place(f"phase-rank-{self._rank}", name)
+        self._maybe_die(name)
+
+    def _maybe_die(self, phase: str) -> None:
+        kill = self._kill
+        if kill is not None and self._step is not None and self._step + 1 >= kill.step and phase == kill.phase:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def in_background(self, name: str) -> None:
         """Record what a thread beside the loop does, such as a phase of a save."""
         self._write_in_place(f"background-rank-{self._rank}", name)
+        self._maybe_die(f"save: {name}")
 
     def at_step(self, step: int) -> None:
         """Record the step; rank 0's is what the launcher compares between two deaths."""

@@ -18,7 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from holdfast.config.launch import LaunchConfig
 from holdfast.config.parallel import ParallelConfig
 from holdfast.errors import ConfigError
-from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.failure import FailureChannel, KillPoint
+
+KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
+"""Set by `holdfast prove` alone: rank:step:phase at which a rank kills itself, and what is damaged after a resume."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class World:
     device: torch.device
     failure: FailureChannel
     """Tells the others why this rank failed, and learns why another did."""
+    break_resume: str | None = None
+    """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
 
     @property
     def is_first(self) -> bool:
@@ -72,12 +77,20 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
             backend, store=PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout
         )
         try:
-            channel = FailureChannel(store, rank, size, Path(directory) if directory else None)
+            channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
             with channel.guard():
-                yield World(rank, size, local_rank, device, channel)
+                yield World(rank, size, local_rank, device, channel, os.environ.get(BREAK_VARIABLE))
                 dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
         finally:
             dist.destroy_process_group()
+
+
+def _kill_point(rank: int) -> KillPoint | None:
+    named = os.environ.get(KILL_VARIABLE)
+    if not named:
+        return None
+    who, step, phase = named.split(":", 2)
+    return KillPoint(int(step), phase) if rank == int(who) else None
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ def held_tensors(policy: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-def headers_of(held: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Header]:
+def headers_of(held: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Header]:
     """Return their shapes, with floating-point dtypes replaced by `dtype` if given."""
     return {
         name: Header(tuple(tensor.shape), dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
@@ -38,7 +38,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def converted_tensors(
-    held: dict[str, Tensor], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
+    held: Mapping[str, Tensor], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under the names of the model's directory, gathering one group at a time.
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_assets
+from holdfast.checkpoint.stored_export import STORED_HEADERS, headers_json
+from holdfast.models.weights_in import StoredSource
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -22,5 +24,7 @@ def run_assets(run: Run) -> dict[str, bytes]:
                 for file in sorted(Path(folder).rglob("*"))
                 if file.is_file()
             }
+        if isinstance(run.origin.source, StoredSource):
+            run.assets[STORED_HEADERS] = headers_json(dict(run.origin.source.stored.headers))
         run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.config).encode()
     return run.assets

@@ -1,0 +1,76 @@
+"""From what a user types to checkpoints: a run, its folder of checkpoints, one of them, or a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+from holdfast.checkpoint.layout import FOLDER, step_of
+from holdfast.checkpoint.manifest import NAME, Manifest
+from holdfast.checkpoint.retention import manifests, steps
+from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.tensors import StoredCheckpoint
+from holdfast.checkpoint.verification import check_names, read_manifest
+
+
+def folder_of(place: str) -> Storage:
+    """Return the storage of a run's checkpoints.
+
+    Args:
+        place: A run directory, its folder of checkpoints, or a URL of the latter.
+
+    Raises:
+        NoCheckpoint: No checkpoint is there.
+    """
+    for candidate in (f"{place.rstrip('/')}/{FOLDER}", place):
+        storage = open_storage(candidate)
+        if steps(storage):
+            return storage
+    storage = open_storage(place)
+    read_manifest(storage, "")  # says what it is instead
+    raise NoCheckpoint(f"{place} is one checkpoint; name its run, {PurePosixPath(place).parent.parent}.")
+
+
+def one(place: str) -> StoredCheckpoint:
+    """Return the checkpoint at a path; of a run, its newest. Names and sizes are verified.
+
+    Raises:
+        NoCheckpoint: There is none.
+        CheckpointCorrupt: Its manifest is damaged, or a file is missing.
+    """
+    scheme, colon, rest = place.rstrip("/").rpartition("://")
+    path = PurePosixPath(rest) if colon else PurePosixPath(Path(rest).absolute())
+    storage, name = open_storage(f"{scheme}{colon}{path.parent}"), path.name
+    if not storage.exists(f"{name}/{NAME}") and step_of(name) is None:
+        try:
+            storage = folder_of(place)
+        except NoCheckpoint:
+            raise NoCheckpoint(str(_why_not(storage, name))) from None
+        name = list(steps(storage).values())[-1]
+    manifest = read_manifest(storage, name)
+    check_names(storage, name, manifest)
+    return StoredCheckpoint(storage, name, manifest)
+
+
+def _why_not(storage: Storage, name: str) -> CheckpointError | NoCheckpoint:
+    try:
+        read_manifest(storage, name)
+    except (NoCheckpoint, CheckpointError) as error:
+        return error
+    raise AssertionError(name)
+
+
+def best(storage: Storage, metric: str, mode: str) -> tuple[str, Manifest]:
+    """Return the checkpoint with the best metric of its own step; of equal ones the later.
+
+    Raises:
+        NoCheckpoint: No checkpoint has such a metric; the known ones are named.
+    """
+    found = {step: manifest for step, manifest in manifests(storage).items() if manifest.finite}
+    rated = [(value, step) for step, manifest in found.items() if (value := manifest.metrics.get(metric)) is not None]
+    if not rated:
+        known = sorted({name for manifest in found.values() for name in manifest.metrics})
+        raise NoCheckpoint(f"No checkpoint in {storage.root} has the metric {metric}; they have {', '.join(known)}.")
+    sign = 1.0 if mode == "max" else -1.0
+    step = max(rated, key=lambda pair: (sign * pair[0], pair[1]))[1]
+    return steps(storage)[step], found[step]

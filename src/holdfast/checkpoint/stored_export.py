@@ -1,0 +1,122 @@
+"""A model directory, or one torch file, from a checkpoint: no ranks, no run, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from holdfast.checkpoint.errors import NoCheckpoint
+from holdfast.checkpoint.export import EXPORTED_CONFIG, write_model
+from holdfast.checkpoint.layout import ASSETS
+from holdfast.checkpoint.snapshot import MODEL, OPTIM
+from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
+from holdfast.config.model import ModelConfig
+from holdfast.models.build import Blueprint, described
+from holdfast.models.conversion import Header
+from holdfast.optim.tagged import decode
+from holdfast.parallel.collectives import ProcessExchange
+
+STORED_HEADERS = "stored_headers.json"
+"""Names and shapes of the files that the weights once came from: an export gives tensors these names again."""
+
+
+def export_stored(
+    checkpoints: Sequence[StoredCheckpoint],
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    largest_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
+
+    Args:
+        checkpoints: Of the same model.
+        directory: Replaced if it exists.
+        dtype: Cast floating-point tensors to this; None keeps them as stored.
+        largest_file_bytes: Weights are spread over files of at most this size.
+
+    Raises:
+        CheckpointCorrupt: A tensor's bytes are not those that were saved.
+        CheckpointMismatch: The checkpoints hold different models.
+        NoCheckpoint: The checkpoint lacks the files that describe its model.
+        ExportFailed: Writing failed, or what was written reads back differently.
+    """
+    held = ModelTensors(checkpoints)
+    last = checkpoints[-1]
+    with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
+        origin = _origin(last, Path(folder))
+        texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
+        write_model(
+            held,
+            last.model_headers(dtype),
+            origin,
+            directory,
+            ProcessExchange(),
+            dtype=dtype,
+            largest_file_bytes=largest_file_bytes,
+            extra_files=texts,
+        )
+
+
+def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
+    """Describe the model from the small files in its checkpoint."""
+    prefix = f"{ASSETS}/"
+    for file in checkpoint.manifest.files:
+        if file.startswith(prefix):
+            place = folder / file.removeprefix(prefix)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(checkpoint.storage.read(f"{checkpoint.name}/{file}"))
+    if not (folder / EXPORTED_CONFIG).exists() or not (folder / "config.json").exists():
+        raise NoCheckpoint(
+            f"{checkpoint.path} does not describe its model: it was not saved by a training run. Export it from the "
+            "loop that made it, or use --format torch."
+        )
+    section = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"]
+    config = ModelConfig(path=str(folder), trust_remote_code=section["trust_remote_code"])
+    return described(config, folder, _stored_headers(folder / STORED_HEADERS))
+
+
+def headers_json(headers: dict[str, Header]) -> bytes:
+    """Return names and shapes as a file for the checkpoint."""
+    plain = {name: [list(header.shape), str(header.dtype).removeprefix("torch.")] for name, header in headers.items()}
+    return json.dumps(plain, sort_keys=True).encode()
+
+
+def _stored_headers(path: Path) -> dict[str, Header] | None:
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {name: Header(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in found.items()}
+
+
+def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
+    """Write {"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "param_groups": [...]}}.
+
+    The whole state is in memory at once; `torch.load(path, weights_only=True)` reads it.
+    """
+    manifest = checkpoint.manifest
+    model = {key.removeprefix(MODEL): checkpoint.read(key) for key in manifest.tensors if key.startswith(MODEL)}
+    state: dict[str, dict[str, Any]] = {}
+    for key in manifest.tensors:
+        if key.startswith(OPTIM):
+            name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+            state.setdefault(name, {})[slot] = checkpoint.read(key)
+    groups: list[dict[str, Any]] = []
+    if manifest.optimizer is not None:
+        for name, values in manifest.optimizer["values"].items():
+            state.setdefault(name, {}).update({slot: decode(value) for slot, value in values.items()})
+        groups = [
+            {"params": list(group["parameters"])}
+            | {key: decode(value) for key, value in group["hyperparameters"].items()}
+            for group in manifest.optimizer["groups"]
+        ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.staging")
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, staging)
+    staging.replace(path)

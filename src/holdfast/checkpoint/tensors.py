@@ -1,0 +1,124 @@
+"""Single tensors of a checkpoint, read and verified one at a time, without ranks and without a model."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.hashing import hash_tensor
+from holdfast.checkpoint.layout import DCP
+from holdfast.checkpoint.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.snapshot import MODEL
+from holdfast.checkpoint.storage import Storage
+from holdfast.models.conversion import Header
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose names were verified; tensors are verified as they are read."""
+
+    storage: Storage
+    name: str
+    manifest: Manifest
+
+    @property
+    def path(self) -> str:
+        """Where it is, as a user writes it."""
+        return f"{self.storage.root}/{self.name}"
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        name = f"{self.name}/{DCP}/{METADATA}"
+        return read_dcp_metadata(self.storage.read(name), f"{self.storage.root}/{name}")
+
+    def read(self, key: str) -> Tensor:
+        """Return a whole tensor by its name in the manifest.
+
+        Raises:
+            CheckpointCorrupt: Its bytes are not those that were saved.
+        """
+        entry = self.manifest.tensors[key]
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        stored = {tuple(index.offset or ()): info for index, info in self._stored(key)}
+        for chunk in entry.chunks:
+            part = self._read_chunk(stored.get(chunk.offsets))
+            if part is None or hash_tensor(part) != chunk.hash:
+                raise CheckpointCorrupt(f"{self.path}: {key} is damaged: its bytes are not those that were saved.")
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place] = part
+        return whole
+
+    def _stored(self, key: str) -> Iterator[tuple[Any, Any]]:
+        return ((index, info) for index, info in (self._metadata.storage_data or {}).items() if index.fqn == key)
+
+    def _read_chunk(self, info: Any) -> Tensor | None:
+        if info is None:
+            return None
+        try:
+            with self.storage.open(f"{self.name}/{DCP}/{info.relative_path}") as file:
+                file.seek(info.offset)
+                data = io.BytesIO(file.read(info.length))
+            part: Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
+            return None
+        return part
+
+    def model_headers(self, dtype: torch.dtype | None) -> dict[str, Header]:
+        """Return name and shape of every model tensor, with floating-point dtypes replaced by `dtype` if given."""
+        return {
+            key.removeprefix(MODEL): _header(entry, dtype)
+            for key, entry in self.manifest.tensors.items()
+            if key.startswith(MODEL)
+        }
+
+
+def _header(entry: TensorEntry, dtype: torch.dtype | None) -> Header:
+    stored = getattr(torch, entry.dtype)
+    return Header(entry.shape, dtype if dtype is not None and stored.is_floating_point else stored)
+
+
+class ModelTensors(Mapping[str, Tensor]):
+    """The model tensors of one checkpoint, or the mean of several, read when they are asked for."""
+
+    def __init__(self, checkpoints: Sequence[StoredCheckpoint]) -> None:
+        """Check that the checkpoints hold the same tensors.
+
+        Raises:
+            CheckpointMismatch: They do not; the first difference is named.
+        """
+        self._checkpoints = list(checkpoints)
+        first = self._checkpoints[0]
+        self._names = list(first.model_headers(None))
+        for other in self._checkpoints[1:]:
+            mine, theirs = first.model_headers(None), other.model_headers(None)
+            different = next((name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)), None)
+            if different is not None:
+                raise CheckpointMismatch(f"{first.path} and {other.path} hold different models: {different} differs.")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor; of several checkpoints the mean, taken in float64, or the last one's integers."""
+        key = MODEL + name
+        whole = self._checkpoints[-1].read(key)
+        if len(self._checkpoints) == 1 or not whole.is_floating_point():
+            return whole
+        total = whole.to(torch.float64)
+        for checkpoint in self._checkpoints[:-1]:
+            total += checkpoint.read(key)
+        return (total / len(self._checkpoints)).to(whole.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._names)

@@ -1,0 +1,187 @@
+"""`holdfast checkpoint`: look at checkpoints, prove them whole, turn them into models, keep and delete them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import dtype as TorchDtype
+
+app = typer.Typer(help="Look at a run's checkpoints, verify, export, keep and delete them.", no_args_is_help=True)
+
+Place = Annotated[str, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False)]
+
+
+class Level(StrEnum):
+    """How closely a checkpoint is looked at."""
+
+    names = "names"
+    files = "files"
+    tensors = "tensors"
+
+
+class Form(StrEnum):
+    """What an export is."""
+
+    hf = "hf"
+    torch = "torch"
+
+
+class Dtype(StrEnum):
+    """Of exported floating-point tensors."""
+
+    same = "same"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.command("ls")
+def list_checkpoints(
+    run: Place, metric: Annotated[list[str] | None, typer.Option(help="Show this metric; may be repeated.")] = None
+) -> None:
+    """List a run's checkpoints, oldest first, with the metrics of their steps."""
+    from holdfast.cli.checkpoint_views import listing
+
+    for line in listing(run, metric or []):
+        typer.echo(line)
+
+
+@app.command("path")
+def print_path(
+    run: Place,
+    best: Annotated[str | None, typer.Option(metavar="METRIC", help="The best by a metric of its own step.")] = None,
+    mode: Annotated[str, typer.Option(metavar="max|min", help="Whether more of the metric is better.")] = "max",
+    last: Annotated[bool, typer.Option("--last", help="The newest; the default.")] = False,
+) -> None:
+    """Print the path of one checkpoint, for scripts."""
+    from holdfast.checkpoint import find
+    from holdfast.errors import ConfigError
+
+    if best is not None and last:
+        raise ConfigError("--best and --last name two checkpoints; give one of them.")
+    if mode not in {"max", "min"}:
+        raise ConfigError(f"--mode {mode} is neither max nor min.")
+    if best is None:
+        typer.echo(find.one(run).path)
+        return
+    storage = find.folder_of(run)
+    typer.echo(f"{storage.root}/{find.best(storage, best, mode)[0]}")
+
+
+@app.command("show")
+def show(checkpoint: Place) -> None:
+    """Print what a checkpoint says of itself: contents, sizes, mesh, versions, metrics, tensors."""
+    from holdfast.cli.checkpoint_views import description
+
+    for line in description(checkpoint):
+        typer.echo(line)
+
+
+@app.command("verify")
+def verify(
+    path: Place,
+    level: Annotated[
+        Level, typer.Option(help="names and sizes; files' hashes; tensors, read one by one.")
+    ] = Level.tensors,
+) -> None:
+    """Compare a checkpoint, or every one of a run, with its manifest; exit 1 and name the tensor if it is damaged."""
+    from holdfast.cli.checkpoint_views import verification
+
+    lines, whole = verification(path, level.value)
+    for line in lines:
+        typer.echo(line)
+    raise typer.Exit(0 if whole else 1)
+
+
+@app.command("diff")
+def diff(
+    first: Place,
+    second: Annotated[str, typer.Argument(metavar="PATH")],
+    everything: Annotated[bool, typer.Option("--all", help="Every difference, not only the first.")] = False,
+) -> None:
+    """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.compare import differences
+
+    found = 0
+    for line in differences(find.one(first), find.one(second)):
+        typer.echo(line)
+        found += 1
+        if not everything:
+            break
+    if not found:
+        typer.echo("identical")
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command("export")
+def export(
+    checkpoint: Place,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
+    form: Annotated[
+        Form, typer.Option("--format", help="A model directory, or one {model, optimizer} file.")
+    ] = Form.hf,
+    dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
+) -> None:
+    """Write a model directory that plain transformers loads, one tensor in memory at a time."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.stored_export import export_stored, write_torch_file
+
+    found = find.one(checkpoint)
+    if form is Form.torch:
+        write_torch_file(found, output)
+    else:
+        export_stored([found], output, dtype=_dtype(dtype), largest_file_bytes=shard_bytes)
+    typer.echo(f"{found.path} is exported to {output}")
+
+
+@app.command("average")
+def average(
+    checkpoints: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The model directory.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
+) -> None:
+    """Write the mean of several checkpoints' weights as a model directory; sums are taken in float64."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.stored_export import export_stored
+
+    found = [find.one(path) for path in checkpoints]
+    export_stored(found, output, dtype=_dtype(dtype))
+    typer.echo(f"the mean of {len(found)} checkpoints is in {output}")
+
+
+@app.command("prune")
+def prune(
+    run: Place,
+    keep_last: Annotated[int, typer.Option(min=2, help="Newest checkpoints that stay.")] = 3,
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Steps that are a multiple of this stay.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> None:
+    """Delete older checkpoints; pinned ones and the newest verified one stay."""
+    from holdfast.cli.checkpoint_views import pruned
+
+    for line in pruned(run, keep_last, keep_every, dry_run=dry_run):
+        typer.echo(line)
+
+
+@app.command("pin")
+def pin(
+    run: Place,
+    step: Annotated[int, typer.Argument(min=0, help="The step to keep.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Let retention delete it again.")] = False,
+) -> None:
+    """Keep a checkpoint whatever retention says."""
+    from holdfast.cli.checkpoint_views import pinned
+
+    typer.echo(pinned(run, step, remove=remove))
+
+
+def _dtype(wanted: Dtype) -> TorchDtype | None:
+    import torch
+
+    return None if wanted is Dtype.same else getattr(torch, wanted.value)

@@ -1,0 +1,179 @@
+"""What `holdfast checkpoint` prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.manifest import Manifest
+    from holdfast.checkpoint.storage import Storage
+    from holdfast.checkpoint.verification import Level
+
+SHOWN = ("loss", "reward")
+"""Metrics of a listing, besides those that are asked for and one of an evaluation."""
+
+
+def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
+    """Yield a table of a run's checkpoints."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+    from holdfast.checkpoint.retention import read_pins, steps
+    from holdfast.checkpoint.verification import check_names, read_manifest
+
+    storage = find.folder_of(place)
+    pins, shown = read_pins(storage), list(metrics)
+    for step, name in steps(storage).items():
+        try:
+            manifest = read_manifest(storage, name)
+            check_names(storage, name, manifest)
+        except (CheckpointError, NoCheckpoint) as error:
+            yield f"{name}  damaged: {error}"
+            continue
+        shown = shown or _shown(manifest)
+        words = [f"{manifest.bytes_ / 2**20:,.1f} MiB", "+".join(manifest.contents)]
+        words += [f"{metric}={_number(manifest.metrics.get(metric))}" for metric in shown]
+        words += ["pinned"] if step in pins else []
+        words += [] if manifest.finite else ["not finite"]
+        yield f"{name}  {'  '.join(words)}"
+    for name in storage.names():
+        if name.startswith(".quarantine-"):
+            yield f"{name}  damaged, put aside"
+
+
+def _shown(manifest: Manifest) -> list[str]:
+    evaluated = [name for name in manifest.metrics if name.startswith("eval/") and name.endswith("/loss")]
+    return [name for name in SHOWN if name in manifest.metrics] + evaluated[:1]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def description(place: str) -> Iterator[str]:
+    """Yield what a checkpoint says of itself."""
+    from holdfast.checkpoint import find
+
+    found = find.one(place)
+    manifest = found.manifest
+    yield f"checkpoint {found.path}"
+    yield f"run {manifest.run_id}, step {manifest.step}, hash {manifest.hash}"
+    if manifest.parent_step is not None:
+        yield f"after step {manifest.parent_step}, hash {manifest.parent}"
+    yield f"contents {', '.join(manifest.contents)}; {len(manifest.files)} files, {manifest.bytes_:,} bytes"
+    yield f"written by {_pairs(manifest.mesh)} in {manifest.seconds:.2f} s; {_pairs(manifest.versions)}"
+    trained = sum(entry.requires_grad for entry in manifest.tensors.values())
+    dtypes = Counter(entry.dtype for entry in manifest.tensors.values())
+    yield f"{len(manifest.tensors)} tensors ({_pairs(dtypes)}), {trained} trained parameters"
+    if manifest.optimizer is not None:
+        yield f"optimizer {manifest.optimizer['kind']}"
+    for name, others in manifest.ties.items():
+        yield f"tied: {name} = {', '.join(others)}"
+    if not manifest.finite:
+        yield "not finite: a tensor holds NaN or infinity"
+    for deviation in manifest.deviations:
+        yield f"declared: {deviation}"
+    for name, value in manifest.metrics.items():
+        yield f"  {name} {_number(value)}"
+    for name, entry in sorted(manifest.tensors.items()):
+        yield f"  {name} {entry.dtype} {list(entry.shape)}"
+
+
+def _pairs(values: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def verification(place: str, level: Level) -> tuple[list[str], bool]:
+    """Return one line per checkpoint, and whether all are whole."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+    from holdfast.checkpoint.retention import steps
+    from holdfast.checkpoint.verification import verify
+
+    try:
+        storage = find.folder_of(place)
+        names = list(steps(storage).values())
+    except (NoCheckpoint, CheckpointError):
+        storage, names = _single(place)
+    lines, whole = [], True
+    for name in names:
+        try:
+            manifest = verify(storage, name, level)
+        except CheckpointError as error:
+            lines.append(f"damaged: {error}")
+            whole = False
+        else:
+            lines.append(
+                f"whole: {storage.root}/{name} ({len(manifest.files)} files, {len(manifest.tensors)} tensors, "
+                f"level {level})"
+            )
+    return lines, whole
+
+
+def _single(place: str) -> tuple[Storage, list[str]]:
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.storage import open_storage
+
+    path = place.rstrip("/")
+    parent, _, name = path.rpartition("/") if "://" in path else str(Path(path).absolute()).rpartition("/")
+    storage = open_storage(parent)
+    if not storage.exists(f"{name}/manifest.json"):
+        find.one(place)  # says what is there instead
+    return storage, [name]
+
+
+def pruned(place: str, keep_last: int, keep_every: int | None, *, dry_run: bool) -> Iterator[str]:
+    """Delete what is not kept, and yield one line per deleted step."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.lease import Lease
+    from holdfast.checkpoint.retention import Retention, kept_steps, manifests, prune, read_pins
+    from holdfast.checkpoint.verification import verify
+
+    storage, policy = find.folder_of(place), Retention(keep_last, keep_every)
+    found = manifests(storage)
+    with ExitStack() as stack:
+        if dry_run:
+            keep = kept_steps(found, policy, pinned=read_pins(storage))
+            doomed = sorted(set(found) - keep)
+        else:
+            if storage.renames:
+                stack.enter_context(Lease(Path(storage.root)))
+            newest = _newest_whole(storage, found, verify)
+            doomed = prune(storage, policy, needed=[newest], wait=True)
+    for step in doomed:
+        yield f"{'would delete' if dry_run else 'deleted'} step {step}"
+    yield f"{len(found) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
+
+
+def _newest_whole(storage: Storage, found: dict[int, Manifest], verify: Any) -> int:
+    from holdfast.checkpoint.errors import CheckpointError
+    from holdfast.checkpoint.layout import step_name
+
+    for step in sorted(found, reverse=True):
+        try:
+            verify(storage, step_name(step), "files")
+        except CheckpointError:
+            continue
+        return step
+    raise HoldfastError(f"No checkpoint in {storage.root} is whole, so none is deleted.")
+
+
+def pinned(place: str, step: int, *, remove: bool) -> str:
+    """Pin or unpin a step, and return what is pinned then."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.errors import NoCheckpoint
+    from holdfast.checkpoint.retention import read_pins, steps, write_pins
+
+    storage = find.folder_of(place)
+    known = steps(storage)
+    if step not in known and not remove:
+        raise NoCheckpoint(f"{storage.root} has no step {step}. It has {', '.join(map(str, known))}.")
+    pins = read_pins(storage)
+    pins = pins - {step} if remove else pins | {step}
+    write_pins(storage, pins)
+    return f"pinned: {', '.join(map(str, sorted(pins))) or 'none'}"

@@ -1,0 +1,154 @@
+"""`holdfast prove`: a run that was killed and continued is, bit for bit, the run that was not.
+
+Two runs from one file: one straight, one in which a rank kills itself with SIGKILL and the same command goes on. Then
+every step's loss, gradient norm and sequences, and every tensor, cursor and random state of the last checkpoint are
+compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.load import load
+from holdfast.config.runs import SFTConfig
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launch.environment import inherited
+from holdfast.launch.local import resolve_ranks
+
+PHASES = ("data", "forward_backward", "optimizer")
+COMPARED = ("loss", "grad_norm", "data/order_hash", "learning_rate")
+KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
+"""As `parallel.mesh` reads them; repeated here because that module imports torch."""
+
+
+class ProofFailed(HoldfastError):  # noqa: N818 - the name says what happened
+    """One of the runs did not do what the proof needs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run."""
+
+    file: Path
+    overrides: tuple[str, ...]
+    steps: int
+    kill_at: int
+    rank: int
+    phase: str
+    every: int
+    """Steps between checkpoints."""
+    break_: str | None
+
+
+def prove(
+    path: Path, overrides: Sequence[str], *, steps: int, kill_at: int, seed: int = 0, break_: str | None = None
+) -> int:
+    """Run the proof, print what was compared, and return 0 if all of it is identical, else 1.
+
+    Raises:
+        ConfigError: The kill lies outside the run, or leaves nothing to recompute.
+        ProofFailed: A run ended otherwise than it should.
+    """
+    if not 2 <= kill_at <= steps:
+        raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
+    loaded = load(path, [*overrides, f"steps={steps}"], SFTConfig)
+    ranks = resolve_ranks(loaded.config.launch)
+    chosen = random.Random(seed)
+    every = max(1, (kill_at - 1) // 2)
+    plan = Plan(path, tuple(overrides), steps, kill_at, chosen.randrange(ranks), chosen.choice(PHASES), every, break_)
+    base = Path(loaded.config.run.dir) / loaded.config.run.name
+    straight, broken = base.with_name(f"{base.name}-straight"), base.with_name(f"{base.name}-killed")
+    for directory in (straight, broken):
+        _remove_proof(directory)
+    print(f"straight: {steps} steps on {ranks} ranks, a checkpoint every {every}", flush=True)
+    _run(plan, straight, {}, expected=0)
+    print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
+    first = _run(plan, broken, {KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
+    began = len(_lines(broken))
+    second = _run(plan, broken, {BREAK_VARIABLE: break_} if break_ else {}, expected=0)
+    _print_resume(plan, broken, began, first, second)
+    return _compare(straight, broken)
+
+
+def _remove_proof(directory: Path) -> None:
+    if directory.exists() and not (directory / "run.json").exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} holds other things than a run; the proof needs this place.")
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _run(plan: Plan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
+    """Run the command and return its process id."""
+    command = [
+        sys.executable, "-m", "holdfast.cli.main", "sft", str(plan.file), *plan.overrides, f"steps={plan.steps}",
+        f"run.name={directory.name}", f"run.dir={directory.parent}", f"checkpoint.every_steps={plan.every}",
+        "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, env=inherited(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    output, _ = process.communicate()
+    if process.returncode != expected:
+        tail = "\n".join(output.splitlines()[-12:])
+        raise ProofFailed(
+            f"The run in {directory} ended with exit code {process.returncode}, not {expected}. It said:\n{tail}"
+        )
+    return process.pid
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _print_resume(plan: Plan, directory: Path, began: int, first: int, second: int) -> None:
+    rewinds = [line["to"] for line in _lines(directory)[began:] if line.get("event") == "rewind"]
+    if not rewinds:
+        raise ProofFailed(f"The run in {directory} started from the beginning instead of resuming.")
+    again = plan.kill_at - rewinds[0]
+    if again < 1 or first == second:
+        raise ProofFailed(f"The run in {directory} was not killed in step {plan.kill_at}.")
+    steps = "1 step" if again == 1 else f"{again} steps"
+    print(f"resumed: process {second} after {first}, from step {rewinds[0]}; {steps} computed again", flush=True)
+
+
+def _compare(straight: Path, broken: Path) -> int:
+    from holdfast.metrics.sink import METRICS, read_metrics
+
+    one, two = ([line for line in read_metrics(run / METRICS) if "loss" in line] for run in (straight, broken))
+    found = _first_difference_of_steps(one, two) or _first_difference_of_states(straight, broken)
+    if found is not None:
+        print(f"first divergence: {found}")
+        return 1
+    print("identical")
+    return 0
+
+
+def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> str | None:
+    for line, other in zip(one, two, strict=False):
+        for name in COMPARED:
+            if line[name] != other[name] or line["step"] != other["step"]:
+                return f"step {line['step']}: {name} is {line[name]!r} straight and {other[name]!r} after the resume"
+    if len(one) != len(two):
+        return f"{len(one)} steps straight, {len(two)} with the resume"
+    print(f"steps 1 to {len(one)}: loss, gradient norm, learning rate and sequences are identical")
+    return None
+
+
+def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.compare import first_difference, state_hash
+
+    one, two = find.one(str(straight)), find.one(str(broken))
+    different = first_difference(one, two)
+    if different is None:
+        count = len(one.manifest.tensors)
+        print(f"state of step {one.manifest.step}: {count} tensors, cursor and random state are identical")
+        print(f"state hash {state_hash(one)}")
+    return different
