@@ -89,7 +89,7 @@ def test_min_steps_outranks_an_observer(pools: Any, observers: Path) -> None:
     assert pools(2).run(run, values, str(observers))[0].step == 4
 
 
-def test_an_observer_can_ask_for_an_evaluation_and_an_export(pools: Any, observers: Path) -> None:
+def test_an_observer_can_ask_for_an_evaluation_and_a_checkpoint(pools: Any, observers: Path) -> None:
     held_out = {"synthetic": {"task": "sort", "rows": 16, "seed": 9}}
     values = tree(str(observers), observers=["watch.py:count"], evaluation={"sets": {"s": held_out}, "at_end": False})
 
@@ -97,7 +97,8 @@ def test_an_observer_can_ask_for_an_evaluation_and_an_export(pools: Any, observe
 
     lines = read_metrics(observers / "r" / "metrics.jsonl")
     assert [line["step"] for line in lines if "eval/s/loss" in line] == [2]
-    assert (observers / "r" / "exports" / "step-00000002" / "model.safetensors").exists()
+    events = [json.loads(line) for line in (observers / "r" / "events.jsonl").read_text().splitlines()]
+    assert [event["saved"] for event in events if event["event"] == "checkpoint"] == [2, 3]
 
 
 @pytest.mark.parametrize(

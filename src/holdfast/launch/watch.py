@@ -234,7 +234,7 @@ def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
     after = _Aftermath(deaths, list(reports.values()))
     refused = [death for death in after.by_themselves if death.exit_code == EXIT_USER_ERROR]
     if refused:
-        return Ending(Verdict.REFUSED, _refusal(refused, wrote), step)
+        return Ending(Verdict.REFUSED, _refusal(refused, deaths[0], wrote), step)
     verdict = after.orderly(stops)
     if verdict is not None:
         return Ending(verdict, "", step)
@@ -246,11 +246,13 @@ def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
     return Ending(Verdict.DIED, describe(cause, step, _short(directory.log(cause.rank)), shown), step)
 
 
-def _refusal(refused: Sequence[Death], rank_0_wrote: bool) -> str:
+def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
     if refused[0].rank == 0 and rank_0_wrote:
         return ""
     report = refused[0].report
-    return report.message if report is not None and report.kind == "user" else last_paragraph(refused[0].log)
+    text = report.message if report is not None and report.kind == "user" else last_paragraph(refused[0].log)
+    # Rank 0 may have told it and be ended by the launcher while it was still leaving.
+    return "" if rank_0_wrote and text.strip() and text.strip() in first.log else text
 
 
 def _death(rank: _Rank, directory: LaunchDirectory, report: Report | None) -> Death:

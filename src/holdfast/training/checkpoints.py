@@ -246,6 +246,7 @@ class Checkpoints:
         if not self.is_new:
             return before
         with run.phase("save"):
+            run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
             snapshot = take(
                 run.policy,
                 run.optimizer if self._config.contents == "full" else None,
