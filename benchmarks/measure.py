@@ -1,17 +1,22 @@
-"""Shared by the benchmark scripts: arms as processes that alternate, process CPU seconds, peak memory, ratios.
+"""Shared by the benchmark scripts: arms as processes that alternate, their cost, ratios and verdicts.
 
 An arm is this interpreter running a script with `--arm NAME`; it prints one JSON line. Arms take turns for several
-rounds, so that a slow minute of the machine hits both; the ratio is formed within a round, and the worst round decides.
+rounds, so that a slow minute of the machine hits all of them; a ratio is formed within a round, and the worst round
+decides. On the CPU cost is CPU seconds of the process and resident memory, at one thread: wall time on a shared
+machine measures its other users. On a GPU it is synchronised seconds and allocated memory.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +29,47 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
 }
 
-
-def cpu_seconds() -> float:
-    """Return CPU seconds of this process so far."""
-    return time.process_time()
+Round = dict[str, dict[str, Any]]
+"""What each arm printed in one round."""
 
 
-def reset_peak() -> None:
-    """Forget the process's peak memory so far."""
-    Path("/proc/self/clear_refs").write_text("5")
+class Meter:
+    """Time and peak memory of this process on one kind of device."""
 
+    def __init__(self, device: str = "cpu") -> None:
+        self._cuda = device == "cuda"
+        self._before = 0.0
 
-def peak_mib() -> float:
-    """Return the peak resident memory since `reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) / 1024
-    return float("nan")
+    def seconds(self) -> float:
+        """Return CPU seconds of this process, or wall seconds at which the GPU had nothing left to do."""
+        if not self._cuda:
+            return time.process_time()
+        import torch
+
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def begin_peak(self) -> None:
+        """Count memory from here: what is in use now is not part of the peak."""
+        if self._cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated() / 2**20
+        else:
+            self._before = resident_mib()
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_mib(self) -> float:
+        """Return the most memory in use since `begin_peak`, above what was in use then."""
+        if self._cuda:
+            import torch
+
+            return torch.cuda.max_memory_allocated() / 2**20 - self._before
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 1024 - self._before
+        return float("nan")
 
 
 def resident_mib() -> float:
@@ -48,11 +77,22 @@ def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-def run_arm(script: str, arm: str, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
+def heading(*distributions: str, device: str = "cpu") -> str:
+    """Say when, on what and with which versions a script ran."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    where = f"{os.cpu_count()}-core {platform.machine()} CPU, 1 thread, CPU seconds"
+    if device == "cuda":
+        import torch
+
+        where = f"{torch.cuda.get_device_name()}, synchronised seconds"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", *distributions))
+    return f"{now}; {where}; {versions}"
+
+
+def run_arm(script: str, arm: str, *arguments: str) -> dict[str, Any]:
     """Run one arm in a process of its own and return what it printed last."""
     command = [sys.executable, script, "--arm", arm, *arguments]
-    variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
         sys.exit(f"arm {arm} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -60,35 +100,43 @@ def run_arm(script: str, arm: str, *arguments: str, environment: dict[str, str] 
     return result
 
 
-def alternate(script: str, arms: Sequence[tuple[str, ...]], rounds: int) -> list[dict[str, dict[str, Any]]]:
-    """Run all arms in turn, `rounds` times; arms are (label, --arm name, more arguments)."""
+def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) -> list[Round]:
+    """Run all arms in turn, `rounds` times and every other time backwards, and print what each says."""
     found = []
     for number in range(rounds):
-        turn: dict[str, dict[str, Any]] = {}
-        order = arms if number % 2 == 0 else list(reversed(arms))
-        for label, *rest in order:
-            turn[label] = run_arm(script, *rest)
+        order = list(arms) if number % 2 == 0 else list(reversed(arms))
+        turn = {arm: run_arm(script, arm, *arguments) for arm in order}
         found.append(turn)
-        print(f"round {number + 1}: " + ", ".join(f"{label} {_short(turn[label])}" for label, *_ in arms), flush=True)
+        for arm in arms:
+            print(f"round {number + 1}  {arm:22}" + "  ".join(_cell(*item) for item in turn[arm].items()), flush=True)
     return found
 
 
-def _short(result: dict[str, Any]) -> str:
-    name, value = next(iter(result.items()))
-    return f"{name}={value:.4g}"
+def _cell(name: str, value: Any) -> str:
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def worst_ratio(
-    rounds: Sequence[dict[str, dict[str, Any]]], over: str, under: str, key: str, *, at_least: bool
-) -> tuple[float, list[float]]:
-    """Return the ratio over/under of the least favourable round, and all of them."""
-    ratios = [turn[over][key] / turn[under][key] for turn in rounds]
-    return (min(ratios) if at_least else max(ratios)), ratios
+class Verdicts:
+    """Ratios of two arms against targets; the worst round decides."""
 
+    def __init__(self, rounds: Sequence[Round]) -> None:
+        self._rounds = rounds
+        self.missed = False
 
-def verdict(title: str, ratio: float, ratios: Sequence[float], target: float, *, at_least: bool) -> str:
-    """Return one line of a table."""
-    ok = ratio >= target if at_least else ratio <= target
-    sign = ">=" if at_least else "<="
-    every = " ".join(f"{value:.3f}" for value in ratios)
-    return f"{'ok  ' if ok else 'MISS'}  {title}: worst {ratio:.3f} (target {sign} {target}; rounds {every})"
+    def at_least(self, target: float, title: str, over: str, under: str, key: str) -> None:
+        """Print whether over / under reaches a target in every round."""
+        ratios = self._ratios(over, under, key)
+        self._print(min(ratios) >= target, f"{title}: worst {min(ratios):.3f} (target >= {target}", ratios)
+
+    def at_most(self, target: float, title: str, over: str, under: str, key: str) -> None:
+        """Print whether over / under stays within a target in every round."""
+        ratios = self._ratios(over, under, key)
+        self._print(max(ratios) <= target, f"{title}: worst {max(ratios):.3f} (target <= {target}", ratios)
+
+    def _ratios(self, over: str, under: str, key: str) -> list[float]:
+        return [turn[over][key] / turn[under][key] for turn in self._rounds]
+
+    def _print(self, ok: bool, line: str, ratios: Sequence[float]) -> None:
+        self.missed = self.missed or not ok
+        rounds = " ".join(f"{ratio:.3f}" for ratio in ratios)
+        print(f"{'ok  ' if ok else 'MISS'}  {line}; rounds {rounds})", flush=True)

@@ -1,6 +1,6 @@
 """Packing 100,000 documents: CPU microseconds per token, and whether memory stays flat.
 
-    python benchmarks/packing.py [--documents 100000]
+    python benchmarks/packing.py [--documents 100000] [--rounds 3]
 
 One process; rows are tokens already, so what is timed is ours alone: order, planning, moving, packing. An arm runs in a
 process of its own; `best_fit` and `wrapped` read documents of lognormal length, `plan` plans all of them at once.
@@ -14,7 +14,7 @@ import json
 import sys
 
 import numpy as np
-from measure import cpu_seconds, resident_mib, run_arm
+from measure import Meter, alternate, heading, resident_mib
 
 from holdfast.config.data import DataConfig
 from holdfast.data.candidates import CandidateReader
@@ -66,13 +66,14 @@ def serve(packing: str, documents: int, median: float) -> dict[str, float]:
     stream = SampleStream(reader, config, exchange, limits=Limits(passes=1))
     tokens = fill = step = 0
     resident: list[float] = []
-    begin = cpu_seconds()
+    meter = Meter()
+    begin = meter.seconds()
     while (batch := stream.next(step)) is not None:
         tokens += batch.tokens
         fill += batch.metrics["data/fill"]
         step += 1
         resident.append(resident_mib())
-    seconds = cpu_seconds() - begin
+    seconds = meter.seconds() - begin
     tenth = max(1, len(resident) // 10)
     return {
         "us_per_token": 1e6 * seconds / tokens,
@@ -85,15 +86,15 @@ def serve(packing: str, documents: int, median: float) -> dict[str, float]:
 
 def plan(documents: int, median: float) -> dict[str, float]:
     lengths = lengths_of(documents, median).tolist()
-    begin = cpu_seconds()
+    meter = Meter()
+    begin = meter.seconds()
     packs = plan_packs(lengths, budget=BUDGET, ranks=8)
-    seconds = cpu_seconds() - begin
+    seconds = meter.seconds() - begin
     return {
         "us_per_token": 1e6 * seconds / sum(lengths),
         "us_per_document": 1e6 * seconds / documents,
         "tokens": sum(lengths),
         "fill": sum(lengths) / (packs.micro_batches * 8 * BUDGET),
-        "growth_mib": 0.0,
     }
 
 
@@ -109,25 +110,28 @@ ARMS = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--arm", choices=sorted(ARMS))
     options = parser.parse_args()
     if options.arm is not None:
         print(json.dumps(ARMS[options.arm](options.documents)))
         return
     missed = False
+    print(heading())
     print(f"{options.documents:,} documents of 8 to {LONGEST} tokens; packs of {BUDGET}; rows to an update: {BATCH}")
+    rounds = alternate(__file__, list(ARMS), options.rounds, "--documents", str(options.documents))
     for name in ARMS:
-        found = run_arm(__file__, name, "--documents", str(options.documents))
-        ok = found["us_per_token"] < MOST_MICROSECONDS and found["growth_mib"] < MOST_GROWTH_MIB
+        times = [turn[name]["us_per_token"] for turn in rounds]
+        growths = [turn[name]["growth_mib"] for turn in rounds if "growth_mib" in turn[name]]
+        ok = max(times) < MOST_MICROSECONDS and max(growths, default=0.0) < MOST_GROWTH_MIB
         missed = missed or not ok
-        print(
-            f"{'ok  ' if ok else 'MISS'}  {name:30} {found['us_per_token']:.3f} us per token (target < "
-            f"{MOST_MICROSECONDS}), {found['us_per_document']:.0f} us per document, fill {found['fill']:.3f}, "
-            f"{found['tokens'] / 1e6:.1f} M tokens, memory grows by {found['growth_mib']:.1f} MiB (target < "
-            f"{MOST_GROWTH_MIB:.0f})",
-            flush=True,
-        )
-    sys.exit(1 if missed else 0)
+        each = " ".join(f"{value:.3f}" for value in times)
+        line = f"{'ok  ' if ok else 'MISS'}  {name}: worst {max(times):.3f} us per token"
+        line += f" (target < {MOST_MICROSECONDS}; rounds {each})"
+        if growths:
+            line += f", memory grows by at most {max(growths):.1f} MiB (target < {MOST_GROWTH_MIB:.0f})"
+        print(line)
+    sys.exit(missed)
 
 
 if __name__ == "__main__":
