@@ -37,7 +37,9 @@ test-all: lint types
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	for script in head sft_vs_trl fsdp packing; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	missed=; for script in gpu_like_head head sft_vs_trl fsdp packing; do \
+		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
+	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache
