@@ -98,7 +98,7 @@ def test_an_observer_can_ask_for_an_evaluation_and_a_checkpoint(pools: Any, obse
     lines = read_metrics(observers / "r" / "metrics.jsonl")
     assert [line["step"] for line in lines if "eval/s/loss" in line] == [2]
     events = [json.loads(line) for line in (observers / "r" / "events.jsonl").read_text().splitlines()]
-    assert [event["saved"] for event in events if event["event"] == "checkpoint"] == [2, 3]
+    assert [event["saved"] for event in events if event["event"] == "checkpoint"] == [2, 4]
 
 
 @pytest.mark.parametrize(

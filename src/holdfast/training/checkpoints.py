@@ -230,8 +230,8 @@ class Checkpoints:
 
     def save(
         self, metrics: Mapping[str, float], *, wait: bool = False, stream: Mapping[str, Any] | None = None
-    ) -> Saved | None:
-        """Save the run as it stands; return the save before, if it was still in flight.
+    ) -> list[Saved]:
+        """Save the run as it stands; return what was committed meanwhile: the save before, and this one if waited for.
 
         Args:
             metrics: Of this step.
@@ -263,10 +263,10 @@ class Checkpoints:
                 fingerprints=run.identity,
                 deviations=self._deviations,
             )
-            return (self.collect() or before) if wait else before
+            return before + self.collect() if wait else before
 
-    def collect(self) -> Saved | None:
-        """Wait for the save in flight, and return it.
+    def collect(self) -> list[Saved]:
+        """Wait for the save in flight, and return it; nothing if there was none.
 
         Raises:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
@@ -279,11 +279,12 @@ class Checkpoints:
                 raise
             left = self._config.max_failures - self._failures
             self._say(f"warning: {error} Training goes on; {left} more failures in a row are allowed.")
-            return None
-        if saved is not None:
-            self._failures = 0
-            self._say(*(f"warning: {note}" for note in saved.notes))
-        return saved
+            return []
+        if saved is None:
+            return []
+        self._failures = 0
+        self._say(*(f"warning: {note}" for note in saved.notes))
+        return [saved]
 
     def check_grace(self, requests: StopRequests) -> None:
         """Tell the user if the last save came later than promised."""

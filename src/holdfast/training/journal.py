@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from holdfast.checkpoint.session import Saved
@@ -64,9 +64,9 @@ class Journal:
         if self._run.world.is_first:
             self._screen.say(text)
 
-    def saved(self, saved: Saved | None) -> None:
-        """Note a checkpoint that was committed."""
-        if saved is not None:
+    def saved(self, committed: Sequence[Saved]) -> None:
+        """Note checkpoints that were committed."""
+        for saved in committed:
             manifest = saved.manifest
             self.event(
                 "checkpoint",
