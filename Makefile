@@ -24,6 +24,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/budget.py
+	$(BIN)/python tools/reference.py --check
+	$(BIN)/python tools/links.py
 
 types: setup
 	$(BIN)/mypy
