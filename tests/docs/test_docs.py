@@ -1,0 +1,102 @@
+"""What the pages show works: whole runs load, scripts run, links lead somewhere, the reference is the code's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.load import load
+from holdfast.config.runs import ROOTS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WHOLE_RUN = re.compile(r"# run\.yaml(?: \((\w+)\))?\n")
+"""First line of a YAML block that is a whole run; a verb other than sft stands behind it: `# run.yaml (dpo)`."""
+RUNNABLE = re.compile(r"# runnable: (\w+\.py)\n")
+"""First line of a Python block that is run, under the name that other blocks import it by."""
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    yield from (text for found, text in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language)
+
+
+RUNS = [
+    pytest.param(text, match[1] or "sft", id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, text in enumerate(blocks(page, "yaml"))
+    if (match := WHOLE_RUN.match(text))
+]
+SCRIPTS = {match[1]: text for text in blocks(ROOT / "docs" / "python.md", "python") if (match := RUNNABLE.match(text))}
+
+
+@pytest.mark.parametrize(("text", "verb"), RUNS)
+def test_a_whole_run_in_the_pages_loads(tmp_path: Path, text: str, verb: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+
+    assert load(path, [], ROOTS[verb]).config.run.name == "run"
+
+
+def test_the_pages_show_whole_runs_and_scripts() -> None:
+    """The two tests around this one would pass on pages that show none."""
+    assert len(RUNS) >= 4
+    assert {"train.py", "my_loss.py", "live_loss.py"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_the_python_page_runs(tmp_path: Path, name: str) -> None:
+    for script, text in SCRIPTS.items():
+        (tmp_path / script).write_text(text)
+
+    done = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def tool(name: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout
+
+
+def test_a_link_that_leads_nowhere_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(
+        "# First *thing*: `x.y`\n\n[good](b.md#two-1) [self](#first-thing-xy) [web](https://example.org/x)\n"
+        "`[code](gone.md)`\n\n```text\n[fenced](gone.md)\n```\n[gone](gone.md)\n[lost](b.md#three)\n"
+    )
+    (tmp_path / "b.md").write_text("## Two\n\n## Two\n")
+
+    code, said = tool("links.py", str(tmp_path))
+
+    assert code == 1
+    assert said.splitlines() == [
+        "a.md:9: gone.md: there is no gone.md here",
+        "a.md:10: b.md#three: b.md has no heading #three",
+    ]
+
+
+def test_links_that_lead_somewhere_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("[b](b.md#x)\n")
+    (tmp_path / "b.md").write_text("# X\n")
+
+    assert tool("links.py", str(tmp_path)) == (0, "")
+
+
+def test_a_reference_page_that_differs_from_the_code_is_refused(tmp_path: Path) -> None:
+    written = tool("reference.py", cwd=tmp_path)
+    same = tool("reference.py", "--check", cwd=tmp_path)
+    page = tmp_path / "docs" / "reference" / "config.md"
+    page.write_text(page.read_text().replace("Peak learning rate.", "A rate."))
+    other = tool("reference.py", "--check", cwd=tmp_path)
+
+    assert written[0] == 0
+    assert same == (0, "")
+    assert other == (1, "docs/reference/config.md: not what the code says; run python tools/reference.py\n")
