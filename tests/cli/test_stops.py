@@ -186,3 +186,12 @@ def test_an_observer_asks_for_an_evaluation_and_a_checkpoint(
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "eval/held/loss" in line] == [2]
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def test_a_dry_run_by_command_leaves_nothing_beside_the_configuration(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    done = sft(warm, tmp_path, tree | {"dry_run": True})
+
+    assert done.code == 0, done.err
+    assert not (tmp_path / "runs").exists() or list((tmp_path / "runs").iterdir()) == []

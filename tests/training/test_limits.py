@@ -1,0 +1,57 @@
+"""How long a run is, and what a dry run leaves behind: nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.metrics.sink import read_metrics
+from tests.training.cases import run, tree
+
+
+def test_min_steps_outranks_the_clock(pools: Any, tmp_path: Path) -> None:
+    values = tree(str(tmp_path), max_minutes=0.0001, min_steps=7, steps=1000)
+
+    outcomes = pools(2).run(run, values)
+
+    assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [(7, "max_minutes=0.0001 have passed")] * 2
+    assert [line["step"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")] == list(range(1, 8))
+
+
+def test_steps_and_epochs_together_end_at_whichever_comes_first(pools: Any, tmp_path: Path) -> None:
+    """200 rows in batches of 16 are 13 batches."""
+    by_steps = pools(1).run(run, tree(str(tmp_path / "a"), steps=5, epochs=1))[0]
+    by_epochs = pools(1).run(run, tree(str(tmp_path / "b"), steps=50, epochs=1))[0]
+
+    assert (by_steps.step, by_epochs.step) == (5, 13)
+
+
+def fingerprints(directory: Path) -> dict[str, str]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_a_dry_run_leaves_a_real_run_of_its_name_as_it_was(pools: Any, tmp_path: Path) -> None:
+    pools(2).run(run, tree(str(tmp_path)))
+    before = fingerprints(tmp_path)
+
+    outcome = pools(2).run(run, tree(str(tmp_path), dry_run=True))[0]
+
+    assert outcome.step == 2
+    assert len(before) > 5
+    assert fingerprints(tmp_path) == before
+
+
+def test_overfitting_one_batch_repeats_its_loss_where_nothing_is_learned(pools: Any, tmp_path: Path) -> None:
+    """At a rate of almost nothing the loss of a step says which rows it held."""
+    optim = {"lr": 1e-12, "schedule": "constant"}
+    values = tree(str(tmp_path), overfit_batches=2, steps=6, optim=optim, model={"dtype": "float64"})
+
+    pools(2).run(run, values)
+
+    losses = [line["loss"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")]
+    assert losses[2:] == pytest.approx(losses[:2] * 2, rel=1e-9)
+    assert abs(losses[0] - losses[1]) > 1e-3
