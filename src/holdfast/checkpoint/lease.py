@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from holdfast.checkpoint.errors import DirectoryTaken
 from holdfast.checkpoint.layout import LEASE
+from holdfast.checkpoint.storage import Storage
 
 STALE_SECONDS = 120.0
 """A lease of another host that was not renewed for this long is dead."""
@@ -47,14 +48,14 @@ class Lease:
         except BlockingIOError:
             holder = self._holder(file)
             file.close()
-            raise DirectoryTaken(self._words(holder)) from None
+            raise DirectoryTaken(_taken(str(self._path.parent.parent), holder)) from None
         except OSError:
             pass  # a file system without locks: the holder's name and age decide
         holder = self._holder(file)
         elsewhere = holder.get("host") not in {None, socket.gethostname()}
         if elsewhere and time.time() - float(holder.get("time", 0)) < STALE_SECONDS:
             file.close()
-            raise DirectoryTaken(self._words(holder))
+            raise DirectoryTaken(_taken(str(self._path.parent.parent), holder))
         self._file = file
         self._renew()
         self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-lease", daemon=True)
@@ -83,7 +84,7 @@ class Lease:
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}))
+        self._file.write(_holder_text().decode())
         self._file.flush()
 
     def _holder(self, file: IO[str]) -> dict[str, Any]:
@@ -94,9 +95,55 @@ class Lease:
             return {}
         return held
 
-    def _words(self, holder: dict[str, Any]) -> str:
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
-        return (
-            f"{self._path.parent.parent} is in use by another job ({who}). Wait for it, stop it, or choose another "
-            "run.name."
-        )
+
+class ObjectLease:
+    """The same for an object store, where nothing can be locked: an object names the holder and is renewed."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-object-lease", daemon=True)
+
+    def __enter__(self) -> ObjectLease:
+        """Take the lease.
+
+        Raises:
+            DirectoryTaken: Another job holds it.
+        """
+        try:
+            self._storage.put_new(LEASE, _holder_text())
+        except FileExistsError:
+            holder = json.loads(self._storage.read(LEASE) or b"{}")
+            if time.time() - float(holder.get("time", 0)) < STALE_SECONDS and not _was_mine(holder):
+                raise DirectoryTaken(_taken(self._storage.root, holder)) from None
+            self._storage.remove(LEASE)
+            self._storage.put_new(LEASE, _holder_text())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give it back."""
+        self._stop.set()
+        self._thread.join()
+        self._storage.remove(LEASE)
+
+    def _keep_renewing(self) -> None:
+        while not self._stop.wait(RENEW_SECONDS):
+            with contextlib.suppress(OSError):
+                self._storage.replace(LEASE, _holder_text())
+
+
+def _holder_text() -> bytes:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode()
+
+
+def _was_mine(holder: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine that is gone."""
+    return holder.get("host") == socket.gethostname() and not Path(f"/proc/{holder.get('pid')}").exists()
+
+
+def _taken(place: str, holder: dict[str, Any]) -> str:
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
+    return f"{place} is in use by another job ({who}). Wait for it, stop it, or choose another run.name."

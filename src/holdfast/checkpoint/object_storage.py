@@ -110,6 +110,10 @@ class ObjectStorage:
         """
         self._fs.pipe_file(self._path(path), data, mode="create")
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Upload an object, whatever was there."""
+        self._fs.pipe_file(self._path(path), data)
+
     def rename(self, old: str, new: str) -> None:
         """Copy one object and delete the old name."""
         self._fs.mv(self._path(old), self._path(new))

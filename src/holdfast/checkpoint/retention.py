@@ -60,9 +60,19 @@ def kept_steps(
 
 
 def steps(storage: Storage) -> dict[int, str]:
-    """Return the directories that are named like checkpoints, by step, oldest first."""
-    named = {step: name for name in storage.names() if (step := step_of(name)) is not None}
-    return dict(sorted(named.items()))
+    """Return what is named like a checkpoint, by step, oldest first.
+
+    On an object store, a name without a manifest was never a checkpoint; in a directory it is a damaged one.
+    """
+    found = {step: name for name in all_steps(storage) if (step := step_of(name)) is not None}
+    if not storage.renames:
+        found = {step: name for step, name in found.items() if storage.exists(f"{name}/{NAME}")}
+    return dict(sorted(found.items()))
+
+
+def all_steps(storage: Storage) -> list[str]:
+    """Return every name of a step, whatever is in it."""
+    return [name for name in storage.names() if step_of(name) is not None]
 
 
 def manifests(storage: Storage) -> dict[int, Manifest]:
@@ -83,10 +93,7 @@ def read_pins(storage: Storage) -> set[int]:
 
 def write_pins(storage: Storage, pinned: Iterable[int]) -> None:
     """Replace the list of pinned steps."""
-    temporary = fresh(".", PINS)
-    storage.put_new(temporary, json.dumps(sorted(pinned)).encode())
-    storage.remove(PINS)
-    storage.rename(temporary, PINS)
+    storage.replace(PINS, json.dumps(sorted(pinned)).encode())
 
 
 def prune(storage: Storage, policy: Retention, *, needed: Iterable[int] = (), wait: bool = False) -> list[int]:
@@ -115,6 +122,9 @@ def clean(storage: Storage) -> None:
     """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
     left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
     _delete(storage, left, wait=False)
+    if not storage.renames:
+        # A save that was killed left objects under the name that the next save of this step will use.
+        _delete(storage, [name for name in all_steps(storage) if not storage.exists(f"{name}/{NAME}")], wait=True)
 
 
 def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:

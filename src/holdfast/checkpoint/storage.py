@@ -83,6 +83,10 @@ class Storage(Protocol):
         """Write a file in one step; raises FileExistsError if it is there."""
         ...
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a small file in one step, whatever was there."""
+        ...
+
     def rename(self, old: str, new: str) -> None:
         """Rename a directory."""
         ...
@@ -192,6 +196,12 @@ class LocalStorage:
         """Write a file that must not exist."""
         with self.create(path) as file:
             file.write(data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write beside it and rename."""
+        staging = self.path(f"{path}.{os.getpid()}")
+        staging.write_bytes(data)
+        staging.replace(self.path(path))
 
     def rename(self, old: str, new: str) -> None:
         """Rename."""

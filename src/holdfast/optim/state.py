@@ -121,7 +121,9 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
 
     Live gradients do not matter, and hyper-parameters stay as they are. Tensors of `saved` become the optimizer's own.
     """
-    by_name = {name: parameters[name] for name in {*saved.tensors, *saved.values}}
+    known = saved.tensors.keys() | saved.values.keys()
+    # In the order of parameters, the same on every rank: somebody may gather what they find here.
+    by_name = {name: parameter for name, parameter in parameters.items() if name in known}
     optimizer.state.clear()
     on_device = {
         id(parameter)

@@ -16,7 +16,7 @@ import torch
 from holdfast.checkpoint.choose import Choice, newest_verified
 from holdfast.checkpoint.errors import CheckpointError, CheckpointMismatch
 from holdfast.checkpoint.layout import FOLDER
-from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.reader import Declared, Loaded, load
 from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
 from holdfast.checkpoint.retention import Best, Retention, clean, steps
@@ -66,6 +66,8 @@ class Checkpoints:
         with run.exchange.together():
             if run.world.is_first:
                 self._stack.enter_context(Lease(run.directory / FOLDER))
+                if not self._storage.renames:
+                    self._stack.enter_context(ObjectLease(self._storage))
                 directory.create(run.directory, run.config, "sft")
                 clean(self._storage)
         run_id = run.exchange.agree(directory.run_id(run.directory) if run.world.is_first else "")

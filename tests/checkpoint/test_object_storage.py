@@ -1,0 +1,150 @@
+"""Checkpoints on a real S3 server: committed by one conditional put, verified, never overwritten."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint import verify
+from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
+from holdfast.checkpoint.lease import ObjectLease
+from holdfast.checkpoint.manifest import NAME
+from holdfast.checkpoint.retention import clean, steps
+from holdfast.checkpoint.storage import open_storage
+from tests.checkpoint.cases import load_into_other, save_after
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    """Start an S3 server with one bucket and return the environment that leads to it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    address = f"http://127.0.0.1:{port}"
+    variables = {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        _wait_for(address)
+        request = urllib.request.Request(f"{address}/bucket", method="PUT")
+        urllib.request.urlopen(request, timeout=10).close()
+        yield variables
+    finally:
+        process.kill()
+        process.wait()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def _wait_for(address: str) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(f"{address}/moto-api/", timeout=2).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return
+
+
+@pytest.fixture(scope="module")
+def saved(pools: Any, server: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    path = "s3://bucket/run/step-00000002"
+    return path, pools(2).run(save_after, path, 2, server)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_in_an_object_store_is_loaded_bit_for_bit(
+    pools: Any, server: dict[str, str], saved: tuple[str, dict[str, Any]], ranks: int
+) -> None:
+    path, expected = saved
+
+    found = pools(ranks).run(load_into_other, path, server)[0]
+
+    assert {name: value for name, value in found.items() if "extra" not in name} == expected
+
+
+def test_a_name_that_is_taken_is_refused_and_keeps_its_bytes(
+    pools: Any, server: dict[str, str], saved: tuple[str, dict[str, Any]]
+) -> None:
+    path, _ = saved
+    before = open_storage("s3://bucket/run").read(f"step-00000002/{NAME}")
+
+    errors = pools(2).errors(save_after, path, 1, server)
+
+    assert {name for name, _ in errors} == {"SaveFailed"}
+    assert "a checkpoint is never overwritten" in errors[0][1]
+    assert errors[0] == errors[1]
+    assert open_storage("s3://bucket/run").read(f"step-00000002/{NAME}") == before
+    assert verify(path).step == 2
+
+
+def test_a_changed_byte_is_found_and_its_tensor_named(pools: Any, server: dict[str, str]) -> None:
+    path = "s3://bucket/damaged/step-00000001"
+    pools(2).run(save_after, path, 1, server)
+    storage: Any = open_storage("s3://bucket/damaged")
+    file = next(name for name in storage.files("step-00000001") if name.endswith("__1_0.distcp"))
+    data = bytearray(storage.read(f"step-00000001/{file}"))
+    data[len(data) // 2] ^= 1
+    storage.replace(f"step-00000001/{file}", bytes(data))
+
+    with pytest.raises(CheckpointCorrupt, match=r"__1_0.distcp is damaged.*damaged tensors: (model|optim)\."):
+        verify(path)
+
+
+def test_the_manifest_is_put_only_where_none_is(server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/conditional")
+
+    storage.put_new("step-00000001/manifest.json", b"first")
+
+    with pytest.raises(FileExistsError):
+        storage.put_new("step-00000001/manifest.json", b"second")
+    assert storage.read("step-00000001/manifest.json") == b"first"
+
+
+def test_objects_without_a_manifest_are_no_checkpoint_and_are_cleared_away(server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/killed")
+    storage.put_new("step-00000004/dcp/__0_0.distcp", b"half")
+
+    assert steps(storage) == {}
+    clean(storage)
+
+    assert storage.names() == []
+
+
+def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str], tmp_path: Path) -> None:
+    storage = open_storage("s3://bucket/leased")
+
+    with ObjectLease(storage):
+        held = storage.read(".lease.json")
+        storage.replace(".lease.json", held.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 1'))
+        with pytest.raises(DirectoryTaken, match=r"s3://bucket/leased is in use by another job \(process 1 on "):
+            ObjectLease(storage).__enter__()
+        storage.replace(".lease.json", held.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 4194305'))
+        with ObjectLease(storage):
+            pass
