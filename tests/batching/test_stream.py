@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from itertools import chain
 from typing import Any
 
 import pytest
+import xxhash
 
 from holdfast.data.chat import Tokenised
 from holdfast.data.rows import from_rows
@@ -68,6 +70,7 @@ def test_dropped_rows_at_the_end_make_no_batch_of_their_own() -> None:
 
 
 def test_metrics_by_hand() -> None:
+    in_order = b"".join(struct.pack("<qq", draw, 0) for draw in range(4))  # each row is one sequence, its part 0
     batch = stream(indexed(4), tokens_per_micro_batch=16).next(0)
 
     assert batch is not None
@@ -77,6 +80,7 @@ def test_metrics_by_hand() -> None:
     assert batch.count == 6.0
     assert batch.metrics == {
         "data/rows": 4.0, "data/tokens": 10.0, "data/mean_length": 2.5, "data/fill": 10 / 16, "data/micro_batches": 1.0,
+        "data/order_hash": float(xxhash.xxh3_64_intdigest(in_order) >> 12),
     }  # fmt: skip
 
 
