@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemRe
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.manifest import FileEntry
+from holdfast.checkpoint.manifest import FileEntry, TensorEntry
 from holdfast.checkpoint.storage import Storage
 
 METADATA = ".metadata"
@@ -62,16 +62,47 @@ def read_dcp_metadata(data: bytes, where: str) -> Metadata:
     """
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
+        _check_form(metadata)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         raise CheckpointCorrupt(f"{where} cannot be read: {error}.") from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointCorrupt(f"{where} holds a {type(metadata).__name__}, not DCP metadata.")
-    other = [
-        name for name, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)
-    ]
-    if other:
-        raise CheckpointCorrupt(f"{where} lists {other[0]}, which is no tensor: reading it would unpickle it.")
+    assert isinstance(metadata, Metadata)
     return metadata
+
+
+def _check_form(metadata: Any) -> None:
+    """Look at everything that is used later: an unpickled object may have any attributes, or none."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it holds a {type(metadata).__name__}, not DCP metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TypeError(f"it lists {name}, which is no tensor: reading it would unpickle it")
+        if not all(isinstance(number, int) for number in entry.size):
+            raise TypeError(f"the shape of {name} is {entry.size}")
+        for chunk in entry.chunks:
+            if not len(entry.size) == len(chunk.offsets) == len(chunk.sizes):
+                raise ValueError(f"a chunk of {name} has another number of dimensions")
+    for index, info in (metadata.storage_data or {}).items():
+        if not isinstance(index.fqn, str) or not isinstance(info.offset + info.length, int):
+            raise TypeError(f"the place of {index.fqn} is damaged")
+        if "/" in info.relative_path:
+            raise ValueError(f"it leads out of the checkpoint, to {info.relative_path}")
+
+
+def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Return the tensors of which DCP does not list, or did not store, exactly the chunks of the manifest.
+
+    DCP checks neither when it loads: memory that no chunk covers keeps what was in it.
+    """
+    stored = {(index.fqn, tuple(index.offset or ())) for index in metadata.storage_data or {}}
+    found = []
+    for name, entry in tensors.items():
+        listed: Any = metadata.state_dict_metadata.get(name)
+        there = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks} if listed else set()
+        wanted = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
+        there = {(offsets, sizes) for offsets, sizes in there if 0 not in sizes}  # a rank without rows may write none
+        if there != wanted or any((name, offsets) not in stored for offsets, _ in wanted):
+            found.append(name)
+    return found
 
 
 class _Files(FileSystemBase):

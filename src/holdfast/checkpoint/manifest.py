@@ -107,6 +107,8 @@ class Manifest:
 def parse(data: bytes, where: str) -> Manifest:
     """Read a manifest.
 
+    Every format keeps the envelope: canonical JSON of `manifest` and of its hash.
+
     Raises:
         CheckpointCorrupt: It is damaged in any way.
         NewerFormat: A later version wrote it.
@@ -114,14 +116,12 @@ def parse(data: bytes, where: str) -> Manifest:
     try:
         outer = json.loads(data, object_pairs_hook=_no_duplicates)
         body = outer["manifest"]
-        _refuse_newer(body["format"], where)
-        whole = hash_bytes(_canonical(body)) == outer[_HASH_KEY] and _canonical(outer) == data
-        manifest = _from_plain(body)
+        if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
+            raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
+        _refuse_newer(body["format"], where)  # after the hash: a flipped bit must not look like a later version
+        return _from_plain(body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}.") from error
-    if not whole:
-        raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
-    return manifest
 
 
 def _refuse_newer(number: Any, where: str) -> None:

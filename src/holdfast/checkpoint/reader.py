@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.dcp_files import Reader
+from holdfast.checkpoint.dcp_files import Reader, without_chunks
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
@@ -251,6 +251,10 @@ def _read(
 ) -> None:
     """Read into staging memory, and compare with the hashes of what was saved wherever chunks are the same."""
     reader = Reader(storage, f"{name}/{DCP}")
+    with ranks.together():
+        partly = without_chunks(reader.read_metadata(), manifest.tensors) if ranks.rank == 0 else []
+        if partly:
+            raise CheckpointCorrupt(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
     try:
         if tensors:
             dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)

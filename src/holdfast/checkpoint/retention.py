@@ -10,7 +10,7 @@ from typing import Literal
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.layout import PINS, REHEARSAL, STAGING, TRASH, fresh, step_name, step_of
-from holdfast.checkpoint.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.manifest import NAME, Manifest, NewerFormat, parse
 from holdfast.checkpoint.storage import Storage
 
 
@@ -76,12 +76,12 @@ def all_steps(storage: Storage) -> list[str]:
 
 
 def manifests(storage: Storage) -> dict[int, Manifest]:
-    """Return the manifests of all checkpoints whose manifest is whole."""
+    """Return the manifests of all checkpoints whose manifest is whole and of a format that this version knows."""
     found = {}
     for step, name in steps(storage).items():
         try:
             found[step] = parse(storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}/{NAME}")
-        except (OSError, CheckpointCorrupt):
+        except (OSError, CheckpointCorrupt, NewerFormat):
             continue
     return found
 

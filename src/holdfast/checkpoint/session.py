@@ -52,6 +52,8 @@ class Session:
     reached: Reached = lambda _: None
     resumed: Manifest | None = None
     """What the run continued from."""
+    phase: str = ""
+    """Where the save in flight is, on this rank."""
     _parent: Manifest | None = None
     _saver: BackgroundSaver[Saved] = field(default_factory=BackgroundSaver)
     _outcome: Saved | CheckpointError | None = None
@@ -104,10 +106,10 @@ class Session:
             self._outcome = error
 
     def _write(self, snapshot: Snapshot, about: About) -> Saved:
-        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self.reached)
+        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self._reach)
         if self.read_back:
             self._verify(manifest)
-        self.reached("retention")
+        self._reach("retention")
         needed = {about.step} | ({self.resumed.step} if self.resumed is not None else set())
         deleted: list[int] = []
         notes: list[str] = []
@@ -119,9 +121,13 @@ class Session:
         told = self.ranks.agree((deleted, notes))
         return Saved(manifest, tuple(told[0]), tuple(told[1]))
 
+    def _reach(self, phase: str) -> None:
+        self.phase = phase
+        self.reached(phase)
+
     def _verify(self, manifest: Manifest) -> None:
         name = step_name(manifest.step)
-        self.reached("read back")
+        self._reach("read back")
         try:
             verified_manifest(self.storage, name, self.ranks)
         except CheckpointError as error:

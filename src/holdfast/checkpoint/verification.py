@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata
+from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.foreign import describe_foreign
 from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
@@ -30,6 +30,7 @@ PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
 _NOTHING = hash_bytes(b"")
 
 Level = Literal["names", "files", "tensors"]
+T = TypeVar("T")
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
@@ -38,12 +39,24 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     Raises:
         NoCheckpoint: There is none; what is there instead is named.
         CheckpointCorrupt: It is damaged.
+        CheckpointUnreadable: It cannot be read, also after some patience.
     """
     where = f"{storage.root}/{name}" if name else storage.root
     path = f"{name}/{NAME}" if name else NAME
     if not storage.exists(path):
         raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {describe_foreign(storage, name)}")
-    return parse(storage.read(path), f"{where}/{NAME}")
+    try:
+        data = _patiently(lambda: storage.read(path))
+    except OSError as error:
+        raise _unreadable(f"{where}/{NAME}", error) from error
+    return parse(data, f"{where}/{NAME}")
+
+
+def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:
+    return CheckpointUnreadable(
+        f"{where} cannot be read: {error.strerror or error}. Nothing is known of its bytes; try again when the file "
+        "system answers."
+    )
 
 
 def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
@@ -67,22 +80,26 @@ def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
 
 
 def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
-    """Return the files whose hash differs in two reads, the second from the disk itself.
+    """Return the files that two reads, the second from the disk itself, find to have the same wrong hash.
 
     Raises:
-        CheckpointUnreadable: A file cannot be read, also after some patience.
+        CheckpointUnreadable: A file cannot be read, also after some patience, or every read gives other bytes.
     """
     damaged = []
     for file in files:
         path, expected = f"{name}/{file}", manifest.files[file].hash
         try:
-            if _hash(storage, path, from_disk=False) != expected and _hash(storage, path, from_disk=True) != expected:
-                damaged.append(file)
+            first = _hash(storage, path, from_disk=False)
+            second = first if first == expected else _hash(storage, path, from_disk=True)
         except OSError as error:
-            raise CheckpointUnreadable(
-                f"{storage.root}/{path} cannot be read: {error.strerror or error}. Nothing is known of its bytes; try "
-                "again when the file system answers."
-            ) from error
+            raise _unreadable(f"{storage.root}/{path}", error) from error
+        if expected not in {first, second}:
+            if first != second:
+                raise CheckpointUnreadable(
+                    f"{storage.root}/{path} has other bytes each time it is read, so nothing is known of it. Look at "
+                    "the disk, its cables and this machine's memory."
+                )
+            damaged.append(file)
     return damaged
 
 
@@ -91,8 +108,12 @@ def _passing(error: BaseException) -> bool:
 
 
 @retry(retry=retry_if_exception(_passing), stop=stop_after_attempt(4), wait=wait_exponential(0.5), reraise=True)
+def _patiently(read: Callable[[], T]) -> T:
+    return read()
+
+
 def _hash(storage: Storage, path: str, *, from_disk: bool) -> str:
-    return storage.hash(path, from_disk=from_disk)
+    return _patiently(lambda: storage.hash(path, from_disk=from_disk))
 
 
 def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
@@ -119,13 +140,15 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequ
         manifest: Its manifest.
         files: Only chunks in these files.
     """
+    if files is not None and f"{DCP}/{METADATA}" in files:
+        return []  # a pickle that is known to be damaged may ask for any amount of memory
     try:
         metadata = read_dcp_metadata(
             storage.read(f"{name}/{DCP}/{METADATA}"), f"{storage.root}/{name}/{DCP}/{METADATA}"
         )
     except CheckpointCorrupt:
         return sorted(manifest.tensors) if files is None else []
-    damaged = []
+    damaged = without_chunks(metadata, manifest.tensors) if files is None else []
     for tensor in sorted(manifest.tensors):
         wanted = {chunk.offsets: chunk for chunk in manifest.tensors[tensor].chunks}
         for index, info in _stored_chunks(metadata, tensor):
@@ -136,7 +159,7 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequ
             if found != (_NOTHING if chunk is None else chunk.hash):  # a rank without rows may have written none
                 damaged.append(tensor)
                 break
-    return damaged
+    return sorted(set(damaged))
 
 
 def _stored_chunks(metadata: Metadata, tensor: str) -> list[tuple[Any, Any]]:

@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from holdfast.checkpoint.dcp_files import METADATA, Writer, read_dcp_metadata
+from holdfast.checkpoint.dcp_files import METADATA, Writer, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
@@ -237,6 +237,9 @@ def _check_written(
     if listed != {name: entry.shape for name, entry in tensors.items()}:
         missing = sorted(set(tensors) ^ set(listed))
         raise SaveFailed(f"DCP wrote other tensors than it was given: {missing[:3]}.")
+    partly = without_chunks(metadata, tensors)
+    if partly:
+        raise SaveFailed(f"DCP did not store every part of {partly[0]}.")
 
 
 def _described(optimizer: OptimizerState) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class Death:
     ended_by_launcher: bool
 
 
+HANG = "Hang"
+"""Type of a report about a rank that kept the others waiting, as `parallel.failure` writes it."""
+
+
 def first_cause(deaths: Sequence[Death]) -> Death:
     """Return the death that brought the others about.
 
@@ -46,7 +50,7 @@ def first_cause(deaths: Sequence[Death]) -> Death:
 
     def order(death: Death) -> tuple[bool, float]:
         report = death.report
-        if report is not None and report.kind in ("error", "user"):
+        if report is not None and (report.kind in ("error", "user") or report.type == HANG):
             return False, report.time
         lost_another = (
             death.ended_by_launcher
@@ -79,7 +83,9 @@ def _sentence(death: Death, step: int | None) -> str:
     sentence = f"Rank {death.rank} {how_it_ended(death.exit_code)}{where}"
     if death.ended_by_launcher and report is not None:
         sentence = f"Rank {death.rank} failed{where}"
-    if report is not None and report.kind in ("error", "user", "peer"):
+    if report is not None and report.type == HANG:
+        sentence = f"Rank {death.rank} hung{where}: {report.message}"
+    elif report is not None and report.kind in ("error", "user", "peer"):
         sentence += f": {report.type}: {report.message}"
     return sentence if sentence.endswith((".", "!", "?")) else sentence + "."
 

@@ -232,8 +232,14 @@ def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
     reports = {report.rank: report for report in directory.reports()}
     deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
     after = _Aftermath(deaths, list(reports.values()))
-    refused = [death for death in after.by_themselves if death.exit_code == EXIT_USER_ERROR]
-    if refused:
+    # A rank that is slow to leave is ended by the launcher; what it had reported counts, not how it went.
+    refused = [
+        death
+        for death in deaths
+        if (death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher)
+        or (death.report is not None and death.report.kind == "user")
+    ]
+    if refused and not any(report.kind == "error" for report in after.reports):
         return Ending(Verdict.REFUSED, _refusal(refused, deaths[0], wrote), step)
     verdict = after.orderly(stops)
     if verdict is not None:

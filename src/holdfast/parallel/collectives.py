@@ -21,7 +21,7 @@ class ProcessExchange:
     """Objects between ranks over a gloo group of its own, so that another thread's collectives cannot mix in.
 
     Args:
-        timeout: Longest wait inside one collective; default: the run's.
+        timeout: Longest wait inside one collective; default: torch's half an hour.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:

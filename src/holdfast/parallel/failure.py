@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch.distributed as dist
 
 from holdfast.errors import RankFailed, RunStopped, UserError
+from holdfast.parallel.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
@@ -40,6 +41,8 @@ _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 1.5
 _LONGEST_MESSAGE = 4000
 _PHASE_BYTES = 64
+_BEAT_KEY = "holdfast/beat"
+_TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 _BROKEN_COLLECTIVE = re.compile(
     r"\bgloo\b|connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|caused pair closure",
     flags=re.IGNORECASE,
@@ -67,7 +70,8 @@ class Failure:
         where += f" at step {self.step}" if self.step is not None else ""
         who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
         if self.kind == "silent":
-            return f"{who} died without a word{where}: {self.message}."
+            did = "hangs" if self.type == "Hang" else "died without a word"
+            return f"{who} {did}{where}: {self.message}."
         return f"{who} failed{where}: {self.type}: {self.message}"
 
 
@@ -110,6 +114,9 @@ class FailureChannel:
         self._files: dict[str, int] = {}
         self._heard: Failure | None = None
         """What this rank's watching thread learned: the store may be gone when the main thread asks."""
+        self._heartbeat = Heartbeat(rank, world_size, self._write_beat, self._read_beat, self._whereabouts)
+        self._beats: Store | None = None
+        """A connection of the heartbeat's own, where beats go through the store."""
 
     def phase(self, name: str) -> _Phase:
         """Enter a phase now; used as a context manager, the earlier phase returns at its end.
@@ -151,6 +158,26 @@ class FailureChannel:
             line = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES - 1) + b"\n"
             os.pwrite(self._files[name], line, 0)
 
+    def _whereabouts(self) -> tuple[int | None, str]:
+        return self._step, self._phase
+
+    def _write_beat(self, text: str) -> None:
+        if self._directory is not None:
+            self._write_in_place(f"beat-rank-{self._rank}", text)
+            return
+        if self._beats is None:
+            self._beats = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._beats.set(f"{_BEAT_KEY}/{self._rank}", text)
+
+    def _read_beat(self, rank: int) -> str | None:
+        if self._directory is not None:
+            return _read(self._directory / f"beat-rank-{rank}").strip() or None
+        key = f"{_BEAT_KEY}/{rank}"
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
     def report(self, error: BaseException) -> Failure:
         """Leave this rank's last words; return the failure that counts: the first one, perhaps another rank's."""
         kind: Literal["user", "error"] = "user" if isinstance(error, UserError) else "error"
@@ -165,8 +192,8 @@ class FailureChannel:
     def _write_file(self, failure: Failure) -> None:
         if self._directory is None:
             return
-        target = self._directory / f"failure-rank-{self._rank}.json"
-        staging = target.with_suffix(".staging")
+        target = self._directory / f"failure-rank-{failure.rank}.json"
+        staging = target.with_suffix(f".staging-{self._rank}")
         with contextlib.suppress(OSError):  # a full disk may be the very failure: the store carries the report too
             staging.write_text(json.dumps(asdict(failure)))
             staging.replace(target)
@@ -223,6 +250,7 @@ class FailureChannel:
         )
         if self._world_size > 1:
             watcher.start()
+            self._heartbeat.start()
         try:
             yield
         except (RunStopped, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -240,6 +268,7 @@ class FailureChannel:
             raise
         finally:
             stop.set()
+            self._heartbeat.stop()
             if watcher.ident is not None:
                 watcher.join(timeout=1.0)
             for descriptor in self._files.values():
@@ -249,8 +278,12 @@ class FailureChannel:
     def _raise_as_rank_failed(self, error: BaseException, search_seconds: float) -> None:
         if self._world_size == 1 or isinstance(error, UserError) or not any(map(_broken_by_peer, _chain(error))):
             return
+        # Looked for before this rank says that it goes: the launcher ends the others soon after it does.
+        hang = self._hang(error)
+        if hang is not None:
+            self._write_file(hang)
         self._write_file(self._last_words("peer", error))
-        failure = self.first_failure(search_seconds)
+        failure = self.first_failure(search_seconds if hang is None else 0.0) or hang
         if failure is None and not _broken_by_peer(error):
             return  # a broken connection was handled on the way to another error: that one counts
         if failure is None:
@@ -259,6 +292,15 @@ class FailureChannel:
             # The next survivor to lose a connection loses it to this rank, and must hear of the first death.
             failure = self._write_store(failure)
         raise RankFailed(self._news(failure)) from error
+
+    def _hang(self, error: BaseException) -> Failure | None:
+        """Return which rank kept this one waiting until its time was over; None if that is not what happened."""
+        missing = self._heartbeat.missing() if _TIMED_OUT.search(str(error)) else []
+        if not missing:
+            return None
+        first, told = missing[0], "; ".join(place.words() for place in missing)
+        text = f"it kept the others waiting until their time was over ({told})"
+        return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
 
     def _linger(self) -> None:
         """Stay until all ranks have heard: this one may host the store, or be the peer whose end they notice first."""

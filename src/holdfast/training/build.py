@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +64,7 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
         UserError: Anything that can be known now; the same error on all ranks.
     """
     live = live or Live()
-    exchange = ProcessExchange()
+    exchange = ProcessExchange(timedelta(minutes=config.launch.timeout_minutes))
     directory = run_directory(config)
     with exchange.together():
         if world.is_first:
@@ -97,7 +98,7 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
     Raises:
         UserError: As `build_run`.
     """
-    exchange = ProcessExchange()
+    exchange = ProcessExchange(timedelta(minutes=config.launch.timeout_minutes))
     needs_training_rows = config.data.validation_split > 0
     data = _first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
     return _measured(config, base, world, exchange, Live(), data)

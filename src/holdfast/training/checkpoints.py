@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.choose import Choice, newest_verified
-from holdfast.checkpoint.errors import CheckpointError, CheckpointMismatch
+from holdfast.checkpoint.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.reader import Declared, Loaded, load
@@ -33,6 +33,10 @@ from holdfast.training.identity import differences
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
 from holdfast.training.state import TrainState
+
+_LOOK_SECONDS = 0.01
+_SLACK_SECONDS = 30.0
+"""A rank that noticed a time-out first leaves the others this long to notice theirs."""
 
 
 class Checkpoints:
@@ -274,6 +278,7 @@ class Checkpoints:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
         """
         try:
+            self._wait_together()
             saved = self.session.collect()
         except CheckpointError as error:
             self._failures += 1
@@ -287,6 +292,27 @@ class Checkpoints:
         self._failures = 0
         self._say(*(f"warning: {note}" for note in saved.notes))
         return [saved]
+
+    def _wait_together(self) -> None:
+        """Wait until the save in flight has ended on every rank; a rank that hangs in it is named on all.
+
+        Raises:
+            SaveFailed: It has not ended long after the others gave up.
+        """
+        run, session = self._run, self.session
+        deadline = time.monotonic() + 60 * self._config.timeout_minutes + _SLACK_SECONDS
+        while True:
+            told = run.exchange.gather((session.status, session.phase, time.monotonic() > deadline))
+            waiting = [rank for rank, (status, _, _) in enumerate(told) if status == "running"]
+            if not waiting:
+                return
+            if told[0][2]:
+                where = ", ".join(f"rank {rank} in phase {told[rank][1]!r}" for rank in waiting)
+                raise SaveFailed(
+                    f"a save has hung for more than {self._config.timeout_minutes:g} minutes: {where}. Look at the "
+                    "file system of that rank."
+                )
+            time.sleep(_LOOK_SECONDS)
 
     def check_grace(self, requests: StopRequests) -> None:
         """Tell the user if the last save came later than promised."""

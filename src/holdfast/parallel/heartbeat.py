@@ -1,0 +1,100 @@
+"""Who stopped: every rank says now and then that it lives and what it does, so that a wait that ends can name a rank.
+
+A rank that was stopped, swapped out or cut off says nothing more. One that lives and is elsewhere (in an observer, in a
+file system that does not answer) says where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+BEAT_SECONDS = 1.0
+_MISSED_BEATS = 3
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a rank said last."""
+
+    rank: int
+    step: int | None
+    phase: str
+    silent: bool
+    """It says nothing any more."""
+
+    def words(self) -> str:
+        """Return a clause for an error."""
+        where = f" in phase {self.phase!r}" if self.phase else ""
+        where += f" at step {self.step}" if self.step is not None else ""
+        if self.silent:
+            return f"rank {self.rank} has stopped answering{where}"
+        return f"rank {self.rank} is{where or ' somewhere else'}"
+
+
+class Heartbeat:
+    """One rank's beats, and a way to look at the others'.
+
+    Args:
+        rank: Own number.
+        ranks: Of the run.
+        write: Publishes this rank's text; may raise RuntimeError or OSError.
+        read: Returns another rank's last text, None if it has none.
+        now: Returns (step, phase) of this rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        write: Callable[[str], None],
+        read: Callable[[int], str | None],
+        now: Callable[[], tuple[int | None, str]],
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._write, self._read, self._now = write, read, now
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="holdfast-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=1.0)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stop.wait(BEAT_SECONDS if count else 0):
+            count += 1
+            step, phase = self._now()
+            with contextlib.suppress(RuntimeError, OSError):  # its host died: others will say so
+                self._write(f"{count}|{'' if step is None else step}|{phase}")
+
+    def missing(self) -> list[Whereabouts]:
+        """Return the ranks that are not where this one is: silent ones, else those in another phase or step.
+
+        Takes a few seconds: silence is heard by waiting.
+        """
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        before = {rank: self._read(rank) for rank in others}
+        time.sleep(BEAT_SECONDS * _MISSED_BEATS)
+        after = {rank: self._read(rank) for rank in others}
+        silent = [_parse(rank, after[rank], silent=True) for rank in others if after[rank] == before[rank]]
+        if silent:
+            return silent
+        found = [_parse(rank, after[rank], silent=False) for rank in others]
+        return [place for place in found if (place.step, place.phase) != self._now()]
+
+
+def _parse(rank: int, text: str | None, *, silent: bool) -> Whereabouts:
+    if text is None:
+        return Whereabouts(rank, None, "", silent)
+    _, step, phase = text.split("|", 2)
+    return Whereabouts(rank, int(step) if step else None, phase, silent)
