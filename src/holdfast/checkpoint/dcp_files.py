@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -103,6 +104,11 @@ def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> li
         if there != wanted or any((name, offsets) not in stored for offsets, _ in wanted):
             found.append(name)
     return found
+
+
+def one_process_is_meant() -> None:
+    """Silence torch's warning that a save or load runs in one process: it does because there is one."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 class _Files(FileSystemBase):

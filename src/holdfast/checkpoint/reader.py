@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.dcp_files import Reader, without_chunks
+from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
@@ -251,6 +251,8 @@ def _read(
 ) -> None:
     """Read into staging memory, and compare with the hashes of what was saved wherever chunks are the same."""
     reader = Reader(storage, f"{name}/{DCP}")
+    if ranks.size == 1:
+        one_process_is_meant()
     with ranks.together():
         partly = without_chunks(reader.read_metadata(), manifest.tensors) if ranks.rank == 0 else []
         if partly:

@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from holdfast.checkpoint.dcp_files import METADATA, Writer, read_dcp_metadata, without_chunks
+from holdfast.checkpoint.dcp_files import METADATA, Writer, one_process_is_meant, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
@@ -174,6 +174,8 @@ def _local_bytes(snapshot: Snapshot) -> int:
 
 def _write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: ProcessExchange) -> dict[str, FileEntry]:
     writer = Writer(storage, f"{staging}/{DCP}")
+    if ranks.size == 1:
+        one_process_is_meant()
     try:
         dcp_save(dict(snapshot.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
     except CheckpointException as error:  # torch raises it on every rank, with the causes by rank

@@ -1,0 +1,62 @@
+"""Ways to damage a checkpoint, and ways to hide it: the manifest made to fit what is there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.hashing import hash_file
+from holdfast.checkpoint.manifest import NAME, FileEntry, Manifest, parse
+
+PAGE = 4096
+
+
+def all_files(checkpoint: Path) -> list[Path]:
+    """Return every file of a checkpoint, the manifest included."""
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip_a_bit(files: list[Path], chance: random.Random) -> tuple[Path, bytes]:
+    """Flip one bit, drawn uniformly over files, then bytes; return the file and its bytes before."""
+    file = chance.choice(files)
+    before = file.read_bytes()
+    damaged = bytearray(before)
+    damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+    file.write_bytes(damaged)
+    return file, before
+
+
+def zero_a_page(files: list[Path], chance: random.Random) -> tuple[Path, bytes]:
+    """Zero one aligned page, drawn uniformly over files, then pages; return the file and its bytes before."""
+    while True:
+        file = chance.choice(files)
+        before = file.read_bytes()
+        start = chance.randrange((len(before) + PAGE - 1) // PAGE) * PAGE
+        page = before[start : start + PAGE]
+        if any(page):
+            file.write_bytes(before[:start] + bytes(len(page)) + before[start + PAGE :])
+            return file, before
+
+
+def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest] = lambda manifest: manifest) -> None:
+    """Make the manifest fit the files that are there, as somebody who hides something would."""
+    manifest = parse((checkpoint / NAME).read_bytes(), NAME)
+    files = {
+        str(file.relative_to(checkpoint)): FileEntry(file.stat().st_size, hash_file(file))
+        for file in all_files(checkpoint)
+        if file.name != NAME
+    }
+    (checkpoint / NAME).write_bytes(change(replace(manifest, files=files)).to_json())
+
+
+class Touch:
+    """Unpickles by creating a file, as a hostile pickle does worse things."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.target,))

@@ -1,0 +1,269 @@
+"""Damaged checkpoints are refused by name: bits, pages, whole files, other people's shards, and manifests."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import checkpoint
+from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.hashing import hash_bytes
+from holdfast.checkpoint.manifest import NAME, parse
+from holdfast.errors import HoldfastError
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, contents, optimizer_of, save_after
+from tests.checkpoint.damage import flip_a_bit, rewrite_manifest, zero_a_page
+
+FLIPS, PAGES = 1000, 300
+SHARD = "dcp/__1_0.distcp"
+
+
+@pytest.fixture(scope="module")
+def saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with two checkpoints; nobody changes it."""
+    run = tmp_path_factory.mktemp("saved")
+    for step in (1, 2):
+        pools(2).run(save_after, str(run / f"step-0000000{step}"), step)
+    return run
+
+
+@pytest.fixture
+def step_2(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of the newer one, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "run")) / "step-00000002"
+
+
+def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Counter[str], bool]:
+    """Damage, try to load, mend, and again; return what came of it, and whether the live model was touched."""
+    import torch.distributed as dist
+
+    damage = {"bit": flip_a_bit, "page": zero_a_page}[kind]
+    chance = random.Random(20261121)
+    files = sorted(file for file in Path(path).rglob("*") if file.is_file())
+    toy = build(world, seed=1)
+    optimizer = optimizer_of(toy)
+    before = contents(toy, optimizer)
+    found: Counter[str] = Counter()
+    for _ in range(count):
+        undo = damage(files, chance) if world.is_first else None
+        dist.barrier()
+        try:
+            checkpoint.load(path, toy, optimizer)
+            found["loaded silently"] += 1
+        except HoldfastError as error:
+            found[type(error).__name__] += 1
+        dist.barrier()
+        if undo is not None:
+            undo[0].write_bytes(undo[1])
+        dist.barrier()
+    return found, contents(toy, optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        pytest.param("bit", FLIPS, id="07-bit flip in a shard or any other file"),
+        pytest.param("page", PAGES, id="08-zeroed page of 4 KiB"),
+    ],
+)
+def test_no_flipped_bit_and_no_zeroed_page_is_ever_loaded(pools: Any, step_2: Path, kind: str, count: int) -> None:
+    outcomes = pools(2).run(load_each_damage, str(step_2), kind, count)
+
+    for found, untouched in outcomes:
+        assert found == {"CheckpointCorrupt": count}
+        assert untouched
+
+
+def truncated(size: int) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        with (folder / SHARD).open("rb+") as file:
+            file.truncate(size)
+
+    return cut
+
+
+def swapped(folder: Path) -> None:
+    shutil.copyfile(folder.with_name("step-00000001") / SHARD, folder / SHARD)
+
+
+def padded(folder: Path) -> None:
+    with (folder / SHARD).open("ab") as file:
+        file.write(b"\0")
+
+
+def flipped_metadata(folder: Path) -> None:
+    data = bytearray((folder / "dcp/.metadata").read_bytes())
+    data[len(data) // 3] ^= 4
+    (folder / "dcp/.metadata").write_bytes(data)
+
+
+def linked_elsewhere(folder: Path) -> None:
+    (folder / "assets/extra").symlink_to("/etc/hostname")
+
+
+DAMAGES: list[Any] = [
+    pytest.param(truncated(0), r"__1_0\.distcp has 0 bytes, the manifest says", id="09-shard cut to nothing"),
+    pytest.param(truncated(1000), r"__1_0\.distcp has 1000 bytes, the manifest says", id="09-shard truncated"),
+    pytest.param(padded, r"__1_0\.distcp has \d+ bytes, the manifest says", id="09-shard with a byte more"),
+    pytest.param(lambda folder: (folder / SHARD).unlink(), r"lacks dcp/__1_0\.distcp", id="10-shard missing"),
+    pytest.param(swapped, r"__1_0\.distcp .*", id="11-shard of another step"),
+    pytest.param(
+        lambda folder: (folder / "dcp/.metadata").unlink(), r"lacks dcp/\.metadata", id="12-.metadata missing"
+    ),
+    pytest.param(flipped_metadata, r"\.metadata is damaged: its hash is not", id="13-bit flip in .metadata"),
+    pytest.param(
+        lambda folder: (folder / "dcp/__9_0.distcp").write_bytes(b"x"),
+        r"holds dcp/__9_0\.distcp, which its manifest does not list",
+        id="19-stale shard of a larger world",
+    ),
+    pytest.param(linked_elsewhere, r"holds assets/extra, which", id="19-a link out of the tree"),
+]
+
+
+def load_both_ways(world: World, path: str) -> tuple[tuple[str, str], bool]:
+    """Try to load; return the error, and whether the live model is as it was."""
+    toy = build(world, seed=1)
+    optimizer = optimizer_of(toy)
+    before = contents(toy, optimizer)
+    try:
+        checkpoint.load(path, toy, optimizer)
+    except Exception as error:  # noqa: BLE001 - which one it is, is the question
+        return (type(error).__name__, str(error)), contents(toy, optimizer) == before
+    return ("nothing", "loaded silently"), contents(toy, optimizer) == before
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_missing_truncated_swapped_and_added_files_are_refused_by_name(
+    pools: Any, step_2: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(step_2)
+
+    outcomes = pools(2).run(load_both_ways, str(step_2))
+
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1]
+    assert outcomes[0][0][0] == "CheckpointCorrupt"
+    with pytest.raises(CheckpointCorrupt, match=message):
+        checkpoint.verify(str(step_2))
+
+
+def test_a_swapped_shard_is_refused_even_where_its_size_and_its_file_hash_fit(pools: Any, step_2: Path) -> None:
+    """The tensor hashes were taken before anything was serialised."""
+    swapped(step_2)
+    rewrite_manifest(step_2)
+
+    outcomes = pools(2).run(load_both_ways, str(step_2))
+
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0][0] == "CheckpointCorrupt"
+    assert "reads back differently from what was saved" in outcomes[0][0][1]
+    assert outcomes[0][1]
+    with pytest.raises(CheckpointCorrupt, match="its bytes are not those that were saved"):
+        checkpoint.verify(str(step_2))
+
+
+def without_chunk(folder: Path) -> None:
+    """Drop one chunk of a trained matrix from .metadata, as a faulty writer would, and make the manifest fit."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    metadata: Metadata = pickle.loads((folder / "dcp/.metadata").read_bytes())
+    entry: Any = metadata.state_dict_metadata["model.blocks.0.trained.weight"]
+    lost = entry.chunks.pop()
+    metadata.storage_data = {
+        index: info
+        for index, info in metadata.storage_data.items()
+        if (index.fqn, index.offset) != ("model.blocks.0.trained.weight", lost.offsets)
+    }
+    (folder / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+    rewrite_manifest(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3], ids="15-.metadata without a chunk, loaded by {} ranks".format)
+def test_a_tensor_of_which_metadata_lists_no_chunk_is_refused_at_any_number_of_ranks(
+    pools: Any, step_2: Path, ranks: int
+) -> None:
+    without_chunk(step_2)
+
+    (error, untouched), *_ = pools(ranks).run(load_both_ways, str(step_2))
+
+    assert error[0] == "CheckpointCorrupt"
+    assert "blocks.0.trained.weight" in error[1]
+    assert untouched
+    with pytest.raises(CheckpointCorrupt, match=r"model\.blocks\.0\.trained\.weight is damaged"):
+        checkpoint.verify(str(step_2))
+
+
+def edited(change: Callable[[dict[str, Any]], None], *, sealed: bool) -> Callable[[bytes], bytes]:
+    """Change a manifest's body, with its own hash made to fit or not."""
+
+    def edit(data: bytes) -> bytes:
+        outer = json.loads(data)
+        change(outer["manifest"])
+        if sealed:
+            body = json.dumps(outer["manifest"], sort_keys=True, separators=(",", ":")).encode()
+            outer["xxh3_128"] = hash_bytes(body)
+        return json.dumps(outer, sort_keys=True, separators=(",", ":")).encode()
+
+    return edit
+
+
+def newer(body: dict[str, Any]) -> None:
+    body["format"] = 3
+
+
+MANIFESTS: list[Any] = [
+    pytest.param(lambda data: data.replace(b'"step":2', b'"step":1,"step":2'), "a key stands twice", id="a key twice"),
+    pytest.param(lambda data: data + b"\n", "its own hash does not fit", id="a byte behind its end"),
+    pytest.param(lambda data: data.replace(b'"step":2', b'"step": 2'), "its own hash does not fit", id="a space"),
+    pytest.param(lambda data: data[: len(data) // 2], "is damaged", id="half of it"),
+    pytest.param(lambda data: b"", "is damaged", id="nothing"),
+    pytest.param(lambda data: b"[" * 200_000, "is damaged", id="brackets without end"),
+    pytest.param(lambda data: data.replace(b'"step":2', b'"step":7'), "its own hash does not fit", id="another step"),
+    pytest.param(edited(newer, sealed=False), "is damaged", id="41-a bit flipped in the number of its format"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), MANIFESTS)
+def test_a_manifest_that_is_not_byte_for_byte_what_was_written_is_damaged(
+    saved: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    data = (saved / "step-00000002" / NAME).read_bytes()
+
+    with pytest.raises(CheckpointCorrupt, match=message):
+        parse(damage(data), "manifest.json")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="41-a later version's manifest")])
+def test_a_later_version_s_manifest_is_refused_with_both_numbers(pools: Any, step_2: Path, ranks: int) -> None:
+    file = step_2 / NAME
+    file.write_bytes(edited(newer, sealed=True)(file.read_bytes()))
+
+    errors = pools(ranks).run(load_both_ways, str(step_2))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0][0] == "NewerFormat"
+    assert "has format 3, this version of Holdfast reads up to 1. Upgrade Holdfast." in errors[0][0][1]
+
+
+def test_a_manifest_without_files_is_no_checkpoint_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001" / "dcp").mkdir(parents=True)
+
+    with pytest.raises(NoCheckpoint, match="is no checkpoint of Holdfast: it holds dcp"):
+        checkpoint.verify(str(tmp_path / "step-00000001"))
+
+
+def test_a_whole_manifest_says_the_same_when_it_is_read_and_written_again(saved: Path) -> None:
+    data = (saved / "step-00000002" / NAME).read_bytes()
+    manifest = parse(data, "manifest.json")
+
+    assert manifest.to_json() == data
+    assert replace(manifest, step=3).hash != manifest.hash
