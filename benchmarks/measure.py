@@ -108,7 +108,7 @@ def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) ->
         turn = {arm: run_arm(script, arm, *arguments) for arm in order}
         found.append(turn)
         for arm in arms:
-            print(f"round {number + 1}  {arm:22}" + "  ".join(_cell(*item) for item in turn[arm].items()), flush=True)
+            print(f"round {number + 1}  {arm:30}" + "  ".join(_cell(*item) for item in turn[arm].items()), flush=True)
     return found
 
 
