@@ -212,7 +212,7 @@ class LocalStorage:
         place = self.path(path)
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place, ignore_errors=True)
-        else:
+        elif place.is_symlink() or place.exists():  # a read-only disk refuses even to unlink nothing
             with contextlib.suppress(FileNotFoundError):
                 place.unlink()
 

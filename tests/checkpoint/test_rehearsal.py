@@ -1,0 +1,134 @@
+"""The rehearsal changes nothing and finds before step 1 what would fail hours later."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast import checkpoint
+from holdfast.checkpoint.rehearsal import Report, rehearse
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, contents, optimizer_of, step
+from tests.crash.disks import Remount, disk
+
+__all__ = ["disk"]
+
+
+def train(world: World, directory: str, kind: str, rehearsed: bool) -> tuple[list[float], dict[str, Any], list[float]]:
+    """Train three steps; return losses, what is there then, and what every random generator draws next."""
+    torch.manual_seed(world.rank)
+    random.seed(world.rank)
+    np.random.seed(world.rank)
+    toy = build(world)
+    optimizer = optimizer_of(toy, kind)
+    if rehearsed:
+        toy(torch.ones(2, 5)).sum().backward()
+        before = contents(toy, optimizer)
+        checkpoint.rehearse(directory, toy, optimizer)
+        assert contents(toy, optimizer) == before
+        optimizer.zero_grad()
+    losses = [step(world, toy, optimizer, number) for number in range(2)]
+    if rehearsed:
+        checkpoint.rehearse(directory, toy, optimizer)
+    losses.append(step(world, toy, optimizer, 2))
+    drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+    return losses, contents(toy, optimizer), drawn
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"], ids="49-saved before the first step, {}".format)
+def test_training_is_bit_identical_with_and_without_a_rehearsal(pools: Any, tmp_path: Path, kind: str) -> None:
+    with_it = pools(2).run(train, str(tmp_path / "c"), kind, True)
+    without = pools(2).run(train, str(tmp_path / "c"), kind, False)
+
+    assert with_it == without
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def rehearse_at(world: World, roots: list[str], keep: int = 3) -> Report:
+    """Rehearse with a root of this rank's own."""
+    toy = build(world)
+    return rehearse(LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), ProcessExchange(), keep=keep)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="18-directory that is not one for all ranks")])
+def test_a_directory_that_one_rank_sees_elsewhere_is_refused_naming_the_rank(
+    pools: Any, tmp_path: Path, ranks: int
+) -> None:
+    errors = pools(ranks).errors(rehearse_at, [str(tmp_path / "a"), str(tmp_path / "b")])
+
+    for name, message in errors:
+        assert name == "RehearsalFailed"
+        assert "is not one directory for all ranks: what rank 0 on " in message
+        assert "is not there for rank 1 on " in message
+        assert "Set run.dir to a shared file system, or checkpoint.storage to an object store." in message
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [pytest.param(1000, id="18-no room for the checkpoints that will be kept")])
+def test_a_disk_too_small_for_what_will_be_kept_is_refused(pools: Any, disk: tuple[Path, Remount], keep: int) -> None:
+    place, _ = disk
+
+    errors = pools(2).errors(rehearse_at, [str(place)] * 2, keep)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "RehearsalFailed"
+    assert f"{keep} are kept and two more must fit" in errors[0][1]
+    assert "lower checkpoint.keep.last" in errors[0][1]
+    assert list(place.iterdir()) == []
+
+
+@dataclass
+class Unwritable:
+    """A hyper-parameter of a type that nobody knows."""
+
+    value: int = 3
+
+
+def rehearse_odd_optimizer(world: World, directory: str, where: str) -> None:
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    if where == "group":
+        optimizer.param_groups[0]["odd"] = Unwritable()
+    elif where == "state":
+        step(world, toy, optimizer, 0)
+        next(iter(optimizer.state.values()))["odd"] = Unwritable()
+    else:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
+    checkpoint.rehearse(directory, toy, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        pytest.param("group", "hyper-parameter 'odd' is a tests.checkpoint.test_rehearsal.Unwritable", id="in a group"),
+        pytest.param("state", "state 'odd' of blocks.0.", id="in the state of a parameter"),
+        pytest.param("stranger", "holds a parameter of shape [7] that is not the model's", id="not the model's"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_saved_is_refused_before_the_first_step(
+    pools: Any, tmp_path: Path, where: str, message: str
+) -> None:
+    errors = pools(2).errors(rehearse_odd_optimizer, str(tmp_path), where)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "UnsavableOptimizer"
+    assert message in errors[0][1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rehearsal_measures_and_leaves_nothing(pools: Any, tmp_path: Path) -> None:
+    report = pools(2).run(rehearse_at, [str(tmp_path)] * 2)[0]
+
+    assert report.bytes_ > 1000
+    assert report.save_seconds > 0
+    assert report.load_seconds > 0
+    assert report.outline["optim.blocks.0.trained.weight.exp_avg"][0] == (5, 5)
+    assert list(tmp_path.iterdir()) == []

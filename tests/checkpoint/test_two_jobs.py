@@ -1,0 +1,139 @@
+"""One job per directory, one checkpoint per name: nobody overwrites anybody."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import checkpoint
+from holdfast.checkpoint.errors import DirectoryTaken
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.storage import rename_new
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
+from tests.crash.processes import DoomedRanks
+from tests.training.cases import run, tree
+
+
+def save_when_told(world: World, path: str, seed: int, start: str) -> dict[str, Any]:
+    toy = build(world, seed=seed)
+    optimizer = optimizer_of(toy)
+    step(world, toy, optimizer, seed)
+    Path(f"{start}.{seed}.{world.rank}").touch()
+    while not Path(start).exists():
+        time.sleep(0.001)
+    checkpoint.save(path, toy, optimizer)
+    return contents(toy, optimizer)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="20-second job saves the same name at the same time")])
+def test_of_two_jobs_that_save_one_name_at_once_one_wins_whole(pools: Any, tmp_path: Path, ranks: int) -> None:
+    path, start = tmp_path / "run" / "step-00000001", tmp_path / "start"
+    jobs = [DoomedRanks(save_when_told, ranks, str(path), seed, str(start)) for seed in (1, 2)]
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("start.*"))) < 2 * ranks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    start.touch()
+
+    outcomes = [job.wait() for job in jobs]
+
+    for job in jobs:
+        job.close()
+    won = [ended for ended in outcomes if ended[0].error is None]
+    lost = [ended for ended in outcomes if ended[0].error is not None]
+    assert (len(won), len(lost)) == (1, 1)
+    assert {end.error for end in lost[0]} == {lost[0][0].error}
+    assert lost[0][0].error is not None
+    assert lost[0][0].error[0] == "SaveFailed"
+    found = pools(ranks).run(load_into_other, str(path))[0]
+    assert {name: value for name, value in found.items() if "extra" not in name} == won[0][0].value
+    assert [entry.name for entry in path.parent.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="20-second job on a run's directory")])
+def test_a_second_job_on_a_run_s_directory_is_refused_on_all_ranks(pools: Any, tmp_path: Path, ranks: int) -> None:
+    with Lease(tmp_path / "r" / "checkpoints"):
+        errors = pools(ranks).errors(run, tree(str(tmp_path)))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DirectoryTaken"
+    assert f"{tmp_path / 'r'} is in use by another job (process {os.getpid()} on " in errors[0][1]
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["checkpoints"]
+
+
+def hold(directory: str, held: str) -> None:
+    with Lease(Path(directory)):
+        Path(held).touch()
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="20-holder of the directory killed")])
+def test_a_holder_that_was_killed_holds_nothing(tmp_path: Path, number: int) -> None:
+    holder = multiprocessing.get_context("forkserver").Process(
+        target=hold, args=(str(tmp_path / "c"), str(tmp_path / "held"))
+    )
+    holder.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(DirectoryTaken, match=rf"process {holder.pid} on "):
+        Lease(tmp_path / "c").__enter__()
+
+    os.kill(holder.pid or 0, number)
+    holder.join()
+
+    with Lease(tmp_path / "c"):
+        pass
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="45-step saved again after a rollback")])
+def test_a_step_that_is_there_is_never_written_again(pools: Any, tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "step-00000001"
+    pools(ranks).run(save_after, str(path), 1)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    errors = pools(ranks).errors(save_after, str(path), 2)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "SaveFailed"
+    assert "a checkpoint is never overwritten" in errors[0][1]
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="45-empty directory of that name")])
+def test_not_even_an_empty_directory_is_replaced(pools: Any, tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "other").mkdir()
+
+    errors = pools(ranks).errors(save_after, str(tmp_path / "step-00000001"), 1)
+
+    assert "a checkpoint is never overwritten" in errors[0][1]
+    with pytest.raises(FileExistsError):
+        rename_new(tmp_path / "other", tmp_path / "step-00000001")
+    assert (tmp_path / "other").is_dir()
+
+
+@pytest.mark.parametrize("how", ["moved", "linked", "copied"], ids="46-{} run directory".format)
+def test_a_run_that_was_moved_linked_or_copied_loads_from_its_new_place(pools: Any, tmp_path: Path, how: str) -> None:
+    old, new = tmp_path / "old", tmp_path / "elsewhere" / "new"
+    new.parent.mkdir()
+    expected = pools(2).run(save_after, str(old / "step-00000001"), 1)[0]
+    match how:
+        case "moved":
+            shutil.move(old, new)
+        case "linked":
+            new.symlink_to(old)
+        case "copied":
+            shutil.copytree(old, new)
+            shutil.rmtree(old)
+
+    found = pools(2).run(load_into_other, str(new / "step-00000001"))[0]
+
+    assert {name: value for name, value in found.items() if "extra" not in name} == expected

@@ -1,0 +1,102 @@
+"""What ranks run around a fault: train, save, die; and afterwards choose, load and compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import reader
+from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.retention import Retention, clean, steps
+from holdfast.checkpoint.session import Session
+from holdfast.checkpoint.snapshot import take
+from holdfast.checkpoint.storage import LocalStorage, Storage
+from holdfast.checkpoint.verification import verify
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, contents, optimizer_of, step
+from tests.crash.faulty import KillingStorage, die
+from tests.crash.processes import acknowledge
+
+STEPS = 3
+
+
+def expected_contents(world: World) -> dict[int, dict[str, Any]]:
+    """Return what the model and the optimizer hold after each step."""
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    found = {}
+    for number in range(1, STEPS + 1):
+        step(world, toy, optimizer, number)
+        found[number] = contents(toy, optimizer)
+    return found
+
+
+def session_of(storage: Storage, world: World, *, seconds: float = 30.0, **options: Any) -> Session:
+    """Return a session that keeps two checkpoints."""
+    ranks = ProcessExchange(timedelta(seconds=seconds))
+    return Session(storage, ranks, "run", Retention(last=2), **options)
+
+
+def train_and_save(world: World, session: Session, directory: Path, *, first: int = 1) -> None:
+    """Make steps, save each, and note each that was committed; a save in the background meets the next step."""
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    for number in range(1, STEPS + 1):
+        step(world, toy, optimizer, number)
+        if number < first:
+            continue
+        if session.collect() is not None and world.is_first:
+            acknowledge(directory, number - 1)
+        session.save(take(toy, optimizer, shared={"step": number}), number)
+    if session.collect() is not None and world.is_first:
+        acknowledge(directory, STEPS)
+
+
+def die_in_phase(world: World, directory: Path, victim: int, phase: str, background: bool) -> None:
+    """Kill a rank when the save of the last step, which deletes the first, reaches a phase."""
+    counted = 0
+
+    def reached(name: str) -> None:
+        nonlocal counted
+        counted += name == phase
+        if world.rank == victim and counted == STEPS:
+            die()
+
+    session = session_of(LocalStorage(directory), world, background=background, reached=reached)
+    train_and_save(world, session, directory)
+
+
+def die_in_storage(world: World, directory: Path, victim: int, place: str) -> None:
+    """Kill a rank at a place between two calls of the file system, in the save of the last step."""
+    storage = KillingStorage(directory, place)
+
+    def reached(name: str) -> None:
+        storage.armed = storage.armed or (name == "begin" and world.rank == victim and len(steps(storage)) == STEPS - 1)
+
+    train_and_save(world, session_of(storage, world, background=False, reached=reached), directory)
+    time.sleep(5)  # files are deleted on a thread of their own, which is where one of the kills is
+
+
+def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]]:
+    """Choose and load as a new start does, in each directory; return what was found there."""
+    found = []
+    ranks = ProcessExchange(timedelta(seconds=60))
+    for directory in directories:
+        storage = LocalStorage(directory)
+        toy = build(world, seed=1)
+        optimizer = optimizer_of(toy)
+        if world.is_first:
+            clean(storage)
+        choice = newest_verified(storage, ranks)
+        chosen = None
+        if choice is not None:
+            reader.load(storage, choice.name, toy, optimizer, ranks, verified=choice.manifest)
+            chosen = choice.manifest.step
+        whole = [verify(storage, name).step for name in steps(storage).values()]
+        words = "" if choice is None else choice.words
+        found.append({"chosen": chosen, "words": words, "whole": whole, "contents": contents(toy, optimizer)})
+    return found

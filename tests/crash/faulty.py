@@ -1,0 +1,165 @@
+"""Storages with one fault: real files below, and at one named place a kill, an error or a lie."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.hashing import HashingWriter
+from holdfast.checkpoint.storage import LocalStorage
+
+
+def die() -> None:
+    """End this process as hard as the kernel can."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillingStorage(LocalStorage):
+    """Kills its process at one place of one save.
+
+    Args:
+        root: The directory.
+        place: "before a shard opens", "half a shard", "before .metadata", "between .metadata.tmp and .metadata",
+            "before the rename", "after the rename", "before the trash", "between two trashes" or "half a deletion".
+        armed: Whether this rank dies.
+    """
+
+    def __init__(self, root: Path, place: str, *, armed: bool = False) -> None:
+        super().__init__(root)
+        self.place = place
+        self.armed = armed
+
+    def _die_at(self, *places: str) -> None:
+        if self.armed and self.place in places:
+            die()
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[HashingWriter]:
+        if path.endswith(".distcp"):
+            self._die_at("before a shard opens")
+        if path.endswith(".metadata.tmp"):
+            self._die_at("before .metadata")
+        with super().create(path) as writer:
+            yield writer
+            if path.endswith(".distcp") and self.armed and self.place == "half a shard":
+                writer.flush()
+                os.truncate(self.path(path), writer.bytes_written // 2)
+                die()
+
+    def publish(self, staging: str, final: str) -> None:
+        self._die_at("before the rename")
+        self.rename(staging, final)
+        self._die_at("after the rename")
+        self.sync("")
+
+    def rename(self, old: str, new: str) -> None:
+        if new.endswith(".metadata"):
+            self._die_at("between .metadata.tmp and .metadata")
+        if new.startswith(".trash-"):
+            self._die_at("before the trash")
+        super().rename(old, new)
+        if new.startswith(".trash-"):
+            self._die_at("between two trashes")
+
+    def remove(self, path: str) -> None:
+        if path.startswith(".trash-") and self.armed and self.place == "half a deletion":
+            shutil.rmtree(self.path(path) / "dcp")
+            die()
+        super().remove(path)
+
+
+class FullStorage(LocalStorage):
+    """Writes part of a file, then says what a disk says; `free_bytes` knows nothing, as on a quota.
+
+    Args:
+        root: The directory.
+        what: End of the paths that fail.
+        number: The error.
+        armed: Whether it fails on this rank.
+    """
+
+    def __init__(self, root: Path, what: str, number: int = errno.ENOSPC, *, armed: bool = True) -> None:
+        super().__init__(root)
+        self.what, self.number, self.armed = what, number, armed
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[HashingWriter]:
+        with super().create(path) as writer:
+            yield writer
+            if self.armed and path.endswith(self.what):
+                writer.flush()
+                os.truncate(self.path(path), writer.bytes_written // 2)
+                raise OSError(self.number, os.strerror(self.number), str(self.path(path)))
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+class ShortStorage(LocalStorage):
+    """Loses the end of a shard after it was closed without an error, as network file systems over quota do."""
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[HashingWriter]:
+        with super().create(path) as writer:
+            yield writer
+        if path.endswith(".distcp"):
+            os.truncate(self.path(path), writer.bytes_written - 7)
+
+
+class MoodyStorage(LocalStorage):
+    """Reads that fail, or differ, for a while.
+
+    Args:
+        root: The directory.
+        what: End of the paths this happens to.
+        failures: Times that a read fails.
+        number: The error; None: the hash of a file differs from read to read instead.
+    """
+
+    def __init__(self, root: Path, what: str, failures: int, number: int | None = errno.EIO) -> None:
+        super().__init__(root)
+        self.what, self.failures, self.number = what, failures, number
+        self.renamed: list[str] = []
+
+    def _fail(self, path: str) -> bool:
+        if not path.endswith(self.what) or self.failures == 0:
+            return False
+        self.failures -= 1
+        if self.number is not None:
+            raise OSError(self.number, os.strerror(self.number), str(self.path(path)))
+        return True
+
+    def read(self, path: str) -> bytes:
+        self._fail(path)
+        return super().read(path)
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        return f"{time.monotonic_ns():032x}" if self._fail(path) else super().hash(path, from_disk=from_disk)
+
+    def rename(self, old: str, new: str) -> None:
+        self.renamed.append(old)
+        super().rename(old, new)
+
+
+class SlowStorage(LocalStorage):
+    """Waits before each shard, and tells when: a save that a test can catch in flight."""
+
+    def __init__(self, root: Path, seconds: float, started: Path | None = None) -> None:
+        super().__init__(root)
+        self.seconds, self.started = seconds, started
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Any]:
+        if path.endswith(".distcp"):
+            if self.started is not None:
+                self.started.touch()
+            time.sleep(self.seconds)
+        with super().create(path) as writer:
+            yield writer

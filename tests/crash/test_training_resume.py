@@ -1,0 +1,226 @@
+"""A run that stopped and went on is the run that did not stop: bit for bit at the same number of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.metrics.sink import read_metrics
+from tests.crash.runs import (
+    log_of,
+    run_each,
+    run_with_slow_saves,
+    saved_steps,
+    state_differences,
+    values_of,
+)
+from tests.training.cases import run
+
+STEPS, STOP = 8, 3
+
+OBSERVERS = """
+import os, signal
+
+def terminates_at_three(event):
+    if event.step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def asks_for_a_checkpoint_at_one(event):
+    if event.step == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+def saves_at_five(event):
+    return "save" if event.step == 5 else None
+"""
+
+
+@pytest.fixture(scope="module")
+def straight(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of eight steps on two ranks that nothing happened to."""
+    place = tmp_path_factory.mktemp("straight")
+    pools(2).run(run, values_of(place, steps=STEPS))
+    return place
+
+
+@pytest.fixture(scope="module")
+def stopped(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same run, ended after three steps; nobody goes on in it."""
+    place = tmp_path_factory.mktemp("stopped")
+    pools(2).run(run, values_of(place, steps=STOP))
+    return place
+
+
+def go_on(pools: Any, stopped: Path, place: Path, **sections: Any) -> Path:
+    """Go on in a copy."""
+    shutil.copytree(stopped, place, dirs_exist_ok=True)
+    pools(2).run(run, values_of(place, steps=STEPS, **sections))
+    return place
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="37-random state; 28-resume 2 to 2")])
+def test_three_steps_a_resume_and_five_are_eight_steps_bit_for_bit(
+    pools: Any, straight: Path, stopped: Path, tmp_path: Path, ranks: int
+) -> None:
+    resumed = go_on(pools, stopped, tmp_path)
+
+    assert log_of(resumed) == log_of(straight)
+    assert len(log_of(straight)) == STEPS
+    assert state_differences(resumed, straight) == []
+
+
+def test_dropout_draws_so_that_random_state_matters(pools: Any, straight: Path, tmp_path: Path) -> None:
+    pools(2).run(run, values_of(tmp_path, steps=2, dropout=False))
+
+    assert log_of(tmp_path)[0][1] != log_of(straight)[0][1]
+
+
+@pytest.mark.parametrize("ranks", [1, 3], ids="28-resume 2 to {}".format)
+def test_another_number_of_ranks_sees_the_same_rows_and_the_same_losses(pools: Any, tmp_path: Path, ranks: int) -> None:
+    exact = {"dropout": False, "model": {"dtype": "float64"}}
+    places = {name: tmp_path / name for name in ("straight", "resumed")}
+    pools(2).run(
+        run_each,
+        [values_of(places["straight"], steps=STEPS, **exact), values_of(places["resumed"], steps=STOP, **exact)],
+    )
+
+    pools(ranks).run(run, values_of(places["resumed"], steps=STEPS, **exact))
+
+    one, two = log_of(places["straight"]), log_of(places["resumed"])
+    assert [(line[0], line[3:]) for line in one] == [(line[0], line[3:]) for line in two]
+    assert [line[1] for line in two] == pytest.approx([line[1] for line in one], abs=1e-10)
+    assert [line[2] for line in two] == pytest.approx([line[2] for line in one], abs=1e-9)
+
+
+def test_the_log_of_a_run_that_was_set_back_is_the_straight_run_s(
+    pools: Any, straight: Path, stopped: Path, tmp_path: Path
+) -> None:
+    """Steps 4 and 5 were made after the last checkpoint; a kill tore the line of the sixth."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "r" / "metrics.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"step":4,"loss":99.0}\n{"step":5,"loss":98.0}\n{"step":6,"lo')
+
+    pools(2).run(run, values_of(tmp_path, steps=STEPS))
+
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.get("to", line.get("step")) for line in written] == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
+    assert written[5] == {"event": "rewind", "to": 3}
+    assert log_of(tmp_path) == log_of(straight)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="42-tied weights")])
+def test_tied_weights_are_stored_once_and_named(stopped: Path, ranks: int) -> None:
+    manifest = json.loads((stopped / "r" / "checkpoints" / "step-00000003" / "manifest.json").read_text())["manifest"]
+
+    assert manifest["ties"] == {"model.embed_tokens.weight": ["lm_head.weight"]}
+    assert "model.model.embed_tokens.weight" in manifest["tensors"]
+    assert not [name for name in manifest["tensors"] if "lm_head" in name]
+
+
+@pytest.fixture
+def observed(tmp_path: Path) -> Path:
+    (tmp_path / "watch.py").write_text(OBSERVERS)
+    return tmp_path
+
+
+def test_signals_and_observers_save_and_the_same_command_goes_on(pools: Any, straight: Path, observed: Path) -> None:
+    watch = [f"watch.py:{name}" for name in ("terminates_at_three", "asks_for_a_checkpoint_at_one", "saves_at_five")]
+    values = values_of(observed, steps=STEPS, observers=watch, checkpoint={"every_steps": 100})
+
+    first = pools(2).run(run, values, str(observed))
+    after_first = saved_steps(observed)
+    second = pools(2).run(run, values, str(observed))
+
+    assert [(outcome.step, outcome.stopped) for outcome in first] == [(3, "stopped by SIGTERM")] * 2
+    assert after_first == [1, 3]
+    assert [(outcome.step, outcome.stopped) for outcome in second] == [(8, None)] * 2
+    assert saved_steps(observed) == [1, 3, 5, 8]
+    assert log_of(observed) == log_of(straight)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="23-SIGTERM while a save is in flight")])
+def test_sigterm_while_a_save_is_in_flight_finishes_it_and_saves_the_last_step_too(
+    pools: Any, straight: Path, observed: Path, ranks: int
+) -> None:
+    values = values_of(observed, steps=STEPS, observers=["watch.py:terminates_at_three"])
+
+    outcome = pools(ranks).run(run_with_slow_saves, values, str(observed), 1.0)[0]
+
+    assert outcome.stopped == "stopped by SIGTERM"
+    assert saved_steps(observed) == [2, 3]
+    pools(ranks).run(run, values, str(observed))
+    assert log_of(observed) == log_of(straight)
+
+
+def test_the_clock_saves_what_was_learned(pools: Any, tmp_path: Path) -> None:
+    outcome = pools(2).run(run, values_of(tmp_path, steps=1000, max_minutes=0.001))[0]
+
+    assert outcome.stopped == "max_minutes=0.001 have passed"
+    assert saved_steps(tmp_path)[-1] == outcome.step
+
+
+def rows(path: Path, last: str) -> None:
+    """Write rows, the last of which is given."""
+    lines = [{"prompt": f"sort {number}=", "completion": str(number)} for number in range(40)]
+    lines.append({"prompt": "sort 1=", "completion": last})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def tokenizer(path: Path, template: str) -> None:
+    from holdfast.data.characters import character_tokenizer
+
+    made: Any = character_tokenizer()
+    made.chat_template = template
+    made.save_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["data", "files", "tokenizer"])
+def test_changed_rows_files_and_tokenizers_are_refused_unless_declared(pools: Any, tmp_path: Path, kind: str) -> None:
+    rows(tmp_path / "rows.jsonl", "1")
+    tokenizer(tmp_path / "tokenizer", "{{ messages[0].content }}")
+    (tmp_path / "watch.py").write_text("def looks(event):\n    return None\n")
+    values = values_of(
+        tmp_path, steps=2, observers=["watch.py:looks"], model={"tokenizer": str(tmp_path / "tokenizer")}
+    )
+    values["data"] = {"path": "rows.jsonl", "batch_size": 16, "max_length": 32}
+    pools(2).run(run, values, str(tmp_path))
+    match kind:
+        case "data":
+            rows(tmp_path / "rows.jsonl", "2")
+        case "files":
+            (tmp_path / "watch.py").write_text("def looks(event):\n    return []\n")
+        case "tokenizer":
+            tokenizer(tmp_path / "tokenizer", "{{ messages[0].content }}.")
+    values["steps"] = 3
+
+    errors = pools(2).errors(run, values, str(tmp_path))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointMismatch"
+    assert f"was made with other things than this run has ({kind}: " in errors[0][1]
+    assert f"checkpoint.resume.changed: [{kind}]" in errors[0][1]
+    assert [line["step"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [1, 2]
+    values["checkpoint"] = values["checkpoint"] | {"resume": {"changed": [kind]}}
+    assert pools(2).run(run, values, str(tmp_path))[0].step == 3
+
+
+def test_a_rehearsed_run_is_bit_for_bit_one_that_was_not(pools: Any, straight: Path, tmp_path: Path) -> None:
+    pools(2).run(run, values_of(tmp_path, steps=STEPS, checkpoint={"rehearsal": {"enabled": False}}))
+
+    assert log_of(tmp_path) == log_of(straight)
+    assert state_differences(tmp_path, straight) == []
+
+
+@pytest.mark.parametrize("save", [1, 2], ids="50-whole state of {} ranks on others".format)
+def test_a_state_that_one_or_two_ranks_wrote_is_loaded_by_four(pools: Any, tmp_path: Path, save: int) -> None:
+    from tests.checkpoint.cases import load_into_other, save_after
+
+    path = str(tmp_path / "step-00000001")
+    expected = pools(save).run(save_after, path, 1)[0]
+
+    for found in pools(4).run(load_into_other, path):
+        assert {name: value for name, value in found.items() if "extra" not in name} == expected
