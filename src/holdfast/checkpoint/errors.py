@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, RunStopped, UserError
 
 
 class CheckpointError(HoldfastError):
     """The root of checkpoint errors."""
 
 
-class SaveFailed(CheckpointError):
+class SaveFailed(CheckpointError, RunStopped):
     """A save did not commit; earlier checkpoints are untouched. The same on all ranks."""
+
+    exit_code = RunStopped.exit_code
 
 
 class CheckpointCorrupt(CheckpointError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import RunStopped
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
@@ -33,7 +33,7 @@ ASSETS = (
 """Copied byte for byte from where the model came from."""
 
 
-class ExportFailed(HoldfastError):
+class ExportFailed(RunStopped):  # noqa: N818 - the name says what happened
     """An export could not be written, or read back differently; nothing was left in its place."""
 
 

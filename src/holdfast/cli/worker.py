@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, RunStopped, UserError
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
+    from holdfast.training.fit import Outcome
 
 
 def work(verb: str, config: SFTConfig, base: Path) -> int:
@@ -43,21 +44,26 @@ def _verbs(verb: str, config: SFTConfig, base: Path, world: World) -> int:
         return 0
     outcome = sft(config, base, world)
     if world.is_first:
-        print(_closing_words(outcome.step, outcome.stopped, outcome.directory, outcome.export), flush=True)
+        print(_closing_words(outcome, dry=config.dry_run), flush=True)
     return 3 if outcome.stopped is not None and outcome.stopped != "stopped by an observer" else 0
 
 
-def _closing_words(step: int, stopped: str | None, directory: str, export: str | None) -> str:
-    ending = f"{stopped}, after step {step}" if stopped is not None else f"done after step {step}"
-    model = f"; the model is in {export}" if export is not None else ""
-    return f"{ending}. The run is in {directory}{model}."
+def _closing_words(outcome: Outcome, *, dry: bool) -> str:
+    if dry:
+        return f"the dry run of {outcome.step} steps did everything once; nothing of it was kept"
+    ending = f"{outcome.stopped}, after" if outcome.stopped is not None else "done after"
+    model = f"; the model is in {outcome.export}" if outcome.export is not None else ""
+    return f"{ending} step {outcome.step}. The run is in {outcome.directory}{model}."
 
 
 def main() -> None:
     """Run as `python -m holdfast.cli.worker VERB CONFIG.json BASE`."""
     verb, file, base = sys.argv[1:4]
     config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), SFTConfig)
-    sys.exit(work(verb, config, Path(base)))
+    try:
+        sys.exit(work(verb, config, Path(base)))
+    except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: there is nothing to tell
+        sys.exit(RunStopped.exit_code)
 
 
 if __name__ == "__main__":

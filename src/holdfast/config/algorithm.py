@@ -26,7 +26,9 @@ class UserObjectiveConfig(Section):
 
     kind: Literal["path"] = "path"
     path: FunctionPath
+    """`file.py:function`; the function returns the loss, a holdfast.objectives.base.Objective."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments."""
 
 
 SupervisedObjective = Annotated[NLLConfig | DFTConfig | UserObjectiveConfig, ByKind("nll")]

@@ -16,12 +16,14 @@ class MetricConfig(Section):
     metric: str = Field(min_length=1)
     """As in metrics.jsonl, such as eval/validation/loss."""
     mode: Literal["max", "min"]
+    """Whether more of it is better."""
 
 
 class BestConfig(MetricConfig):
     """Keep the best checkpoints by a metric of their own step."""
 
     count: PositiveInt = 1
+    """How many."""
 
 
 class RetentionConfig(Section):
@@ -32,6 +34,7 @@ class RetentionConfig(Section):
     every: PositiveInt | None = None
     """Steps that are a multiple of this stay for good."""
     best: list[BestConfig] = Field(default_factory=list)
+    """The best by some metric stay too."""
 
 
 class ResumeConfig(Section):
@@ -60,6 +63,7 @@ class RehearsalConfig(Section):
     """Save, verify and load once before the first step."""
 
     enabled: bool = True
+    """Off: the first save is the first to find out what cannot be saved."""
     hours_between_failures: Positive = 50_000.0
     """Mean time between failures of one rank, for the suggested interval (default: 419 interruptions of 16,384 GPUs in
     54 days, The Llama 3 Herd of Models, section 3.3.4)."""
@@ -69,8 +73,11 @@ class CheckpointConfig(Section):
     """Checkpoints continue a run at any number of ranks; exports are directories that plain transformers loads."""
 
     every_steps: PositiveInt | None = None
+    """Steps between checkpoints."""
     every_epochs: Positive | None = None
+    """Passes over the data between checkpoints."""
     every_minutes: Positive | None = None
+    """Minutes between checkpoints; the rehearsal suggests a number."""
     at_end: bool = True
     """Save when the run ends, so that raising steps continues it."""
     contents: Literal["full", "weights"] = "full"

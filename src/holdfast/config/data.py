@@ -59,6 +59,7 @@ class SourceConfig(Section):
     config_name: str | None = None
     """Configuration of a hub data set, such as `main` for openai/gsm8k."""
     revision: str | None = None
+    """Branch, tag or commit on the hub."""
     streaming: bool = False
     """Read front to back without an index, for sets that do not fit the disk."""
     max_samples: PositiveInt | None = None
@@ -115,6 +116,7 @@ class DataConfig(SourceConfig, TextConfig):
     """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
 
     shuffle: bool = True
+    """Another order in every pass; off: the order of the files."""
     shuffle_buffer: PositiveInt = 10_000
     """Rows shuffled together when streaming: the stream is shuffled block by block."""
     seed: Count | None = None

@@ -15,6 +15,7 @@ class LaunchConfig(Section):
     threads_per_rank: PositiveInt = 1
     """CPU threads of each rank; more than one is slower when ranks share cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; `auto`: on GPUs if there are any."""
     max_restarts: Count = 0
     """Times a run is started again after a rank died; two deaths at the same step end it."""
     timeout_minutes: Positive = 30.0

@@ -32,6 +32,7 @@ class CompletionsConfig(Section):
     samples: PositiveInt = 64
     """Prompts per set, the first ones."""
     max_new_tokens: PositiveInt = 128
+    """Tokens after which a completion is cut."""
     temperature: NonNegative = 0.0
     """0: greedy."""
 
@@ -42,10 +43,15 @@ class EvaluationConfig(Section):
     sets: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named evaluation sets."""
     every_steps: PositiveInt | None = None
+    """Steps between evaluations."""
     every_minutes: Positive | None = None
+    """Minutes between evaluations."""
     every_epochs: Positive | None = None
+    """Passes over the data between evaluations; 0.5 is twice per pass."""
     at_start: bool = False
+    """Evaluate before the first step."""
     at_end: bool = True
+    """Evaluate after the last step."""
     limit_samples: PositiveInt | None = None
     """Evaluate only the first samples of each set."""
     completions: CompletionsConfig | None = None

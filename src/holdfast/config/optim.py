@@ -47,6 +47,7 @@ class LinearSchedule(_Schedule):
 
     kind: Literal["linear"] = "linear"
     final_ratio: Fraction = 0.0
+    """Rate of the last update, as a share of lr."""
 
 
 class CosineSchedule(_Schedule):
@@ -54,6 +55,7 @@ class CosineSchedule(_Schedule):
 
     kind: Literal["cosine"] = "cosine"
     final_ratio: Fraction = 0.0
+    """Rate of the last update, as a share of lr."""
 
 
 class WarmupStableDecaySchedule(_Schedule):
@@ -63,6 +65,7 @@ class WarmupStableDecaySchedule(_Schedule):
     kind: Literal["wsd"] = "wsd"
     decay_ratio: Fraction = 0.2
     final_ratio: Fraction = 0.0
+    """Rate of the last update, as a share of lr."""
 
 
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule, ByKind("cosine")]
@@ -88,7 +91,9 @@ class AdamWConfig(_Optim):
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of the first and the second moment."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
 
 
 class AdamWBF16Config(_Optim):
@@ -96,7 +101,9 @@ class AdamWBF16Config(_Optim):
 
     kind: Literal["adamw_bf16"] = "adamw_bf16"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of the first and the second moment."""
     eps: Positive = 1e-8
+    """Added to the root of the second moment."""
 
 
 class SGDConfig(_Optim):

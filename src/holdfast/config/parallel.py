@@ -42,6 +42,7 @@ class EveryKRecompute(_Recompute):
 
     kind: Literal["every_k"] = "every_k"
     k: PositiveInt = 2
+    """2 recomputes every second block."""
 
 
 class SelectiveRecompute(_Recompute):

@@ -32,6 +32,7 @@ class RunConfig(Section):
     """Where a run lives: everything it writes stands under dir/name."""
 
     dir: str = "runs"
+    """Folder of runs; relative to where the command is started."""
     name: Annotated[str, AfterValidator(_check_run_name)] = "run"
     """Default on the command line: the YAML's file name."""
 

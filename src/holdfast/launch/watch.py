@@ -214,6 +214,16 @@ class _Aftermath:
         return [death for death in self.deaths if not death.ended_by_launcher]
 
     @property
+    def refused(self) -> list[Death]:
+        """Ranks that met an error of the user's, if nothing else went wrong.
+
+        A rank that is slow to leave is ended by the launcher; what it had reported counts, not how it went.
+        """
+        if any(report.kind == "error" for report in self.reports):
+            return []
+        return [death for death in self.deaths if _met_user_error(death)]
+
+    @property
     def codes(self) -> set[int]:
         return {death.exit_code for death in self.by_themselves}
 
@@ -227,20 +237,19 @@ class _Aftermath:
         return None
 
 
+def _met_user_error(death: Death) -> bool:
+    if death.report is not None and death.report.kind == "user":
+        return True
+    return death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher
+
+
 def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, port: int, wrote: bool) -> Ending:
     step = directory.step()
     reports = {report.rank: report for report in directory.reports()}
     deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
     after = _Aftermath(deaths, list(reports.values()))
-    # A rank that is slow to leave is ended by the launcher; what it had reported counts, not how it went.
-    refused = [
-        death
-        for death in deaths
-        if (death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher)
-        or (death.report is not None and death.report.kind == "user")
-    ]
-    if refused and not any(report.kind == "error" for report in after.reports):
-        return Ending(Verdict.REFUSED, _refusal(refused, deaths[0], wrote), step)
+    if after.refused:
+        return Ending(Verdict.REFUSED, _refusal(after.refused, deaths[0], wrote), step)
     verdict = after.orderly(stops)
     if verdict is not None:
         return Ending(verdict, "", step)

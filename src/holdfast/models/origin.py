@@ -112,8 +112,8 @@ def load_tokenizer(config: ModelConfig, base: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:200].rstrip(" .:") or type(error).__name__
         raise ModelError(
-            f"{directory} has no tokenizer that transformers can load: {reason} Set model.tokenizer to a directory "
+            f"{directory} has no tokenizer that transformers can load: {reason}. Set model.tokenizer to a directory "
             "that has one."
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore  # public under torch.distributed
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # public under torch.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.config.launch import LaunchConfig
@@ -65,24 +64,21 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     timeout = timedelta(minutes=launch.timeout_minutes)
     directory = os.environ.get("HOLDFAST_LAUNCH_DIR")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory(prefix="holdfast-store-") as alone:
-        store: Store
-        if "MASTER_ADDR" in os.environ:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
-            hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            store = TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
-        else:
-            store = FileStore(str(Path(alone) / "store"), size)
-        dist.init_process_group(
-            backend, store=PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout
-        )
-        try:
-            channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
-            with channel.guard():
-                yield World(rank, size, local_rank, device, channel, os.environ.get(BREAK_VARIABLE))
-                dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
-        finally:
-            dist.destroy_process_group()
+    store: Store
+    if "MASTER_ADDR" in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+        hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
+    else:
+        store = HashStore()
+    dist.init_process_group(backend, store=PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout)
+    try:
+        channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
+        with channel.guard():
+            yield World(rank, size, local_rank, device, channel, os.environ.get(BREAK_VARIABLE))
+            dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
+    finally:
+        dist.destroy_process_group()
 
 
 def _kill_point(rank: int) -> KillPoint | None:
@@ -113,6 +109,11 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
     Raises:
         ConfigError: replicate x shard is not the number of ranks.
     """
+    if parallel.shard == "auto" and world.size % parallel.replicate:
+        raise ConfigError(
+            f"parallel.replicate={parallel.replicate} copies cannot be spread over {world.size} ranks. Set "
+            f"launch.ranks to a multiple of {parallel.replicate}, or lower parallel.replicate."
+        )
     shard = world.size // parallel.replicate if parallel.shard == "auto" else parallel.shard
     if parallel.replicate * shard != world.size:
         raise ConfigError(

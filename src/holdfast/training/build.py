@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast.config.algorithm import DFTConfig, NLLConfig, SupervisedObjective
+from holdfast.config.algorithm import DFTConfig, NLLConfig, SupervisedObjective, UserObjectiveConfig
 from holdfast.config.runs import SFTConfig, planned_steps
 from holdfast.data.assembly import Layout
 from holdfast.errors import ConfigError, PlanError
 from holdfast.metrics.throughput import ModelCost, peak_flops
+from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint, blueprint, set_storage
 from holdfast.models.family import blocks_of
 from holdfast.models.names import canonical_name, named_parameters, tied_names
@@ -144,7 +145,8 @@ def build_policy(
         origin.model.set_experts_implementation("eager")
     packed = origin.packed and config.data.packing != "none"
     if not packed and origin.packed:
-        origin.model.set_attn_implementation("eager" if config.model.attention == "eager" else "sdpa")
+        eager = config.model.attention == "eager"
+        origin.model.set_attn_implementation("eager" if eager else upstream_attention(origin.model))
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
@@ -214,7 +216,7 @@ def _objective(section: SupervisedObjective, base: Path) -> Objective:
         case DFTConfig():
             return DynamicFineTuning()
         case _:
-            made = load_function(section.path, base, "objective.path")(**section.kwargs)
+            made = _made_by_user(load_function(section.path, base, "objective.path"), section)
             missing = [
                 name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)
             ]
@@ -224,6 +226,17 @@ def _objective(section: SupervisedObjective, base: Path) -> Objective:
                     f"and sums (holdfast.objectives.base.Objective); {', '.join(missing)} is missing."
                 )
             return made  # type: ignore[no-any-return]  # checked above
+
+
+def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig) -> Any:
+    try:
+        return function(**section.kwargs)
+    except Exception as error:  # the user's own code may raise anything
+        given = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
+        raise ConfigError(
+            f"objective.path {section.path} called with {given} raises {type(error).__name__}: {error}. Mend the "
+            "function or objective.kwargs."
+        ) from error
 
 
 def _observers(config: SFTConfig, base: Path, live: Live) -> tuple[Observer, ...]:

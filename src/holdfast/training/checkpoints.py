@@ -140,6 +140,7 @@ class Checkpoints:
         self._restore_random(loaded)
         _damage(run)
         self.session.resumed = manifest
+        run.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
         self._deviations = loaded.deviations
         self._say(choice.words, self._exactness(loaded), *loaded.notes)
 

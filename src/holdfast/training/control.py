@@ -46,6 +46,8 @@ class StopRequests:
         """When the stop was asked for, on the monotonic clock."""
         self.save = False
         self._previous: dict[int, Any] = {}
+        self._drilling = False
+        self._drill = threading.Event()
 
     def __enter__(self) -> StopRequests:
         """Catch signals until the block ends."""
@@ -65,14 +67,13 @@ class StopRequests:
         if number == signal.SIGUSR1:
             self.save = True
             return
+        if self._drilling and number == signal.SIGTERM:
+            self._drill.set()
+            return
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked_at = time.monotonic()
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-    @property
-    def _stopping(self) -> bool:
-        return self.reason is not None
 
     def pending(self, ranks: ProcessExchange) -> str | None:
         """Return why the run shall stop, if a signal reached any rank."""
@@ -82,13 +83,11 @@ class StopRequests:
         """Send every rank a SIGTERM of its own, and return those that did not notice."""
         if not self._previous:
             return []
-        before, self.reason = self.reason, None
+        self._drill.clear()
+        self._drilling = True
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 5.0
-        while not self._stopping and time.monotonic() < deadline:
-            time.sleep(0.001)
-        noticed = ranks.gather(self._stopping)
-        self.reason, self.asked_at = before, None if before is None else self.asked_at
+        noticed = ranks.gather(self._drill.wait(5.0))
+        self._drilling = False
         return [rank for rank, heard in enumerate(noticed) if not heard]
 
 

@@ -83,6 +83,7 @@ class _Loop:
     def _train(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         first = run.state.step
+        run.clock.read()  # what came before is no part of the first step's time
         while not run.finished:
             run.world.failure.at_step(run.state.step)
             done, stream = run.state.step, run.stream.state()
@@ -111,6 +112,8 @@ class _Loop:
             self.journal.saved(self.checkpoints.collect())
         if decision.evaluate:
             self.line |= self._evaluate()
+            # Evaluating is no part of the next step's time.
+            self.line |= {name: value for name, value in run.clock.read().items() if name == "timing/evaluation"}
             signalled = self.requests.pending(run.exchange)
             stopped = stopped if signalled is None else f"stopped by {signalled}"
         self.journal.report(self.line)

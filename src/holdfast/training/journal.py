@@ -16,7 +16,7 @@ class Journal:
     """Opens the run directory and its sinks for the length of a block; silent on other ranks than the first."""
 
     def __init__(self, run: Run) -> None:
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, float] = dict(run.resumed_metrics)
         """The last value of every metric."""
         self._run = run
         self._sinks: list[Sink] = []

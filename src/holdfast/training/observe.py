@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, RunStopped
 from holdfast.types import StepEvent
 
 ANSWERS = ("stop", "save", "evaluate")
 
 
-class ObserverFailed(HoldfastError):
-    """An observer raised, answered something unknown, or kept state that JSON cannot hold."""
+class ObserverFailed(RunStopped):  # noqa: N818 - the name says what happened
+    """An observer raised, answered something unknown, or kept state that JSON cannot hold; the run was saved."""
 
 
 @dataclass

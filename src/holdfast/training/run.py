@@ -75,6 +75,8 @@ class Run(Evaluation):
     observers: Sequence[Observer]
     identity: Identity
     """Hashes of what a checkpoint relies on and does not hold."""
+    resumed_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the checkpoint that the run continues from."""
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
 
