@@ -1,0 +1,33 @@
+"""How long each suite took, beside the minutes it may take, at the end of a run of the tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+MINUTES = {"units": 4, "distributed": 6, "faults": 8, "architectures": 6, "demo": 4}
+SUITES = {
+    "distributed": "distributed",
+    "training": "distributed",
+    "checkpoint": "faults",
+    "crash": "faults",
+    "launch": "faults",
+    "models": "architectures",
+    "rollout": "architectures",
+    "examples": "demo",
+    "docs": "demo",
+}
+"""Folder of tests to suite; the rest are units."""
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    parts = report.nodeid.split("/")
+    _seconds[SUITES.get(parts[1] if len(parts) > 2 else "", "units")] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if sum(_seconds.values()) > 60:
+        told = [f"{suite} {_seconds[suite] / 60:.1f} of {minutes}" for suite, minutes in MINUTES.items()]
+        terminalreporter.write_line(f"minutes per suite: {', '.join(told)}")
