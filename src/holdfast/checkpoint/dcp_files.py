@@ -77,13 +77,17 @@ def _check_form(metadata: Any) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"it lists {name}, which is no tensor: reading it would unpickle it")
-        if not all(isinstance(number, int) for number in entry.size):
-            raise TypeError(f"the shape of {name} is {entry.size}")
-        for chunk in entry.chunks:
-            if not len(entry.size) == len(chunk.offsets) == len(chunk.sizes):
-                raise ValueError(f"a chunk of {name} has another number of dimensions")
+        numbers = [*entry.size, *(number for chunk in entry.chunks for number in (*chunk.offsets, *chunk.sizes))]
+        if set(map(type, numbers)) - {int}:
+            raise TypeError(f"the shape of {name} is damaged")
+        if any(not len(entry.size) == len(chunk.offsets) == len(chunk.sizes) for chunk in entry.chunks):
+            raise ValueError(f"a chunk of {name} has another number of dimensions")
+    _check_places(metadata)
+
+
+def _check_places(metadata: Metadata) -> None:
     for index, info in (metadata.storage_data or {}).items():
-        if not isinstance(index.fqn, str) or not isinstance(info.offset + info.length, int):
+        if (type(index.fqn), type(info.offset), type(info.length)) != (str, int, int):
             raise TypeError(f"the place of {index.fqn} is damaged")
         if "/" in info.relative_path:
             raise ValueError(f"it leads out of the checkpoint, to {info.relative_path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -171,12 +172,22 @@ def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
     config.dtype = dtype
     config.save_pretrained(str(folder))
     origin.tokenizer.save_pretrained(str(folder))
+    _forget_loading(folder / "tokenizer_config.json")
     for name in ASSETS:
         if origin.directory is not None and (origin.directory / name).exists():
             shutil.copyfile(origin.directory / name, folder / name)
     generation = getattr(origin.skeleton, "generation_config", None)
     if generation is not None and not (folder / ASSETS[0]).exists():
         generation.save_pretrained(str(folder))
+
+
+def _forget_loading(file: Path) -> None:
+    """Drop what transformers notes of how a tokenizer was loaded: an export is the same wherever it was made."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in values.items() if key not in {"is_local", "local_files_only"}}
+    if kept != values:
+        text = json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def _read_back(staging: Path, files: dict[str, list[str]], headers: dict[str, Header]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -149,21 +149,20 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequ
     except CheckpointCorrupt:
         return sorted(manifest.tensors) if files is None else []
     damaged = without_chunks(metadata, manifest.tensors) if files is None else []
-    for tensor in sorted(manifest.tensors):
-        wanted = {chunk.offsets: chunk for chunk in manifest.tensors[tensor].chunks}
-        for index, info in _stored_chunks(metadata, tensor):
-            if files is not None and f"{DCP}/{info.relative_path}" not in files:
-                continue
-            chunk = wanted.get(tuple(index.offset or ()))
-            found = _hash_stored(storage, f"{name}/{DCP}/{info.relative_path}", info)
-            if found != (_NOTHING if chunk is None else chunk.hash):  # a rank without rows may have written none
-                damaged.append(tensor)
-                break
-    return sorted(set(damaged))
+    return sorted({*damaged, *_differing(storage, name, manifest, metadata, files)})
 
 
-def _stored_chunks(metadata: Metadata, tensor: str) -> list[tuple[Any, Any]]:
-    return [(index, info) for index, info in (metadata.storage_data or {}).items() if index.fqn == tensor]
+def _differing(
+    storage: Storage, name: str, manifest: Manifest, metadata: Metadata, files: Sequence[str] | None
+) -> Iterator[str]:
+    """Yield the tensor of every stored chunk that reads back differently."""
+    wanted = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
+    for index, info in (metadata.storage_data or {}).items():
+        if files is not None and f"{DCP}/{info.relative_path}" not in files:
+            continue
+        expected = wanted.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
+        if _hash_stored(storage, f"{name}/{DCP}/{info.relative_path}", info) != expected:
+            yield index.fqn
 
 
 def _hash_stored(storage: Storage, path: str, info: Any) -> str | None:

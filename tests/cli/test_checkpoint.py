@@ -1,0 +1,309 @@
+"""`holdfast checkpoint` on a real run's checkpoints: numbers against NumPy, bytes against the run's own export."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.checkpoint.damage import Touch, rewrite_manifest
+from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.warm import Done, WarmPython
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def trained(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a run of four steps on two ranks, a checkpoint of each; nobody changes it."""
+    place = tmp_path_factory.mktemp("trained")
+    write_rows(place / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(12)])
+    tree = {
+        "steps": 4,
+        "model": {"config": TINY | {"tie_word_embeddings": True}, "tokenizer": "builtin:characters"},
+        "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
+        "optim": {"lr": 0.01, "schedule": "constant"},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}},
+        "launch": {"ranks": 2, "device": "cpu"},
+    }
+    write_run(place / "run.yaml", tree)
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=place)
+    assert done.code == 0, done.err
+    return place
+
+
+@pytest.fixture
+def place(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy, to be changed."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+@pytest.fixture
+def checkpoint(warm: WarmPython, place: Path) -> Command:
+    """Return a function that runs `holdfast checkpoint ARGUMENTS` beside the run."""
+    return lambda *arguments: warm.run("-m", "holdfast.cli.main", "checkpoint", *arguments, cwd=place)
+
+
+def of_step(step: int) -> str:
+    return f"runs/run/checkpoints/step-{step:08d}"
+
+
+def losses(place: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (place / "runs/run/metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def flip(file: Path, at: int | None = None) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 8
+    file.write_bytes(data)
+
+
+def test_ls_lists_steps_with_the_losses_of_the_log(checkpoint: Command, place: Path) -> None:
+    done = checkpoint("ls", "runs/run", "--metric", "loss", "--metric", "no_such")
+
+    lines = done.out.splitlines()
+    assert done.code == 0, done.err
+    assert [line.split()[0] for line in lines] == [f"step-{step:08d}" for step in range(1, 5)]
+    for step, line in enumerate(lines, start=1):
+        assert f"loss={losses(place)[step]:.6g}  no_such=-" in line
+        assert "model+optimizer+trainer+rank" in line
+
+
+def test_path_prints_the_last_and_the_best_by_hand(checkpoint: Command, place: Path) -> None:
+    best = min(losses(place), key=lambda step: losses(place)[step])
+    worst = max(losses(place), key=lambda step: losses(place)[step])
+
+    assert checkpoint("path", "runs/run").out.strip().endswith(of_step(4))
+    assert checkpoint("path", "runs/run", "--last").out.strip().endswith(of_step(4))
+    assert checkpoint("path", "runs/run", "--best", "loss", "--mode", "min").out.strip() == of_step(best)
+    assert checkpoint("path", "runs/run", "--best", "loss").out.strip() == of_step(worst)
+    unknown = checkpoint("path", "runs/run", "--best", "accuracy")
+    assert unknown.code == 2
+    assert "has the metric accuracy; they have" in unknown.err
+    assert checkpoint("path", "runs/run", "--best", "loss", "--last").code == 2
+
+
+def test_show_says_what_is_inside(checkpoint: Command) -> None:
+    done = checkpoint("show", of_step(4))
+
+    assert done.code == 0, done.err
+    assert "contents model, optimizer, trainer, rank;" in done.out
+    assert "written by replicate 1, shard 2 in " in done.out
+    assert "optimizer torch.optim.adamw.AdamW" in done.out
+    assert "tied: model.embed_tokens.weight = lm_head.weight" in done.out
+    assert "  model.model.embed_tokens.weight float32 [64, 16]" in done.out
+    assert "  optim.model.embed_tokens.weight.exp_avg float32 [64, 16]" in done.out
+
+
+@pytest.mark.parametrize("level", ["names", "files", "tensors"])
+def test_verify_finds_a_whole_run_whole(checkpoint: Command, level: str) -> None:
+    done = checkpoint("verify", "runs/run", "--level", level)
+
+    assert done.code == 0, done.err
+    assert [line.split(":")[0] for line in done.out.splitlines()] == ["whole"] * 4
+    assert f"level {level})" in done.out
+
+
+def test_verify_of_one_flipped_bit_exits_1_and_names_the_tensor(checkpoint: Command, place: Path) -> None:
+    assert checkpoint("export", of_step(3), "--format", "torch", "-o", "state.pt").code == 0
+    weight = torch.load(place / "state.pt", weights_only=True)["model"]["model.layers.0.mlp.up_proj.weight"]
+    shard = place / of_step(3) / "dcp" / "__1_0.distcp"
+    flip(shard, at=shard.read_bytes().index(weight[-1].numpy().tobytes()))
+
+    done = checkpoint("verify", "runs/run")
+    one = checkpoint("verify", of_step(3))
+
+    assert (done.code, one.code) == (1, 1)
+    assert [line.split(":")[0] for line in done.out.splitlines()] == ["whole", "whole", "damaged", "whole"]
+    assert "__1_0.distcp is damaged: its hash is not the manifest's" in one.out
+    assert one.out.endswith("; damaged tensors: model.model.layers.0.mlp.up_proj.weight.\n")
+    assert sorted(path.name for path in (place / "runs/run/checkpoints").glob("step-*")) == [
+        f"step-{step:08d}" for step in range(1, 5)
+    ]
+
+
+def test_diff_names_the_first_difference_and_every_one(checkpoint: Command, place: Path) -> None:
+    shutil.copytree(place / of_step(1), place / "copy-of-1")
+
+    same = checkpoint("diff", of_step(1), "copy-of-1")
+    first = checkpoint("diff", of_step(1), of_step(2))
+    everything = checkpoint("diff", of_step(1), of_step(2), "--all")
+
+    assert (same.code, same.out) == (0, "identical\n")
+    assert first.code == everything.code == 1
+    assert len(first.out.splitlines()) == 1
+    assert first.out == everything.out.splitlines()[0] + "\n"
+    told = [line.split()[0].rstrip(":") for line in everything.out.splitlines()]
+    assert {"model.model.embed_tokens.weight", "optim.model.embed_tokens.weight.exp_avg", "trainer.json"} <= set(told)
+    assert told[0].startswith("model.")
+
+
+def test_export_is_the_run_s_own_export_byte_for_byte_and_transformers_computes_the_same(
+    checkpoint: Command, place: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    done = checkpoint("export", of_step(4), "-o", "exported")
+
+    assert done.code == 0, done.err
+    ours, theirs = place / "exported", place / "runs/run/exports/final"
+    files = sorted(path.name for path in ours.iterdir())
+    assert files == sorted(path.name for path in theirs.iterdir())
+    for name in files:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    tokens = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(path)(input_ids=tokens).logits for path in (ours, theirs)]
+    assert torch.equal(logits[0], logits[1])
+    assert bool(torch.isfinite(logits[0]).all())
+    assert "lm_head.weight" not in load_file(ours / "model.safetensors")
+
+
+def test_export_in_small_shards_and_another_dtype_holds_the_same_numbers(checkpoint: Command, place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    checkpoint("export", of_step(4), "-o", "whole")
+    done = checkpoint("export", of_step(4), "-o", "sharded", "--shard-bytes", "4000", "--dtype", "bfloat16")
+
+    assert done.code == 0, done.err
+    assert len(list((place / "sharded").glob("model-*.safetensors"))) > 2
+    whole = AutoModelForCausalLM.from_pretrained(place / "whole").state_dict()
+    sharded = AutoModelForCausalLM.from_pretrained(place / "sharded", dtype=torch.bfloat16).state_dict()
+    assert whole.keys() == sharded.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(sharded[name], tensor.to(sharded[name].dtype)), name
+
+
+def test_export_as_one_torch_file_holds_weights_and_state_by_name(checkpoint: Command, place: Path) -> None:
+    done = checkpoint("export", of_step(2), "--format", "torch", "-o", "state.pt")
+
+    assert done.code == 0, done.err
+    held = torch.load(place / "state.pt", weights_only=True)
+    weights = load_file(_exported(checkpoint, place, 2) / "model.safetensors")
+    assert np.array_equal(held["model"]["model.embed_tokens.weight"].numpy(), weights["model.embed_tokens.weight"])
+    state = held["optimizer"]["state"]["model.embed_tokens.weight"]
+    assert state["exp_avg"].shape == (64, 16)
+    assert float(state["step"]) == 2
+    assert sorted(name for group in held["optimizer"]["param_groups"] for name in group["params"]) == sorted(
+        held["optimizer"]["state"]
+    )
+
+
+def _exported(checkpoint: Command, place: Path, step: int) -> Path:
+    assert checkpoint("export", of_step(step), "-o", f"exported-{step}").code == 0
+    return place / f"exported-{step}"
+
+
+def test_average_is_the_mean_that_numpy_takes(checkpoint: Command, place: Path) -> None:
+    parts = [load_file(_exported(checkpoint, place, step) / "model.safetensors") for step in (1, 2, 4)]
+
+    done = checkpoint("average", of_step(1), of_step(2), of_step(4), "-o", "mean")
+
+    assert done.code == 0, done.err
+    mean = load_file(place / "mean" / "model.safetensors")
+    assert mean.keys() == parts[0].keys()
+    for name, array in mean.items():
+        expected = np.mean([part[name].astype(np.float64) for part in parts], axis=0).astype(array.dtype)
+        np.testing.assert_allclose(array, expected, rtol=0, atol=float(np.spacing(np.abs(expected).max())))
+        assert not np.array_equal(array, parts[0][name]) or math.prod(array.shape) == 0
+
+
+def test_prune_keeps_what_was_asked_for_and_what_is_pinned(checkpoint: Command, place: Path) -> None:
+    assert checkpoint("pin", "runs/run", "1").out == "pinned: 1\n"
+    assert checkpoint("pin", "runs/run", "9").code == 2
+
+    dry = checkpoint("prune", "runs/run", "--keep-last", "2", "--dry-run")
+    assert dry.out == "would delete step 2\n3 checkpoints would stay\n"
+    done = checkpoint("prune", "runs/run", "--keep-last", "2")
+
+    assert done.out == "deleted step 2\n3 checkpoints stay\n"
+    assert sorted(path.name for path in (place / "runs/run/checkpoints").iterdir() if path.is_dir()) == [
+        f"step-{step:08d}" for step in (1, 3, 4)
+    ]
+    assert "pinned" in checkpoint("ls", "runs/run").out.splitlines()[0]
+    assert checkpoint("pin", "runs/run", "1", "--remove").out == "pinned: none\n"
+
+
+def test_prune_keeps_the_newest_whole_one_beside_damaged_newer_ones(checkpoint: Command, place: Path) -> None:
+    for step in (3, 4):
+        flip(place / of_step(step) / "dcp" / "__0_0.distcp")
+
+    done = checkpoint("prune", "runs/run", "--keep-last", "2")
+
+    assert done.out == "deleted step 1\n3 checkpoints stay\n"
+    assert checkpoint("verify", of_step(2)).code == 0
+
+
+FOREIGN = {
+    "verl": (["model_world_size_2_rank_0.pt"], "it looks like a checkpoint of verl or EasyR1 (one pickle per rank)."),
+    "EasyR1": (["actor/model_world_size_8_rank_3.pt"], "it looks like a checkpoint of verl or EasyR1"),
+    "Lightning": ([".metadata", "__0_0.distcp", "meta.pt"], "it looks like a sharded checkpoint of Lightning."),
+    "accelerate": (["pytorch_model_fsdp_0/.metadata"], "it looks like a checkpoint of accelerate or transformers'"),
+    "Trainer": (["random_states_0.pkl", "model.safetensors"], "it looks like a checkpoint of accelerate or"),
+    "DCP": ([".metadata", "__0_0.distcp"], "it is a plain DCP directory (torchtitan writes such)."),
+    "Hugging Face": (["config.json", "model.safetensors"], "it is a Hugging Face model directory. Start from it with"),
+    "anything": (["notes.txt"], "it holds notes.txt."),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_people_s_directories_are_named(checkpoint: Command, place: Path, kind: str) -> None:
+    files, words = FOREIGN[kind]
+    for name in files:
+        (place / "foreign" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "foreign" / name).write_bytes(b"x")
+
+    done = checkpoint("show", "foreign")
+
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_path_with_nothing_and_a_later_version_s_checkpoint_are_refused(checkpoint: Command, place: Path) -> None:
+    nothing = checkpoint("verify", "runs/nowhere")
+    file = place / of_step(2) / "manifest.json"
+    body = json.loads(file.read_text())["manifest"] | {"format": 2}
+    from holdfast.checkpoint.hashing import hash_bytes
+
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    file.write_text(f'{{"manifest":{canonical},"xxh3_128":"{hash_bytes(canonical.encode())}"}}')
+
+    later = checkpoint("show", of_step(2))
+
+    assert (nothing.code, later.code) == (2, 2)
+    assert "there is nothing at this path." in nothing.err
+    assert "has format 2, this version of Holdfast reads up to 1. Upgrade Holdfast." in later.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("verify", of_step(4)), ("diff", of_step(3), of_step(4)), ("export", of_step(4), "-o", "out"),
+     ("show", of_step(4)), ("ls", "runs/run"), ("average", of_step(3), of_step(4), "-o", "out")],
+    ids=lambda arguments: f"14-hostile .metadata, {arguments[0]}",
+)  # fmt: skip
+def test_no_command_unpickles_a_hostile_metadata(checkpoint: Command, place: Path, arguments: tuple[str, ...]) -> None:
+    import pickle
+
+    target = place / "executed"
+    (place / of_step(4) / "dcp" / ".metadata").write_bytes(pickle.dumps(Touch(target)))
+    rewrite_manifest(place / of_step(4))
+
+    done = checkpoint(*arguments)
+
+    assert not target.exists()
+    reads = arguments[0] in {"verify", "export", "average"}
+    assert done.code == (1 if reads or arguments[0] == "diff" else 0)
+    assert "Traceback" not in done.err
+    if reads:
+        assert "damaged" in done.out + done.err or "cannot be read" in done.out + done.err
+    assert not (place / "out").exists()

@@ -1,0 +1,65 @@
+"""`holdfast prove`: identical after a real kill -9, and a divergence wherever something was spoiled on purpose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import TINY, write_run
+from tests.cli.warm import Done, WarmPython
+
+
+def prove(warm: WarmPython, place: Path, tree: dict[str, Any], *options: str) -> Done:
+    write_run(place / "run.yaml", tree)
+    return warm.run("-m", "holdfast.cli.main", "prove", "run.yaml", *options, cwd=place)
+
+
+@pytest.fixture
+def dropping(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a run with dropout, so that random state matters."""
+    tree["model"] = {"config": TINY | {"attention_dropout": 0.3}, "tokenizer": "builtin:characters", "dropout": True}
+    return tree | {"optim": {"lr": 0.01}}
+
+
+def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]) -> None:
+    done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5")
+
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert re.fullmatch(r"killed: SIGKILL to rank [01] in phase (data|forward_backward|optimizer) of step 5", lines[1])
+    resumed = re.fullmatch(r"resumed: process (\d+) after (\d+), from step (\d); (\d) steps? computed again", lines[2])
+    assert resumed is not None, done.out
+    assert resumed[1] != resumed[2]
+    assert int(resumed[3]) + int(resumed[4]) == 5
+    assert "steps 1 to 6: loss, gradient norm, learning rate and sequences are identical" in lines
+    assert lines[-1] == "identical"
+
+
+@pytest.mark.parametrize(
+    ("broken", "divergence"),
+    [
+        ("rng", r"first divergence: step [345]: loss is "),
+        ("cursor", r"first divergence: step [345]: (loss|data/order_hash) is "),
+        ("optimizer", r"first divergence: step [3456]: (loss|grad_norm) is "),
+    ],
+)
+def test_whatever_is_broken_on_purpose_is_a_divergence(
+    warm: WarmPython, tmp_path: Path, dropping: dict[str, Any], broken: str, divergence: str
+) -> None:
+    done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5", "--break", broken)
+
+    assert done.code == 1, done.err
+    assert re.search(divergence, done.out), done.out
+    assert "identical" not in done.out.splitlines()[-1]
+
+
+def test_a_kill_that_leaves_nothing_to_compute_again_is_refused(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "5")
+
+    assert done.code == 2
+    assert "--kill-at 5 must lie between 2 and --steps 4." in done.err
