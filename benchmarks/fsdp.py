@@ -3,7 +3,8 @@
     python benchmarks/fsdp.py [--rounds 3]
 
 `holdfast_2` and `bare_2` run the same model, kernels, packs and grouping on 2 ranks, one with our trainer, one in a
-plain FSDP2 loop; `holdfast_1` and `bare_1` are one process with the work of one rank. 34M parameters, 4,096 tokens per
+plain FSDP2 loop; `holdfast_1` and `bare_1` are one process with the work of one rank. Trainer and loop live in the same
+processes and take turns step by step, so that a busy minute of the machine hits both. 34M parameters, 4,096 tokens per
 rank and step; of several ranks the mean counts. Every arm makes the same number of forward passes of the backbone.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, Verdicts, alternate, heading
+from measure import ENVIRONMENT, Meter, Round, Verdicts, heading, show_round
 
 STEPS, WARM_UP, TOKENS, LONGEST = 4, 1, 4096, 256
 MODEL: dict[str, Any] = {
@@ -46,14 +47,10 @@ def texts(ranks: int) -> list[str]:
     return ["".join(generator.choice(letters, LONGEST - 1)) for _ in range(rows)]
 
 
-def holdfast() -> None:
+def settings(ranks: int) -> Any:
     from holdfast.config.load import from_mapping
     from holdfast.config.runs import SFTConfig
-    from holdfast.parallel.mesh import joined
-    from holdfast.recipes.sft import sft_step
-    from holdfast.training.build import Live, build_run
 
-    ranks = int(os.environ["WORLD_SIZE"])
     tree = {
         "steps": STEPS,
         "model": {"config": MODEL, "tokenizer": "builtin:characters"},
@@ -66,15 +63,21 @@ def holdfast() -> None:
         "optim": {"lr": 1e-5, "schedule": "constant"},
         "run": {"dir": tempfile.mkdtemp()},
     }
-    settings = from_mapping(tree, SFTConfig)
-    with joined(settings.launch) as world:
-        run = build_run(settings, Path.cwd(), world, Live(rows=[{"text": text} for text in texts(ranks)]))
-        report(lambda: sft_step(run), run.policy, world.is_first)
+    return from_mapping(tree, SFTConfig)
 
 
-def bare() -> None:
+def holdfast(config: Any, world: Any) -> tuple[Callable[[], object], Any]:
+    """Return our step and the policy it trains."""
+    from holdfast.recipes.sft import sft_step
+    from holdfast.training.build import Live, build_run
+
+    run = build_run(config, Path.cwd(), world, Live(rows=[{"text": text} for text in texts(world.size)]))
+    return lambda: sft_step(run), run.policy
+
+
+def bare(world: Any) -> tuple[Callable[[], object], Any]:
+    """Return the step of a plain loop and the policy it trains."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -88,9 +91,7 @@ def bare() -> None:
     from holdfast.objectives.supervised import NegativeLogLikelihood
     from holdfast.types import Example
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = world.rank, world.size
     register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), attn_implementation=PACKED).float()
@@ -118,66 +119,85 @@ def bare() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    report(step, policy, rank == 0)
-    dist.destroy_process_group()
+    return step, policy
 
 
-def report(step: Callable[[], object], policy: Any, first: bool) -> None:
-    import torch
+def rank_of_a_pair() -> None:
+    """Take turns between trainer and loop on this rank; the first rank prints the means."""
     import torch.distributed as dist
 
-    meter, times, calls = Meter(), [], []
+    from holdfast.parallel.mesh import joined
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    config = settings(ranks)
+    with joined(config.launch) as world:
+        pair = {"holdfast": holdfast(config, world), "bare": bare(world)}
+        calls = {arm: count_forwards(policy) for arm, (_, policy) in pair.items()}
+        times: dict[str, list[float]] = {arm: [] for arm in pair}
+        meter = Meter()
+        for number in range(STEPS):
+            for arm in pair if number % 2 == 0 else reversed(pair):
+                start = meter.seconds()
+                pair[arm][0]()
+                times[arm].append(meter.seconds() - start)
+        told = {arm: mean_of_ranks(dist, statistics.median(values[WARM_UP:])) for arm, values in times.items()}
+        if world.is_first:
+            for arm, seconds in told.items():
+                result = {"seconds": seconds, "forwards_per_step": len(calls[arm]) / STEPS}
+                print(json.dumps({"arm": f"{arm}_{ranks}"} | result), flush=True)
+
+
+def count_forwards(policy: Any) -> list[int]:
+    calls: list[int] = []
     policy.language_model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
-    meter.begin_peak()
-    for _ in range(STEPS):
-        start = meter.seconds()
-        step()
-        times.append(meter.seconds() - start)
-    found = torch.tensor([statistics.median(times[WARM_UP:]), meter.peak_mib()], dtype=torch.float64)
+    return calls
+
+
+def mean_of_ranks(dist: Any, value: float) -> float:
+    import torch
+
+    found = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(found)
-    seconds, peak = (found / dist.get_world_size()).tolist()
-    parameters = sum(value.numel() for value in policy.parameters())
-    if first:
-        result = {"seconds": seconds, "peak_mib": peak, "forwards_per_step": len(calls) / STEPS}
-        print(json.dumps(result | {"parameters": parameters}), flush=True)
+    return float(found) / dist.get_world_size()
 
 
-def spawn(arm: str, ranks: int) -> None:
-    """Start the ranks of an arm and pass on what the first prints."""
+def pair_on(ranks: int) -> Round:
+    """Run trainer and loop on so many ranks, and return what each arm cost."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    variables = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     members = [
         subprocess.Popen(
-            [sys.executable, __file__, "--rank-of", arm],
-            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=None if rank == 0 else subprocess.DEVNULL,
+            [sys.executable, __file__, "--pair"],
+            env={**variables, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
         )
         for rank in range(ranks)
     ]
+    output, _ = members[0].communicate()
     codes = [member.wait() for member in members]  # all of them, whatever the first says
     if any(codes):
-        sys.exit(1)
-
-
-ARMS = {"holdfast_2": ("holdfast", 2), "bare_2": ("bare", 2), "holdfast_1": ("holdfast", 1), "bare_1": ("bare", 1)}
+        sys.exit(f"a pair on {ranks} ranks failed:\n{output}")
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {line.pop("arm"): line for line in lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--arm", choices=list(ARMS))
-    parser.add_argument("--rank-of", choices=["holdfast", "bare"])
+    parser.add_argument("--pair", action="store_true", help="be one rank of a pair")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if options.rank_of:
-        holdfast() if options.rank_of == "holdfast" else bare()
-        return
-    if options.arm:
-        spawn(*ARMS[options.arm])
+    if options.pair:
+        rank_of_a_pair()
         return
     print(heading("transformers"))
-    verdicts = Verdicts(alternate(__file__, list(ARMS), options.rounds))
+    rounds: list[Round] = []
+    for number in range(options.rounds):
+        rounds.append(pair_on(2) | pair_on(1))
+        show_round(number, rounds[-1])
+    verdicts = Verdicts(rounds)
     verdicts.at_most(1.03, "2 ranks, Holdfast over a bare FSDP2 loop", "holdfast_2", "bare_2", "seconds")
     verdicts.at_most(1.15, "Holdfast, each of 2 ranks over one process", "holdfast_2", "holdfast_1", "seconds")
     verdicts.at_most(1.03, "one process, Holdfast over a bare loop", "holdfast_1", "bare_1", "seconds")

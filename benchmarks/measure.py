@@ -106,10 +106,15 @@ def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) ->
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
         turn = {arm: run_arm(script, arm, *arguments) for arm in order}
-        found.append(turn)
-        for arm in arms:
-            print(f"round {number + 1}  {arm:30}" + "  ".join(_cell(*item) for item in turn[arm].items()), flush=True)
+        found.append({arm: turn[arm] for arm in arms})
+        show_round(number, found[-1])
     return found
+
+
+def show_round(number: int, turn: Round) -> None:
+    """Print what each arm of a round says."""
+    for arm, said in turn.items():
+        print(f"round {number + 1}  {arm:30}" + "  ".join(_cell(*item) for item in said.items()), flush=True)
 
 
 def _cell(name: str, value: Any) -> str:
