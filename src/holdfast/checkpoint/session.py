@@ -70,33 +70,34 @@ class Session:
             return "failed" if isinstance(self._outcome, CheckpointError) else "done"
         return self._saver.status
 
-    def save(
-        self,
-        snapshot: Snapshot,
-        step: int,
-        *,
-        wait: bool = False,
-        metrics: Mapping[str, float | None] | None = None,
-        **about: Any,
-    ) -> None:
+    def _words(self, step: int, about: Mapping[str, Any]) -> About:
+        before = self.newest
+        return About(
+            run_id=self.run_id,
+            step=step,
+            parent=None if before is None else before.hash,
+            parent_step=None if before is None else before.step,
+            **about,
+        )
+
+    def save_now(self, snapshot: Snapshot, step: int, ranks: ProcessExchange, **about: Any) -> Manifest:
+        """Commit a checkpoint over another process group, and delete nothing: for ranks that are about to fail.
+
+        Raises:
+            SaveFailed: On all ranks.
+        """
+        return commit(snapshot, self.storage, self._words(step, about), ranks)
+
+    def save(self, snapshot: Snapshot, step: int, *, wait: bool = False, **about: Any) -> None:
         """Write a checkpoint, or start to; the save before must have been collected.
 
         Args:
             snapshot: Live tensors.
             step: Its name.
             wait: Do not return before it is on disk, whatever `background` says.
-            metrics: Of this step.
-            about: Further fields of `About`.
+            about: Further fields of `About`, such as the metrics of this step.
         """
-        before = self.newest
-        words = About(
-            run_id=self.run_id,
-            step=step,
-            parent=None if before is None else before.hash,
-            parent_step=None if before is None else before.step,
-            metrics=dict(metrics or {}),
-            **about,
-        )
+        words = self._words(step, about)
         if self.background and not wait:
             self._saver.start(snapshot, lambda copy: self._write(copy, words))
             return

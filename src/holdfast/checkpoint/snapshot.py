@@ -6,7 +6,7 @@ import base64
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,14 +43,15 @@ class Snapshot:
     contents: tuple[str, ...] = ("model",)
 
 
-def model_tensors(model: nn.Module, *, only: frozenset[str] | None = None) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters (one name of each tie) and stored buffers under their DCP names."""
-    found: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in sharded_parameters(model).items()}
-    stored = {canonical_name(name) for name in model.state_dict()}
-    for name, buffer in model.named_buffers():
-        if canonical_name(name) in stored:
-            found[MODEL + canonical_name(name)] = buffer
-    return found if only is None else {name: tensor for name, tensor in found.items() if name in only}
+    return tensors_of(hold(model))
+
+
+def tensors_of(held: Held) -> dict[str, Tensor]:
+    """Return what was held, under DCP names."""
+    found: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in held.parameters.items()}
+    return found | {MODEL + name: buffer for name, buffer in held.buffers.items()}
 
 
 def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
@@ -58,34 +59,59 @@ def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
     return {f"{OPTIM}{name}.{key}": tensor for name, keys in state.tensors.items() for key, tensor in keys.items()}
 
 
+@dataclass(frozen=True)
+class Held:
+    """Where a model's tensors are. FSDP2 keeps shards in the same memory for good, whatever its modules do."""
+
+    parameters: Mapping[str, nn.Parameter]
+    """One name of each tie."""
+    buffers: Mapping[str, Tensor]
+    """The stored ones."""
+    ties: Mapping[str, tuple[str, ...]]
+
+
+def hold(model: nn.Module) -> Held:
+    """Find a model's tensors; modules that are gathered are resharded."""
+    stored = {canonical_name(name) for name in model.state_dict()}
+    buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+    return Held(
+        sharded_parameters(model),
+        {name: buffer for name, buffer in buffers.items() if name in stored},
+        tied_names(model),
+    )
+
+
 def take(
-    model: nn.Module,
+    model: nn.Module | Held,
     optimizer: Optimizer | OptimizerState | None = None,
     *,
     shared: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
     assets: Mapping[str, bytes] | None = None,
+    random_then: RandomState | None = None,
 ) -> Snapshot:
     """Look at a model and an optimizer; nothing is copied, and nothing in them changes.
 
     Args:
-        model: Sharded by FSDP2, or plain.
+        model: Sharded by FSDP2, or plain; or what `hold` found in it, and then no module is touched.
         optimizer: Or a state to write in its place (a rehearsal's inert one).
         shared: The same on every rank.
         rank_state: This rank's own; random state is added.
         assets: Files, rank 0's.
+        random_then: This rank's random state; default: as it is now.
     """
-    parameters = sharded_parameters(model)
+    held = model if isinstance(model, Held) else hold(model)
+    parameters = held.parameters
     state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
-    tensors = model_tensors(model)
+    tensors = tensors_of(held)
     if state is not None:
         tensors |= optimizer_tensors(state)
     return Snapshot(
         tensors=tensors,
         trained=frozenset(MODEL + name for name, parameter in parameters.items() if parameter.requires_grad),
-        ties=tied_names(model),
+        ties=held.ties,
         optimizer=state,
-        rank_state={"random": random_state(), **(rank_state or {})},
+        rank_state={"random": written(random_then or random_state()), **(rank_state or {})},
         shared=dict(shared or {}),
         assets=dict(assets or {}),
         contents=("model", *(("optimizer",) if state is not None else ()), "trainer", "rank"),
@@ -155,22 +181,41 @@ def is_finite(snapshot: Snapshot) -> bool:
     return all(bool(torch.isfinite(torch.stack(torch.aminmax(part))).all()) for part in parts)
 
 
-def random_state() -> dict[str, Any]:
-    """Return the state of every global random generator of this process, JSON-ready."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global generator is meant
-    state: dict[str, Any] = {
+class RandomState(NamedTuple):
+    """The state of every global random generator of a process, as the generators give it: cheap to take."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None
+
+
+def random_state() -> RandomState:
+    """Return the state of every global random generator of this process."""
+    return RandomState(
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002 - the global generator is meant
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    )
+
+
+def written(state: RandomState) -> dict[str, Any]:
+    """Return random state JSON-ready."""
+    version, numbers, gauss = state.python
+    name, keys, position, has_gauss, cached = state.numpy
+    found: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
         "numpy": [str(name), _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+        "torch": _text(state.torch.numpy().tobytes()),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state().numpy().tobytes())
-    return state
+    if state.cuda is not None:
+        found["cuda"] = _text(state.cuda.numpy().tobytes())
+    return found
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the state of every generator back."""
+    """Put back what `written` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -35,6 +35,12 @@ class ProcessExchange:
         """The process group, for libraries that run collectives of their own; None for a single process."""
         return self._group
 
+    def close(self) -> None:
+        """Give the group's threads and sockets back; nothing is sent through it afterwards."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)
+
     def gather(self, item: T) -> list[T]:
         """Return every rank's item, by rank."""
         if self._group is None:

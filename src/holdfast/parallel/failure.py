@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch.distributed as dist
 
 from holdfast.errors import RankFailed, RunStopped, UserError
+from holdfast.parallel.board import Board
 from holdfast.parallel.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 1.5
 _LONGEST_MESSAGE = 4000
 _PHASE_BYTES = 64
-_BEAT_KEY = "holdfast/beat"
+_SAVE_NOTE = "save-asked-for"
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 _BROKEN_COLLECTIVE = re.compile(
     r"\bgloo\b|connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|caused pair closure",
@@ -114,9 +115,8 @@ class FailureChannel:
         self._files: dict[str, int] = {}
         self._heard: Failure | None = None
         """What this rank's watching thread learned: the store may be gone when the main thread asks."""
-        self._heartbeat = Heartbeat(rank, world_size, self._write_beat, self._read_beat, self._whereabouts)
-        self._beats: Store | None = None
-        """A connection of the heartbeat's own, where beats go through the store."""
+        self._board = Board(store, directory)
+        self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts)
 
     def phase(self, name: str) -> _Phase:
         """Enter a phase now; used as a context manager, the earlier phase returns at its end.
@@ -161,22 +161,17 @@ class FailureChannel:
     def _whereabouts(self) -> tuple[int | None, str]:
         return self._step, self._phase
 
-    def _write_beat(self, text: str) -> None:
-        if self._directory is not None:
-            self._write_in_place(f"beat-rank-{self._rank}", text)
-            return
-        if self._beats is None:
-            self._beats = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
-        self._beats.set(f"{_BEAT_KEY}/{self._rank}", text)
+    def broken_by_peer(self, error: BaseException) -> bool:
+        """Return whether an error says that another rank is gone."""
+        return self._world_size > 1 and any(map(_broken_by_peer, _chain(error)))
 
-    def _read_beat(self, rank: int) -> str | None:
-        if self._directory is not None:
-            return _read(self._directory / f"beat-rank-{rank}").strip() or None
-        key = f"{_BEAT_KEY}/{rank}"
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:
-            return None
+    def ask_for_save(self) -> None:
+        """Ask all ranks to save what they hold: this one is about to fail and still can."""
+        self._board.write(_SAVE_NOTE, str(self._rank))
+
+    def save_is_asked_for(self) -> bool:
+        """Return whether some rank asked."""
+        return self._board.read(_SAVE_NOTE) is not None
 
     def report(self, error: BaseException) -> Failure:
         """Leave this rank's last words; return the failure that counts: the first one, perhaps another rank's."""
@@ -276,7 +271,7 @@ class FailureChannel:
             self._files.clear()
 
     def _raise_as_rank_failed(self, error: BaseException, search_seconds: float) -> None:
-        if self._world_size == 1 or isinstance(error, UserError) or not any(map(_broken_by_peer, _chain(error))):
+        if isinstance(error, UserError) or not self.broken_by_peer(error):
             return
         # Looked for before this rank says that it goes: the launcher ends the others soon after it does.
         hang = self._hang(error)

@@ -6,11 +6,12 @@ file system that does not answer) says where it is.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from holdfast.parallel.board import Board
 
 BEAT_SECONDS = 1.0
 _MISSED_BEATS = 3
@@ -41,8 +42,7 @@ class Heartbeat:
     Args:
         rank: Own number.
         ranks: Of the run.
-        write: Publishes this rank's text; may raise RuntimeError or OSError.
-        read: Returns another rank's last text, None if it has none.
+        board: Where beats are left.
         now: Returns (step, phase) of this rank.
     """
 
@@ -50,12 +50,11 @@ class Heartbeat:
         self,
         rank: int,
         ranks: int,
-        write: Callable[[str], None],
-        read: Callable[[int], str | None],
+        board: Board,
         now: Callable[[], tuple[int | None, str]],
     ) -> None:
         self._rank, self._ranks = rank, ranks
-        self._write, self._read, self._now = write, read, now
+        self._board, self._now = board, now
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="holdfast-heartbeat", daemon=True)
 
@@ -74,8 +73,10 @@ class Heartbeat:
         while not self._stop.wait(BEAT_SECONDS if count else 0):
             count += 1
             step, phase = self._now()
-            with contextlib.suppress(RuntimeError, OSError):  # its host died: others will say so
-                self._write(f"{count}|{'' if step is None else step}|{phase}")
+            self._board.write(f"beat-rank-{self._rank}", f"{count}|{'' if step is None else step}|{phase}")
+
+    def _read(self, rank: int) -> str | None:
+        return self._board.read(f"beat-rank-{rank}")
 
     def missing(self) -> list[Whereabouts]:
         """Return the ranks that are not where this one is: silent ones, else those in another phase or step.

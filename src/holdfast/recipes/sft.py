@@ -18,7 +18,10 @@ from holdfast.training.step import train_step
 
 def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
-    return fit(build_run(config, base, world, live), sft_step)
+    run = build_run(config, base, world, live)
+    outcome = fit(run, sft_step)
+    run.exchange.close()
+    return outcome
 
 
 def sft_step(run: Run) -> dict[str, float] | None:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: where it continues from, what it saves, and the rehearsal before its first step."""
+"""A run's checkpoints while it goes on: what is saved when, and the rehearsal before the first step."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch
+from torch import nn
 
-from holdfast.checkpoint.choose import Choice, newest_verified
-from holdfast.checkpoint.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.errors import CheckpointError, SaveFailed
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
-from holdfast.checkpoint.reader import Declared, Loaded, load
+from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
 from holdfast.checkpoint.retention import Best, Retention, clean, steps
 from holdfast.checkpoint.session import Saved, Session
-from holdfast.checkpoint.snapshot import outline, set_random_state, take
+from holdfast.checkpoint.snapshot import Held, Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
 from holdfast.training.assets import run_assets
 from holdfast.training.control import StopRequests
+from holdfast.training.emergency import Emergency, Moment
 from holdfast.training.exports import check_export
-from holdfast.training.identity import differences
-from holdfast.training.randomness import seed_rank
+from holdfast.training.resume import resume, say, start_from
 from holdfast.training.run import Run
-from holdfast.training.state import TrainState
 
 _LOOK_SECONDS = 0.01
 _SLACK_SECONDS = 30.0
@@ -72,7 +71,8 @@ class Checkpoints:
                 self._stack.enter_context(Lease(run.directory / FOLDER))
                 if not self._storage.renames:
                     self._stack.enter_context(ObjectLease(self._storage))
-                directory.create(run.directory, run.config, "sft")
+                if not directory.is_run(run.directory):
+                    directory.create(run.directory, run.config, "sft")
                 clean(self._storage)
         run_id = run.exchange.agree(directory.run_id(run.directory) if run.world.is_first else "")
         self._session = Session(
@@ -86,6 +86,12 @@ class Checkpoints:
         )
         try:
             self._start(known=known)
+            if run.world.is_first:
+                directory.create(run.directory, run.config, "sft")  # again, now that nothing can be refused any more
+            self._held = hold(run.policy)
+            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
+            self._emergency.start()
+            self._stack.callback(self._emergency.stop)
         except BaseException:
             self._stack.close()
             raise
@@ -103,6 +109,8 @@ class Checkpoints:
                     self.session.collect()
         finally:
             self._stack.close()
+            if self.session.status != "running":
+                self._ranks.close()
 
     @property
     def session(self) -> Session:
@@ -114,72 +122,13 @@ class Checkpoints:
         run = self._run
         choice = newest_verified(self._storage, self._ranks) if known else None
         if choice is not None:
-            self._resume(choice)
+            loaded = resume(run, self._storage, choice, self._ranks)
+            self.session.resumed = choice.manifest
+            self._deviations = loaded.deviations
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
         elif self._config.init_from is not None:
-            self._start_from(self._config.init_from)
-
-    def _resume(self, choice: Choice) -> None:
-        run = self._run
-        manifest = choice.manifest
-        with run.exchange.together():
-            self._check_identity(choice)
-        loaded = load(
-            self._storage,
-            choice.name,
-            run.policy,
-            run.optimizer,
-            self._ranks,
-            declared=_declared(self._config),
-            hyperparameters="live" if self._config.resume.hyperparameters == "config" else "checkpoint",
-            verified=manifest,
-        )
-        run.state = TrainState(**loaded.shared["state"])
-        run.stream.load_state(loaded.shared["stream"])
-        self._restore_random(loaded)
-        _damage(run)
-        self.session.resumed = manifest
-        run.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
-        self._deviations = loaded.deviations
-        self._say(choice.words, self._exactness(loaded), *loaded.notes)
-
-    def _check_identity(self, choice: Choice) -> None:
-        allowed = self._config.resume.changed
-        found = differences(choice.manifest.fingerprints, self._run.identity)
-        refused = {kind: what for kind, what in found.items() if kind not in allowed}
-        if refused:
-            words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
-            raise CheckpointMismatch(
-                f"{self._storage.root}/{choice.name} was made with other things than this run has ({words}). Nothing "
-                f"was changed. Put them back, choose another run.name, or declare it: "
-                f"checkpoint.resume.changed: [{', '.join(refused)}]."
-            )
-
-    def _restore_random(self, loaded: Loaded) -> None:
-        run = self._run
-        if loaded.rank_state is not None:
-            set_random_state(loaded.rank_state["random"])
-        else:
-            seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
-
-    def _exactness(self, loaded: Loaded) -> str:
-        mesh = {"replicate": self._run.plan.replicate, "shard": self._run.plan.shard}
-        if loaded.rank_state is not None and mesh == loaded.manifest.mesh:
-            return "weights, optimizer, random state and order of rows continue bit for bit"
-        then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
-        now = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
-        return (
-            f"the checkpoint was written by {then}, this run is {now}: weights, optimizer and order of rows continue "
-            "exactly; sums over ranks are added in another order, and dropout draws new numbers"
-        )
-
-    def _start_from(self, place: str) -> None:
-        run = self._run
-        path, _, name = place.rstrip("/").rpartition("/")
-        storage = open_storage(path or ".")
-        found = load(storage, name, run.policy, None, self._ranks, declared=_declared(self._config))
-        self._say(f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
+            start_from(run, self._config.init_from, self._ranks)
 
     def rehearse(self, requests: StopRequests) -> None:
         """Save, verify and load once, and let a SIGTERM pass, before anything is trained.
@@ -213,7 +162,7 @@ class Checkpoints:
             f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="
             f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
         )
-        self._say(words, *([warning] if late else []))
+        say(self._run, words, *([warning] if late else []))
 
     def check_first_step(self) -> None:
         """Rehearse again if the optimizer's real state is other than what was rehearsed.
@@ -235,15 +184,12 @@ class Checkpoints:
         newest = self.session.newest
         return newest is None or newest.step != self._run.state.step
 
-    def save(
-        self, metrics: Mapping[str, float], *, wait: bool = False, stream: Mapping[str, Any] | None = None
-    ) -> list[Saved]:
+    def save(self, metrics: Mapping[str, float], *, wait: bool = False) -> list[Saved]:
         """Save the run as it stands; return what was committed meanwhile: the save before, and this one if waited for.
 
         Args:
             metrics: Of this step.
             wait: Return only when the checkpoint is on disk.
-            stream: Where the data stood after the last update; default: where it stands.
 
         Raises:
             CheckpointError: This save (if waited for), or the one before, failed too often.
@@ -254,23 +200,51 @@ class Checkpoints:
             return before
         with run.phase("save"):
             run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
-            snapshot = take(
-                run.policy,
-                run.optimizer if self._config.contents == "full" else None,
-                shared={"state": run.state.as_plain(), "stream": dict(stream or run.stream.state())},
-                assets=run_assets(run) if run.world.is_first else {},
-            )
-            self.session.save(
-                snapshot,
-                run.state.step,
-                wait=wait,
-                metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
-                mesh={"replicate": run.plan.replicate, "shard": run.plan.shard},
-                versions=directory.versions(),
-                fingerprints=run.identity,
-                deviations=self._deviations,
-            )
+            plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            snapshot = self._snapshot(run.policy, Moment.now(run))
+            self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
             return before + self.collect() if wait else before
+
+    def _snapshot(self, model: nn.Module | Held, moment: Moment) -> Snapshot:
+        run = self._run
+        return take(
+            model,
+            run.optimizer if self._config.contents == "full" else None,
+            shared={"state": dict(moment.state), "stream": dict(moment.stream)},
+            assets=run_assets(run) if run.world.is_first else {},
+            random_then=moment.random,
+        )
+
+    def _about(self) -> dict[str, Any]:
+        run = self._run
+        return {
+            "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
+            "versions": directory.versions(),
+            "fingerprints": run.identity,
+            "deviations": self._deviations,
+        }
+
+    def mark(self) -> None:
+        """Note that the run stands between two steps."""
+        self._emergency.mark()
+
+    def save_before_leaving(self) -> Manifest | None:
+        """Save the last whole step because this rank is about to fail; the others take part, whatever they do.
+
+        Returns:
+            The checkpoint; None if there could be none.
+        """
+        return self._emergency.save()
+
+    def _save_in_emergency(self, moment: Moment, ranks: ProcessExchange) -> Manifest | None:
+        with suppress(CheckpointError):
+            self.session.collect()
+        newest = self.session.newest
+        if moment.step == 0 or (newest is not None and newest.step == moment.step):
+            return None
+        observers = ranks.agree(moment.state["observers"])
+        snapshot = self._snapshot(self._held, replace(moment, state={**moment.state, "observers": observers}))
+        return self.session.save_now(snapshot, moment.step, ranks, **self._about())
 
     def collect(self) -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
@@ -286,12 +260,12 @@ class Checkpoints:
             if self._failures > self._config.max_failures:
                 raise
             left = self._config.max_failures - self._failures
-            self._say(f"warning: {error} Training goes on; {left} more failures in a row are allowed.")
+            say(self._run, f"warning: {error} Training goes on; {left} more failures in a row are allowed.")
             return []
         if saved is None:
             return []
         self._failures = 0
-        self._say(*(f"warning: {note}" for note in saved.notes))
+        say(self._run, *(f"warning: {note}" for note in saved.notes))
         return [saved]
 
     def _wait_together(self) -> None:
@@ -321,32 +295,11 @@ class Checkpoints:
             return
         seconds = time.monotonic() - requests.asked_at
         if seconds > self._config.grace_seconds:
-            self._say(
+            say(
+                self._run,
                 f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
-                f"checkpoint.grace_seconds={self._config.grace_seconds:g}"
+                f"checkpoint.grace_seconds={self._config.grace_seconds:g}",
             )
-
-    def _say(self, *lines: str) -> None:
-        if self._run.world.is_first:
-            for line in lines:
-                print(line, flush=True)
-
-
-def _damage(run: Run) -> None:
-    """Spoil what was restored, where a proof asks for it: a proof that cannot fail proves nothing."""
-    match run.world.break_resume:
-        case "rng":
-            torch.manual_seed(torch.initial_seed() + 1)
-        case "cursor":
-            run.stream.cursor = replace(run.stream.cursor, draw=run.stream.cursor.draw + 1)
-        case "optimizer":
-            tensors = (value for state in run.optimizer.state.values() for value in state.values())
-            next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
-
-
-def _declared(config: CheckpointConfig) -> Declared:
-    resume = config.resume
-    return Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
 
 
 def _retention(config: CheckpointConfig) -> Retention:

@@ -56,6 +56,11 @@ def create(directory: Path, config: Section, verb: str) -> None:
     _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
 
+def is_run(directory: Path) -> bool:
+    """Return whether a run lives here."""
+    return (directory / IDENTITY).exists()
+
+
 def run_id(directory: Path) -> str:
     """Return the identity of the run in a directory."""
     return str(json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run_id"])

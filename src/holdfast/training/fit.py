@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 import torch
 
 from holdfast.checkpoint.errors import CheckpointError
-from holdfast.errors import HoldfastError, RankFailed
+from holdfast.errors import RankFailed
 from holdfast.training import directory
 from holdfast.training.checkpoints import Checkpoints
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
@@ -86,7 +85,8 @@ class _Loop:
         run.clock.read()  # what came before is no part of the first step's time
         while not run.finished:
             run.world.failure.at_step(run.state.step)
-            done, stream = run.state.step, run.stream.state()
+            done = run.state.step
+            self.checkpoints.mark()
             try:
                 line = self.step(run)
                 if line is None:
@@ -96,8 +96,8 @@ class _Loop:
                     self.checkpoints.check_first_step()
                 event = StepEvent(run.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
-            except HoldfastError as error:
-                self._save_before(error, None if run.state.step > done else stream)
+            except Exception as error:
+                self._save_before(error)
                 raise
             stopped = self._follow(decision)
             if stopped is not None:
@@ -123,11 +123,13 @@ class _Loop:
             self.journal.event("export", path=export_run(run, name))
         return stopped
 
-    def _save_before(self, error: HoldfastError, stream: dict[str, Any] | None) -> None:
-        """Save what was learned before an error that all ranks raise together, between two updates."""
-        if isinstance(error, CheckpointError | RankFailed) or self.run.state.step == 0:
+    def _save_before(self, error: Exception) -> None:
+        """Save the last whole step before an error ends the run, whether it is this rank's alone or everybody's."""
+        if isinstance(error, CheckpointError | RankFailed) or self.run.world.failure.broken_by_peer(error):
             return
-        self.journal.saved(self.checkpoints.save({}, wait=True, stream=stream))
+        manifest = self.checkpoints.save_before_leaving()
+        if manifest is not None:
+            print(f"checkpoint of step {manifest.step} is on disk, saved before the error", flush=True)
 
     def _evaluate(self) -> dict[str, float]:
         self.evaluated_at = self.run.state.step

@@ -80,6 +80,9 @@ class Run(Evaluation):
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
 
+    updating: bool = False
+    """Whether an update is being made, or was broken off: tensors are of two steps then."""
+
     @property
     def finished(self) -> bool:
         """Whether no step is left."""

@@ -63,7 +63,9 @@ def _update(run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: floa
     state = run.state
     if math.isfinite(norm):
         scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
+        run.updating = True
         run.optimizer.step()
+        run.updating = False
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1

@@ -1,0 +1,110 @@
+"""Put a run where a checkpoint left it, and say what continues bit for bit and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from holdfast.checkpoint.choose import Choice
+from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.checkpoint.reader import Declared, Loaded, load
+from holdfast.checkpoint.snapshot import set_random_state
+from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.training.identity import differences
+from holdfast.training.randomness import seed_rank
+from holdfast.training.run import Run
+from holdfast.training.state import TrainState
+
+
+def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
+    """Continue from a verified checkpoint.
+
+    Raises:
+        CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
+    """
+    config = run.config.checkpoint
+    with run.exchange.together():
+        _check_identity(run, storage, choice)
+    loaded = load(
+        storage,
+        choice.name,
+        run.policy,
+        run.optimizer,
+        ranks,
+        declared=_declared(config),
+        hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
+        verified=choice.manifest,
+    )
+    run.state = TrainState(**loaded.shared["state"])
+    run.stream.load_state(loaded.shared["stream"])
+    if loaded.rank_state is not None:
+        set_random_state(loaded.rank_state["random"])
+    else:
+        seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
+    _damage(run)
+    run.resumed_metrics |= {name: value for name, value in choice.manifest.metrics.items() if value is not None}
+    say(run, choice.words, _exactness(run, loaded), *loaded.notes)
+    return loaded
+
+
+def start_from(run: Run, place: str, ranks: ProcessExchange) -> None:
+    """Take the weights of another run's checkpoint; everything else starts anew.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
+    """
+    path, _, name = place.rstrip("/").rpartition("/")
+    found = load(open_storage(path or "."), name, run.policy, None, ranks, declared=_declared(run.config.checkpoint))
+    say(run, f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
+
+
+def say(run: Run, *lines: str) -> None:
+    """Print on rank 0."""
+    if run.world.is_first:
+        for line in lines:
+            print(line, flush=True)
+
+
+def _check_identity(run: Run, storage: Storage, choice: Choice) -> None:
+    allowed = run.config.checkpoint.resume.changed
+    found = differences(choice.manifest.fingerprints, run.identity)
+    refused = {kind: what for kind, what in found.items() if kind not in allowed}
+    if refused:
+        words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
+        raise CheckpointMismatch(
+            f"{storage.root}/{choice.name} was made with other things than this run has ({words}). Nothing was "
+            "changed. Put them back, choose another run.name, or declare it: checkpoint.resume.changed: "
+            f"[{', '.join(refused)}]."
+        )
+
+
+def _exactness(run: Run, loaded: Loaded) -> str:
+    mesh = {"replicate": run.plan.replicate, "shard": run.plan.shard}
+    if loaded.rank_state is not None and mesh == loaded.manifest.mesh:
+        return "weights, optimizer, random state and order of rows continue bit for bit"
+    then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
+    now = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
+    return (
+        f"the checkpoint was written by {then}, this run is {now}: weights, optimizer and order of rows continue "
+        "exactly; sums over ranks are added in another order, and dropout draws new numbers"
+    )
+
+
+def _declared(config: CheckpointConfig) -> Declared:
+    resume = config.resume
+    return Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
+
+
+def _damage(run: Run) -> None:
+    """Spoil what was restored, where a proof asks for it: a proof that cannot fail proves nothing."""
+    match run.world.break_resume:
+        case "rng":
+            torch.manual_seed(torch.initial_seed() + 1)
+        case "cursor":
+            run.stream.cursor = replace(run.stream.cursor, draw=run.stream.cursor.draw + 1)
+        case "optimizer":
+            tensors = (value for state in run.optimizer.state.values() for value in state.values())
+            next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
