@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.checkpoint.storage import exchange
 from holdfast.errors import RunStopped
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
@@ -150,7 +151,7 @@ def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Te
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, contents.origin, stored)
         _read_back(staging, files, headers)
-        _replace(staging, directory)
+        replace_directory(staging, directory)
     except OSError as error:
         for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
             pass
@@ -197,16 +198,19 @@ def _read_back(staging: Path, files: dict[str, list[str]], headers: dict[str, He
             raise ExportFailed(f"{staging / name} reads back differently from what was written.")
 
 
-def _replace(staging: Path, directory: Path) -> None:
-    trash = None
-    if directory.exists():
-        trash = directory.parent / f".trash-{directory.name}-{uuid.uuid4().hex[:8]}"
-        directory.rename(trash)
-    staging.rename(directory)
+def replace_directory(staging: Path, directory: Path) -> None:
+    """Give a finished directory its name; one that has it is exchanged in one step, then deleted."""
+    old = staging
+    if directory.exists() and not exchange(staging, directory):
+        # A file system that cannot exchange: for a moment neither has the name.
+        old = directory.parent / f".trash-{directory.name}-{uuid.uuid4().hex[:8]}"
+        directory.rename(old)
+        staging.rename(directory)
+    elif not directory.exists():
+        staging.rename(directory)
     descriptor = os.open(directory.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if trash is not None:
-        shutil.rmtree(trash, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

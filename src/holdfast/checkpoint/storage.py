@@ -14,11 +14,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, Protocol
 
-from holdfast.checkpoint.hashing import BLOCK, HashingWriter, hash_file
+from holdfast.checkpoint.hashing import HashingWriter, hash_file
 
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 
 
@@ -244,25 +244,26 @@ def rename_new(old: Path, new: Path) -> None:
     Raises:
         FileExistsError: The new name is taken.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    call: Any = getattr(libc, "renameat2", None)
-    if call is not None:
-        if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in {errno.EINVAL, errno.ENOSYS}:
-            raise OSError(number, os.strerror(number), str(old), None, str(new))
+    if _renameat2(old, new, _RENAME_NOREPLACE):
+        return
     if new.exists():  # file systems without the flag; the run's lease keeps other jobs away
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     old.rename(new)
 
 
-def copy_stream(source: IO[bytes], target: HashingWriter) -> None:
-    """Copy what is left of a stream."""
-    while block := source.read(BLOCK):
-        target.write(block)
+def exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step; return False where the file system cannot."""
+    return _renameat2(one, other, _RENAME_EXCHANGE)
 
 
-def as_local(storage: Storage) -> LocalStorage:
-    """Return the storage as a local one."""
-    return cast("LocalStorage", storage)
+def _renameat2(old: Path, new: Path, flag: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    call: Any = getattr(libc, "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in {errno.EINVAL, errno.ENOSYS}:
+        return False
+    raise OSError(number, os.strerror(number), str(old), None, str(new))

@@ -1,0 +1,131 @@
+"""Exports that are killed, replaced while somebody looks, or hold integers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.checkpoint.export import replace_directory
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.data.characters import character_tokenizer
+from holdfast.parallel.mesh import World
+from holdfast.recipes.sft import sft
+from holdfast.training.build import Live
+from tests.crash.faulty import die
+from tests.crash.processes import run_doomed
+from tests.training.cases import run, tree
+
+
+def exporting(directory: Path, steps: int) -> dict[str, Any]:
+    best = {"metric": "learning_rate", "mode": "max"}
+    return tree(
+        str(directory),
+        steps=steps,
+        optim={"schedule": {"kind": "constant", "warmup_steps": 50}},
+        checkpoint={"every_steps": 1, "export_best": best, "export_at_end": False},
+    )
+
+
+def run_until_an_export_is_half_written(world: World, directory: Path, sign: str) -> None:
+    """Kill rank 0 when the export of a later step has got so far; the first one stays."""
+
+    def watch() -> None:
+        place = directory / "r" / "exports"
+        while not (place / "best").exists():
+            time.sleep(0.0005)
+        while not any(place.glob(sign)):
+            time.sleep(0.0002)
+        die()
+
+    if world.is_first:
+        threading.Thread(target=watch, daemon=True).start()
+    run(world, exporting(directory, 400))
+
+
+@pytest.mark.parametrize("sign", [".staging-best-*", ".staging-best-*/model.safetensors", ".staging-best-*/*.json"])
+def test_a_kill_in_an_export_leaves_the_one_before_whole_and_the_next_run_exports_again(
+    pools: Any, tmp_path: Path, sign: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ended = run_doomed(run_until_an_export_is_half_written, 2, tmp_path, sign)
+
+    assert ended[0].was_killed
+    best = tmp_path / "r" / "exports" / "best"
+    before = {path.name: path.read_bytes() for path in best.iterdir()}
+    AutoModelForCausalLM.from_pretrained(best)
+    done = max(int(path.name[5:]) for path in (tmp_path / "r" / "checkpoints").glob("step-*"))
+    pools(2).run(run, exporting(tmp_path, done + 2))
+    AutoModelForCausalLM.from_pretrained(best)
+    assert {path.name: path.read_bytes() for path in best.iterdir()} != before
+
+
+def test_an_export_that_is_replaced_is_never_absent_and_never_mixed(tmp_path: Path) -> None:
+    place, stop = tmp_path / "best", threading.Event()
+    seen: set[str] = set()
+
+    def write(folder: Path, number: int) -> Path:
+        folder.mkdir()
+        (folder / "number").write_text(str(number))
+        return folder
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                with (place / "number").open() as file:
+                    seen.add("there" if file.read() else "empty")
+            except FileNotFoundError:
+                seen.add("there" if place.exists() else "absent")
+            time.sleep(0.0001)
+
+    replace_directory(write(tmp_path / ".staging-0", 0), place)
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(1, 60):
+        replace_directory(write(tmp_path / ".staging-1", number), place)
+    stop.set()
+    thread.join()
+
+    assert seen == {"there"}
+    assert (place / "number").read_text() == "59"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def counting_model() -> Any:
+    """Return a Llama with an integer buffer that its state dict holds."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Counting(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.register_buffer("calls", torch.tensor([3, 2**40], dtype=torch.int64))
+
+    section = tree("")["model"]["config"]
+    return Counting(LlamaConfig(**{key: value for key, value in section.items() if key != "model_type"}))
+
+
+def train_counting_model(world: World, directory: str) -> Any:
+    values = tree(directory, steps=2, model={"config": None, "path": "(given in Python)"})
+    live = Live(model=counting_model(), tokenizer=character_tokenizer())
+    return sft(from_mapping(values, SFTConfig), Path(), world, live)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="43-export with an integer buffer")])
+def test_an_integer_buffer_is_exported_and_saved_as_integers(pools: Any, tmp_path: Path, ranks: int) -> None:
+    outcome = pools(ranks).run(train_counting_model, str(tmp_path))[0]
+
+    exported = load_file(Path(outcome.export) / "model.safetensors")
+    checkpoint = tmp_path / "r" / "checkpoints" / "step-00000002"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+    assert torch.equal(exported["model.calls"], torch.tensor([3, 2**40]))
+    assert manifest["tensors"]["model.model.calls"]["dtype"] == "int64"
+    shutil.rmtree(tmp_path / "r")
