@@ -14,6 +14,8 @@ from holdfast.errors import HoldfastError
 
 Status = Literal["idle", "running", "done", "failed"]
 Written = TypeVar("Written")
+THREAD = "holdfast-save"
+"""Name of the thread; the command line looks for one that hangs when it wants to leave."""
 
 
 class BackgroundSaver(Generic[Written]):
@@ -58,8 +60,13 @@ class BackgroundSaver(Generic[Written]):
                 self._error = SaveFailed(f"the save in the background failed: {type(error).__name__}: {error}.")
 
         # Not a daemon: a process that ends normally finishes the save first.
-        self._thread = threading.Thread(target=work, name="holdfast-save", daemon=False)
+        self._thread = threading.Thread(target=work, name=THREAD, daemon=False)
         self._thread.start()
+
+    def abandon(self) -> None:
+        """Forget the thread; its buffers are its own from now on."""
+        self._thread = None
+        self._buffers = {}
 
     def collect(self) -> Written | None:
         """Wait for the save in flight and return what it returned; None if there was none.

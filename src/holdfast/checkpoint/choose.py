@@ -49,9 +49,16 @@ def newest_verified(storage: Storage, ranks: ProcessExchange, *, quarantine: boo
         if skipped:
             words += f"; skipped {', '.join(skipped)}"
         return Choice(name, manifest, words)
+    skipped = skipped or ranks.agree(_put_aside(storage) if ranks.rank == 0 else [])
     if skipped:
         raise NoCheckpoint(
             f"{storage.root} has no whole checkpoint left: {'; '.join(skipped)}. To start again from step 0, choose "
             "another run.name."
         )
     return None
+
+
+def _put_aside(storage: Storage) -> list[str]:
+    """Return words about checkpoints that an earlier start found damaged."""
+    found = [name for name in storage.names() if name.startswith(QUARANTINE)]
+    return [f"{len(found)} were damaged and put aside earlier"] if found else []

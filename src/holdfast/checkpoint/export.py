@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.checkpoint.storage import exchange
-from holdfast.errors import RunStopped
+from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
@@ -99,6 +100,9 @@ def write_model(
     Raises:
         ExportFailed: As `export`.
     """
+    with exchange.together():
+        if exchange.rank == 0:
+            check_target(directory)
     conversions, headers = _planned(held_headers, origin)
     tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
     with exchange.together():
@@ -123,6 +127,22 @@ def _planned(held: Mapping[str, Header], origin: Blueprint) -> tuple[Sequence[Co
     return conversions, {name: header for conversion in conversions for name, header in conversion.targets.items()}
 
 
+def check_target(directory: Path) -> None:
+    """Refuse to replace anything but an export.
+
+    Raises:
+        ConfigError: Something else stands there.
+    """
+    if not directory.exists():
+        return
+    if directory.resolve() == Path.cwd() or not directory.is_dir():
+        raise ConfigError(f"{directory} cannot be replaced by an export. Name a new directory.")
+    if any(directory.iterdir()) and not (directory / EXPORTED_CONFIG).exists():
+        raise ConfigError(
+            f"{directory} holds other things than an export, which would be deleted. Name a new directory."
+        )
+
+
 @dataclass(frozen=True)
 class _Contents:
     """What a directory shall hold, the tensors' data aside."""
@@ -134,9 +154,9 @@ class _Contents:
 
 def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Tensor]], largest: int) -> None:
     headers = contents.headers
-    directory.parent.mkdir(parents=True, exist_ok=True)
     staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         files = plan_files(headers, largest)
         for name, members in files.items():
@@ -177,8 +197,9 @@ def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
     for name in ASSETS:
         if origin.directory is not None and (origin.directory / name).exists():
             shutil.copyfile(origin.directory / name, folder / name)
-    generation = getattr(origin.skeleton, "generation_config", None)
+    generation = copy.deepcopy(getattr(origin.skeleton, "generation_config", None))
     if generation is not None and not (folder / ASSETS[0]).exists():
+        generation.use_cache = True  # off only while training
         generation.save_pretrained(str(folder))
 
 

@@ -131,7 +131,7 @@ class ObjectLease:
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):  # stores raise errors of their own; the next time may do better
                 self._storage.replace(LEASE, _holder_text())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 import fsspec
 import xxhash
@@ -130,9 +130,3 @@ class ObjectStorage:
     def free_bytes(self) -> int | None:
         """Return None: nobody knows."""
         return None
-
-
-def credentials_hint(error: Exception) -> str:
-    """Return a word of help for errors of access."""
-    text: Any = str(error)
-    return " Check the credentials in the environment." if "credential" in text.lower() else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.layout import PINS, REHEARSAL, STAGING, TRASH, fresh, step_name, step_of
+from holdfast.checkpoint.layout import PINS, QUARANTINE, REHEARSAL, STAGING, TRASH, fresh, step_name, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest, NewerFormat, parse
 from holdfast.checkpoint.storage import Storage
 
@@ -70,6 +70,11 @@ def steps(storage: Storage) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
+def has_any(storage: Storage) -> bool:
+    """Return whether there are checkpoints, or were until they were found damaged."""
+    return bool(steps(storage)) or any(name.startswith(QUARANTINE) for name in storage.names())
+
+
 def all_steps(storage: Storage) -> list[str]:
     """Return every name of a step, whatever is in it."""
     return [name for name in storage.names() if step_of(name) is not None]
@@ -88,7 +93,14 @@ def manifests(storage: Storage) -> dict[int, Manifest]:
 
 def read_pins(storage: Storage) -> set[int]:
     """Return the steps the user keeps."""
-    return set(json.loads(storage.read(PINS))) if storage.exists(PINS) else set()
+    if not storage.exists(PINS):
+        return set()
+    try:
+        return {int(step) for step in json.loads(storage.read(PINS))}
+    except (ValueError, TypeError) as error:
+        raise CheckpointCorrupt(
+            f"{storage.root}/{PINS} is damaged ({error}). Delete it, then pin again with `holdfast checkpoint pin`."
+        ) from error
 
 
 def write_pins(storage: Storage, pinned: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.background import BackgroundSaver, Status
-from holdfast.checkpoint.errors import CheckpointError, SaveFailed
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from holdfast.checkpoint.layout import QUARANTINE, fresh, step_name
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import verified_manifest
@@ -117,7 +117,7 @@ class Session:
         if self.ranks.rank == 0:
             try:
                 deleted = prune(self.storage, self.retention, needed=needed)
-            except OSError as error:  # a network file system that is in a mood: the next save tries again
+            except (OSError, CheckpointError) as error:  # a network file system in a mood: the next save tries again
                 notes.append(f"older checkpoints could not be deleted: {error}.")
         told = self.ranks.agree((deleted, notes))
         return Saved(manifest, tuple(told[0]), tuple(told[1]))
@@ -132,10 +132,15 @@ class Session:
         try:
             verified_manifest(self.storage, name, self.ranks)
         except CheckpointError as error:
+            damaged = isinstance(error, CheckpointCorrupt)  # one that cannot be read may be whole
             with self.ranks.together():
-                if self.ranks.rank == 0 and self.storage.renames:
+                if damaged and self.ranks.rank == 0 and self.storage.renames:
                     self.storage.rename(name, fresh(QUARANTINE, name))
             raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error
+
+    def abandon(self) -> None:
+        """Wait no more for the save in flight: a thread that hangs in a file system cannot be ended."""
+        self._saver.abandon()
 
     def collect(self) -> Saved | None:
         """Wait for the save in flight and return what became of it; None if there was none.

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import yaml
 
-from holdfast.checkpoint.errors import NoCheckpoint
+from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_model
+from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.snapshot import MODEL, OPTIM
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
 from holdfast.config.model import ModelConfig
+from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint, described
 from holdfast.models.conversion import Header
 from holdfast.optim.tagged import decode
@@ -71,7 +73,10 @@ def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
         if file.startswith(prefix):
             place = folder / file.removeprefix(prefix)
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(checkpoint.storage.read(f"{checkpoint.name}/{file}"))
+            data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
+            if hash_bytes(data) != checkpoint.manifest.files[file].hash:
+                raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
+            place.write_bytes(data)
     if not (folder / EXPORTED_CONFIG).exists() or not (folder / "config.json").exists():
         raise NoCheckpoint(
             f"{checkpoint.path} does not describe its model: it was not saved by a training run. Export it from the "
@@ -100,6 +105,8 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
 
     The whole state is in memory at once; `torch.load(path, weights_only=True)` reads it.
     """
+    if path.exists():
+        raise ConfigError(f"{path} exists. Remove it, or name another file.")
     manifest = checkpoint.manifest
     model = {key.removeprefix(MODEL): checkpoint.read(key) for key in manifest.tensors if key.startswith(MODEL)}
     state: dict[str, dict[str, Any]] = {}

@@ -58,7 +58,14 @@ class StoredCheckpoint:
         return whole
 
     def _stored(self, key: str) -> Iterator[tuple[Any, Any]]:
-        return ((index, info) for index, info in (self._metadata.storage_data or {}).items() if index.fqn == key)
+        return iter(self._places.get(key, ()))
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[Any, Any]]]:
+        found: dict[str, list[tuple[Any, Any]]] = {}
+        for index, info in (self._metadata.storage_data or {}).items():
+            found.setdefault(index.fqn, []).append((index, info))
+        return found
 
     def _read_chunk(self, info: Any) -> Tensor | None:
         if info is None:

@@ -20,7 +20,7 @@ from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, without_c
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.foreign import describe_foreign
 from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
-from holdfast.checkpoint.layout import DCP
+from holdfast.checkpoint.layout import DCP, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.storage import Storage
 
@@ -49,7 +49,10 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         data = _patiently(lambda: storage.read(path))
     except OSError as error:
         raise _unreadable(f"{where}/{NAME}", error) from error
-    return parse(data, f"{where}/{NAME}")
+    manifest = parse(data, f"{where}/{NAME}")
+    if step_of(name) not in {None, manifest.step}:
+        raise CheckpointCorrupt(f"{where} is step {manifest.step}, whatever its name says: it was renamed.")
+    return manifest
 
 
 def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:

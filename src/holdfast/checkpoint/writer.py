@@ -99,7 +99,8 @@ def commit(
                 manifest = _manifest(snapshot, about, storage, staging, everything, time.monotonic() - started)
                 _publish(storage, staging, final, manifest, reached)
     except BaseException:
-        if ranks.rank == 0:
+        # On an object store staging is the final name, and what has a manifest there is committed.
+        if ranks.rank == 0 and (storage.renames or not storage.exists(f"{final}/{NAME}")):
             storage.remove(staging)
         raise
     reached("published")

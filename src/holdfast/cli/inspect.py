@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from holdfast.config.base import leaves
 from holdfast.config.load import load
 from holdfast.config.runs import ROOTS, SFTConfig, as_plain
 from holdfast.config.yaml12 import to_yaml
@@ -31,21 +31,13 @@ def schema(verb: str) -> str:
 
 def diff_configs(first: Path, second: Path) -> list[str]:
     """Return one line per key in which two trees differ."""
-    left, right = (dict(_leaves(as_plain(load(path, [], SFTConfig).config))) for path in (first, second))
+    left, right = (dict(leaves(as_plain(load(path, [], SFTConfig).config))) for path in (first, second))
     lines = []
     for key in sorted(set(left) | set(right)):
         a, b = left.get(key, "(absent)"), right.get(key, "(absent)")
         if a != b and key != "run.name":
             lines.append(f"{key}: {a} -> {b}")
     return lines
-
-
-def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(values, dict) and values:
-        for key, value in values.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, values
 
 
 def preview(path: Path, overrides: Sequence[str], row: int) -> None:

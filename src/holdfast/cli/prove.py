@@ -64,11 +64,10 @@ def prove(
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
     plan = Plan(path, tuple(overrides), steps, kill_at, chosen.randrange(ranks), chosen.choice(PHASES), every, break_)
-    base = Path(loaded.config.run.dir) / loaded.config.run.name
-    straight, broken = base.with_name(f"{base.name}-straight"), base.with_name(f"{base.name}-killed")
-    for directory in (straight, broken):
-        _remove_proof(directory)
-    print(f"straight: {steps} steps on {ranks} ranks, a checkpoint every {every}", flush=True)
+    place = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
+    shutil.rmtree(place, ignore_errors=True)  # an earlier proof's: no run can have such a name
+    straight, broken = place / "straight", place / "killed"
+    print(f"straight: {steps} steps on {ranks} rank(s), a checkpoint every {every}", flush=True)
     _run(plan, straight, {}, expected=0)
     print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
     first = _run(plan, broken, {KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
@@ -76,12 +75,6 @@ def prove(
     second = _run(plan, broken, {BREAK_VARIABLE: break_} if break_ else {}, expected=0)
     _print_resume(plan, broken, began, first, second)
     return _compare(straight, broken)
-
-
-def _remove_proof(directory: Path) -> None:
-    if directory.exists() and not (directory / "run.json").exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} holds other things than a run; the proof needs this place.")
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _run(plan: Plan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
@@ -125,7 +118,9 @@ def _compare(straight: Path, broken: Path) -> int:
     found = _first_difference_of_steps(one, two) or _first_difference_of_states(straight, broken)
     if found is not None:
         print(f"first divergence: {found}")
+        print(f"both runs are in {straight.parent}")
         return 1
+    shutil.rmtree(straight.parent)
     print("identical")
     return 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,9 +63,15 @@ def main() -> None:
     verb, file, base = sys.argv[1:4]
     config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), SFTConfig)
     try:
-        sys.exit(work(verb, config, Path(base)))
+        code = work(verb, config, Path(base))
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: there is nothing to tell
-        sys.exit(RunStopped.exit_code)
+        code = RunStopped.exit_code
+    if any(thread.name == "holdfast-save" for thread in threading.enumerate()):
+        # It was given up because it hangs in a file system; Python would wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -123,3 +123,12 @@ def kind_of(model: type[BaseModel]) -> str | None:
 
 def _as_section(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
+
+
+def leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf of nested mappings."""
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, values

@@ -53,8 +53,9 @@ class ResumeConfig(Section):
     """Trained then, frozen now."""
     unfreeze: list[Pattern] = Field(default_factory=list)
     """Frozen then, trained now: start without optimizer state."""
-    changed: list[Literal["data", "files", "tokenizer"]] = Field(default_factory=list)
-    """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer."""
+    changed: list[Literal["data", "files", "tokenizer", "model", "objective"]] = Field(default_factory=list)
+    """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer, the model's
+    configuration, the loss and its average."""
     hyperparameters: Literal["config", "checkpoint"] = "config"
     """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
 

@@ -81,8 +81,8 @@ class SampleStream:
         self._limits = limits or Limits()
         self._counts: Counter[str] = Counter()
         self._seen = (0, 0)
-        """Rows and tokens read since the start of this process: how long a row is on average."""
-        self._ahead: tuple[MiniBatch | None, Cursor] | None = None
+        """Rows and tokens read so far: how long a row is on average."""
+        self._ahead: tuple[MiniBatch | None, Cursor, tuple[int, int]] | None = None
         """A batch that was read early, and where the stream stands after it."""
         self._refuse_what_cannot_be()
 
@@ -98,12 +98,14 @@ class SampleStream:
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, as JSON-ready values."""
-        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes)}
+        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._seen)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same data and seed stood, at any number of ranks."""
         self.cursor = Cursor(**state["cursor"])
         self._ahead = None
+        # How far windows look ahead decides when a stream's end is learned.
+        self._seen = (state["seen"][0], state["seen"][1])
         # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
         for index, source in enumerate(self._rows.reader.sources):
             if source.size is None:
@@ -134,10 +136,10 @@ class SampleStream:
         Raises:
             DataError: As `next`.
         """
-        before = self.cursor
+        before = self.cursor, self._seen
         mini_batch = self.next(step)
-        self._ahead = (mini_batch, self.cursor)
-        self.cursor = before
+        self._ahead = (mini_batch, self.cursor, self._seen)
+        self.cursor, self._seen = before
 
     def next(self, step: int) -> MiniBatch | None:
         """Return the mini-batch of an update (counted from 0), or None when the passes are done.
@@ -146,7 +148,7 @@ class SampleStream:
             DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
         """
         if self._ahead is not None:
-            (mini_batch, self.cursor), self._ahead = self._ahead, None
+            (mini_batch, self.cursor, self._seen), self._ahead = self._ahead, None
             return mini_batch
         while not self._is_done():
             size = self._batch_size(step)

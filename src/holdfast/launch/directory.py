@@ -105,7 +105,7 @@ class LaunchDirectory:
 
     def begin_attempt(self) -> None:
         """Forget what the ranks of an earlier attempt left."""
-        for pattern in ("failure-rank-*.json", "phase-rank-*", "step"):
+        for pattern in ("failure-rank-*.json", "phase-rank-*", "beat-rank-*", "background-rank-*", "save-*", "step"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 

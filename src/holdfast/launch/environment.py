@@ -89,6 +89,7 @@ def rank_environment(
         # A killed rank must not take its last lines with it, and a crash in C++ must show the Python stack.
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it determinism: true raises at the first product on a GPU
         **environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

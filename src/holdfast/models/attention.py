@@ -108,7 +108,7 @@ def packed_attention(
     window = options.get("sliding_window")
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     plain = softcap is None and sinks is None
-    if plain and flash_takes(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
+    if plain and not dropout and flash_takes(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
         return _flash(query, key, value, documents, scaling, window, dropout), None
     parts = []
     for start, count, length in documents.runs():

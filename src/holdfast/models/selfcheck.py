@@ -37,7 +37,9 @@ class CheckResult:
 
 
 @torch.no_grad()
-def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: torch.dtype) -> tuple[CheckResult, str]:
+def check_forward(
+    policy: PolicyModel, *, may_fall_back: bool, compute_dtype: torch.dtype, device: torch.device | None = None
+) -> tuple[CheckResult, str]:
     """Compare, and fall back to one document per row if packing is not exact and may be given up.
 
     All ranks call this together.
@@ -56,7 +58,7 @@ def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: to
     policy.eval()
     note = ""
     try:
-        result = _measure(policy, compute_dtype)
+        result = _measure(policy, compute_dtype, device)
         exact = _exact(result, compute_dtype)
         reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
     except ModelError as error:
@@ -67,7 +69,7 @@ def check_forward(policy: PolicyModel, *, may_fall_back: bool, compute_dtype: to
     if not exact and not policy.padded and may_fall_back:
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
-        result = _measure(policy, compute_dtype)
+        result = _measure(policy, compute_dtype, device)
         exact = _exact(result, compute_dtype)
     policy.train()
     if not exact:
@@ -89,9 +91,9 @@ def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
     return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
 
 
-def _measure(policy: PolicyModel, dtype: torch.dtype) -> CheckResult:
+def _measure(policy: PolicyModel, dtype: torch.dtype, where: torch.device | None) -> CheckResult:
     model: Any = policy.language_model
-    device = next(policy.buffers(), torch.zeros(0)).device
+    device = where or next(policy.buffers(), torch.zeros(0)).device
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = np.random.default_rng(0)
     first, changed, second = (generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1]))

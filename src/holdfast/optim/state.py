@@ -210,6 +210,7 @@ def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], parame
     twin.__dict__.update(vars(optimizer))
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()  # a user's hooks see real steps only
+    twin.__dict__.pop("step", None)  # a learning rate scheduler binds the real optimizer's step here
     twin.__dict__["state"] = defaultdict(dict)
     twin.__dict__["param_groups"] = [{**group, "params": [stand_in]}]
     twin.step()

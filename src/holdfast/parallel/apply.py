@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
-from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
+from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan
 
 FORWARD_METHODS = ("upstream_logprobs",)
 """Methods of the root, besides forward, that find its parameters gathered."""
@@ -147,8 +147,3 @@ def _recomputed(block: nn.Module, kind: Recomputed) -> nn.Module:
 def _keep_products(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
     name = getattr(operation, "__name__", str(operation)).split(".")[0]
     return CheckpointPolicy.MUST_SAVE if name in _KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def unit_of(plan: ShardPlan, name: str) -> ShardUnit:
-    """Return the unit that holds a parameter."""
-    return next(unit for unit in plan.units if name in unit.parameters)

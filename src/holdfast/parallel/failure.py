@@ -165,13 +165,13 @@ class FailureChannel:
         """Return whether an error says that another rank is gone."""
         return self._world_size > 1 and any(map(_broken_by_peer, _chain(error)))
 
-    def ask_for_save(self) -> None:
-        """Ask all ranks to save what they hold: this one is about to fail and still can."""
-        self._board.write(_SAVE_NOTE, str(self._rank))
+    def ask_for_save(self, run: str) -> None:
+        """Ask all ranks to save what they hold of a run: this one is about to fail and still can."""
+        self._board.write(f"{_SAVE_NOTE}-{run}", str(self._rank))
 
-    def save_is_asked_for(self) -> bool:
+    def save_is_asked_for(self, run: str) -> bool:
         """Return whether some rank asked."""
-        return self._board.read(_SAVE_NOTE) is not None
+        return self._board.read(f"{_SAVE_NOTE}-{run}") is not None
 
     def report(self, error: BaseException) -> Failure:
         """Leave this rank's last words; return the failure that counts: the first one, perhaps another rank's."""

@@ -55,7 +55,7 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank))))
     device = _device(launch.device, local_rank)
     if device.type == "cpu":
         torch.set_num_threads(launch.threads_per_rank)

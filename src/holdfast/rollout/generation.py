@@ -55,14 +55,16 @@ def complete(
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        out = model.generate(
-            input_ids=tokens.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(stop_tokens),
-            pad_token_id=pad_token,
-            **sampling,
-        )
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(start)  # of its own: an evaluation must not change what training draws
+            out = model.generate(
+                input_ids=tokens.to(device),
+                attention_mask=mask.to(device),
+                max_new_tokens=max_new_tokens,
+                eos_token_id=list(stop_tokens),
+                pad_token_id=pad_token,
+                **sampling,
+            )
         for row, index in enumerate(members):
             found[index] = _cut(out[row, width:].tolist(), set(stop_tokens))
     return [found[index] for index in range(len(prompts))]

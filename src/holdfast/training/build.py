@@ -89,7 +89,7 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
         peak_flops=_peak_flops(config, world),
         source_names=tuple(source.name for source in data.training),
         observers=observers,
-        identity=_together(exchange, lambda: identity(config, base, stream, measured.origin.tokenizer)),
+        identity=_together(exchange, lambda: identity(config, base, stream, measured.origin)),
     )
 
 
@@ -161,6 +161,7 @@ def build_policy(
             policy,
             may_fall_back=config.model.attention == "auto",
             compute_dtype=getattr(torch, plan.compute_dtype),
+            device=world.device,
         ),
     )
     if world.is_first:
@@ -241,7 +242,11 @@ def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig) ->
 
 def _observers(config: SFTConfig, base: Path, live: Live) -> tuple[Observer, ...]:
     named = [Observer(path, load_function(path, base, "observers")) for path in config.observers]
-    return (*named, *(Observer(getattr(function, "__name__", "observer"), function) for function in live.observers))
+    given = (
+        Observer(f"{getattr(function, '__name__', 'observer')} ({number})", function)
+        for number, function in enumerate(live.observers)
+    )
+    return (*named, *given)
 
 
 def _layout(parts: Evaluation) -> Layout:

@@ -13,17 +13,19 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointError, SaveFailed
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
-from holdfast.checkpoint.retention import Best, Retention, clean, steps
+from holdfast.checkpoint.retention import Best, Retention, clean, has_any
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Held, Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.errors import UserError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
 from holdfast.training.assets import run_assets
@@ -63,7 +65,8 @@ class Checkpoints:
         run = self._run
         if run.config.dry_run and run.world.is_first:
             directory.remove(run.directory)  # what an interrupted dry run left behind
-        known = self._ranks.agree(bool(steps(self._storage)) if run.world.is_first else False)
+        known = self._ranks.agree(has_any(self._storage) if run.world.is_first else False)
+        self._is_new_run = not known and not directory.is_run(run.directory)
         if not known:
             run.stream.read_ahead(run.state.step)
         with run.exchange.together():
@@ -92,8 +95,9 @@ class Checkpoints:
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
-        except BaseException:
+        except BaseException as error:
             self._stack.close()
+            self._leave_nothing(error)
             raise
         return self
 
@@ -109,8 +113,15 @@ class Checkpoints:
                     self.session.collect()
         finally:
             self._stack.close()
+            self._leave_nothing(error)
             if self.session.status != "running":
                 self._ranks.close()
+
+    def _leave_nothing(self, error: BaseException | None) -> None:
+        """Remove the directory of a new run that was refused before its first step."""
+        run = self._run
+        if isinstance(error, UserError) and self._is_new_run and run.world.is_first and run.state.step == 0:
+            directory.remove(run.directory)
 
     @property
     def session(self) -> Session:
@@ -280,14 +291,23 @@ class Checkpoints:
             told = run.exchange.gather((session.status, session.phase, time.monotonic() > deadline))
             waiting = [rank for rank, (status, _, _) in enumerate(told) if status == "running"]
             if not waiting:
+                self._fail_together([status for status, _, _ in told])
                 return
             if told[0][2]:
+                session.abandon()
                 where = ", ".join(f"rank {rank} in phase {told[rank][1]!r}" for rank in waiting)
                 raise SaveFailed(
                     f"a save has hung for more than {self._config.timeout_minutes:g} minutes: {where}. Look at the "
                     "file system of that rank."
                 )
             time.sleep(_LOOK_SECONDS)
+
+    def _fail_together(self, told: list[Status]) -> None:
+        """Let a save that failed on some rank count as failed on all."""
+        failed = [rank for rank, status in enumerate(told) if status == "failed"]
+        if failed and self.session.status != "failed":
+            self.session.collect()
+            raise SaveFailed(f"a save failed on rank {failed[0]}, whose log says why.")
 
     def check_grace(self, requests: StopRequests) -> None:
         """Tell the user if the last save came later than promised."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Emergency:
         self._write = write
         self._grace = grace_seconds
         self._ranks = ProcessExchange(timedelta(seconds=grace_seconds))
+        self._name = run.exchange.agree(uuid.uuid4().hex[:8])
         self._moment = Moment.now(run)
         self._taken = threading.Lock()
         self._stop = threading.Event()
@@ -65,7 +67,8 @@ class Emergency:
 
     def start(self) -> None:
         """Begin to watch."""
-        if self._run.world.size > 1:
+        # A thread cannot copy from a GPU whose stream waits in a collective: there, all ranks must raise.
+        if self._run.world.size > 1 and self._run.world.device.type == "cpu":
             self._thread.start()
 
     def stop(self) -> None:
@@ -86,12 +89,12 @@ class Emergency:
         Returns:
             The manifest; None if ranks stand at different steps, one is gone, or the step is on disk already.
         """
-        self._run.world.failure.ask_for_save()
+        self._run.world.failure.ask_for_save(self._name)
         return self._save()
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
-            if self._run.world.failure.save_is_asked_for():
+            if self._run.world.failure.save_is_asked_for(self._name):
                 self._save()
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
 from holdfast.training import directory
 from holdfast.training.run import Run
+
+BEST = "best"
 
 
 def check_export(run: Run) -> None:
@@ -37,7 +40,19 @@ def export_run(run: Run, name: str) -> str:
 
 
 def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of exports that follow a step; noting a new best marks it as known."""
+    """Return the names of exports that follow a step, the same on every rank; noting a new best marks it as known.
+
+    Times and memory differ between ranks, so rank 0's metrics decide.
+    """
+    config = run.config.checkpoint
+    if config.export_every is None and config.export_best is None:
+        return []
+    names = _due(run, metrics) if run.world.is_first else []
+    names, run.state.best_exported = run.exchange.agree((names, run.state.best_exported))
+    return names
+
+
+def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
     config = run.config.checkpoint
     names = []
     if config.export_every is not None and run.state.step % config.export_every == 0:
@@ -45,9 +60,11 @@ def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
     wanted = config.export_best
     if wanted is not None and wanted.metric in metrics:
         value, best = metrics[wanted.metric], run.state.best_exported
+        if not math.isfinite(value):
+            return names
         if best is None or (value > best if wanted.mode == "max" else value < best):
             run.state.best_exported = value
-            names.append("best")
+            names.append(BEST)
     return names
 
 

@@ -14,7 +14,7 @@ from holdfast.training import directory
 from holdfast.training.checkpoints import Checkpoints
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
 from holdfast.training.evaluate import evaluate
-from holdfast.training.exports import due_exports, export_run
+from holdfast.training.exports import BEST, due_exports, export_run
 from holdfast.training.journal import Journal
 from holdfast.training.run import Run
 from holdfast.types import StepEvent
@@ -74,6 +74,7 @@ class _Loop:
             found = self._evaluate()
             self.line |= found
             self.journal.report(found)
+            self._export([name for name in due_exports(run, found) if name == BEST])
         if stopped is not None or run.config.checkpoint.at_end:
             self.journal.saved(self.checkpoints.save(self.line, wait=True))
             self.checkpoints.check_grace(self.requests)
@@ -96,10 +97,10 @@ class _Loop:
                     self.checkpoints.check_first_step()
                 event = StepEvent(run.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
+                stopped = self._follow(decision)
             except Exception as error:
                 self._save_before(error)
                 raise
-            stopped = self._follow(decision)
             if stopped is not None:
                 self.journal.event("stop", reason=stopped)
                 return stopped
@@ -117,11 +118,17 @@ class _Loop:
             signalled = self.requests.pending(run.exchange)
             stopped = stopped if signalled is None else f"stopped by {signalled}"
         self.journal.report(self.line)
-        if decision.save and stopped is None:
+        exports = due_exports(run, self.line)  # before the save, which remembers the best one
+        # The last step is saved when its evaluation is done.
+        last = run.finished and run.config.checkpoint.at_end
+        if decision.save and stopped is None and not last:
             self.journal.saved(self.checkpoints.save(self.line))
-        for name in due_exports(run, self.line):
-            self.journal.event("export", path=export_run(run, name))
+        self._export(exports)
         return stopped
+
+    def _export(self, names: list[str]) -> None:
+        for name in names:
+            self.journal.event("export", path=export_run(self.run, name))
 
     def _save_before(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run, whether it is this rank's alone or everybody's."""

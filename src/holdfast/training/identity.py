@@ -14,6 +14,7 @@ from holdfast.checkpoint.hashing import hash_bytes, hash_file
 from holdfast.config.algorithm import UserObjectiveConfig
 from holdfast.config.runs import SFTConfig
 from holdfast.data.stream import SampleStream
+from holdfast.models.build import Blueprint
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -22,21 +23,34 @@ _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
 
 
-def identity(config: SFTConfig, base: Path, stream: SampleStream, tokenizer: Any) -> Identity:
+_NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+
+
+def identity(config: SFTConfig, base: Path, stream: SampleStream, origin: Blueprint) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
     Args:
         config: The run.
         base: The YAML's directory.
         stream: The training rows.
-        tokenizer: The run's.
+        origin: The model and its tokenizer.
     """
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
     files = {key: hash_file(path) for key, path in _user_files(config, base)}
-    return {"data": data, "files": files, "tokenizer": {"tokenizer": _tokenizer_hash(tokenizer)}}
+    model = origin.original_config.to_dict()
+    model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
+    loss = {"objective": config.objective.model_dump_json(), "data.average": config.data.average}
+    return {
+        "data": data,
+        "files": files,
+        "tokenizer": {"tokenizer": _tokenizer_hash(origin.tokenizer)},
+        "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
+        | {"model.dropout": str(config.model.dropout)},
+        "objective": loss,
+    }
 
 
 def differences(then: Identity, now: Identity) -> dict[str, list[str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,10 @@ class Observer:
 
     def __post_init__(self) -> None:
         """Note whether the function wants a state."""
-        self._takes_state = len(inspect.signature(self.function).parameters) > 1
+        try:
+            self._takes_state = len(inspect.signature(self.function).parameters) > 1
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"observers: {self.name} is no function of an event: {error}.") from error
 
     def __call__(self, event: StepEvent, state: dict[str, Any]) -> frozenset[str]:
         """Return what the observer asks for.
@@ -43,12 +48,12 @@ class Observer:
         """
         try:
             answer = self.function(event, state) if self._takes_state else self.function(event)
-            json.dumps(state)
+            json.dumps(state, allow_nan=False)
+            asked = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
         except Exception as error:
             raise ObserverFailed(
                 f"Observer {self.name} failed at step {event.step}: {type(error).__name__}: {error}."
             ) from error
-        asked = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
         wrong = [item for item in asked if item not in ANSWERS]
         if wrong:
             raise ObserverFailed(
@@ -76,13 +81,15 @@ def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
     found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
     if found is None:
         raise ConfigError(f"{key}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}.")
-    spec = importlib.util.spec_from_file_location(f"holdfast_user_{found.stem}", found)
+    place = hashlib.sha256(str(found.resolve()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"holdfast_user_{found.stem}_{place}", found)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {found} raises when it is imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -5,18 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import yaml
 
 from holdfast.checkpoint.choose import Choice
 from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.checkpoint.export import EXPORTED_CONFIG
+from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.reader import Declared, Loaded, load
 from holdfast.checkpoint.snapshot import set_random_state
 from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.config.base import leaves
 from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.runs import as_plain
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training.identity import differences
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
 from holdfast.training.state import TrainState
+
+_MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "parallel.")
 
 
 def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
@@ -46,7 +53,8 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
         seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
     _damage(run)
     run.resumed_metrics |= {name: value for name, value in choice.manifest.metrics.items() if value is not None}
-    say(run, choice.words, _exactness(run, loaded), *loaded.notes)
+    changed = _changed(run, storage, choice) if run.world.is_first else []
+    say(run, choice.words, _exactness(run, loaded), *loaded.notes, *changed)
     return loaded
 
 
@@ -79,6 +87,21 @@ def _check_identity(run: Run, storage: Storage, choice: Choice) -> None:
             "changed. Put them back, choose another run.name, or declare it: checkpoint.resume.changed: "
             f"[{', '.join(refused)}]."
         )
+
+
+def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:
+    """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
+    file = f"{ASSETS}/{EXPORTED_CONFIG}"
+    if file not in choice.manifest.files:
+        return []
+    then = dict(leaves(yaml.safe_load(storage.read(f"{choice.name}/{file}"))))
+    now = dict(leaves(as_plain(run.config)))
+    told = [
+        f"{key} {then.get(key)} -> {now.get(key)}"
+        for key in sorted({*then, *now})
+        if key.startswith(_MOVES_NUMBERS) and then.get(key) != now.get(key)
+    ]
+    return [f"changed since the checkpoint: {', '.join(told)}; the new values hold from here on"] if told else []
 
 
 def _exactness(run: Run, loaded: Loaded) -> str:

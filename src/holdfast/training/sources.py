@@ -150,7 +150,8 @@ def training_stream(
     accept = None if config.data.filter is None else _row_filter(config.data.filter, base)
     reader = CandidateReader(RowReader(data.training, order), tokenise, exchange, accept)
     unknown = any(source.size is None for source in data.training)
-    passes = None if config.epochs is None or not unknown else max(1, round(config.epochs))
+    # Rows that are filtered or dropped make a pass shorter than planned: the stream ends it, not the planned steps.
+    passes = max(1, round(config.epochs)) if config.epochs is not None and unknown else config.epochs
     repeat = config.overfit_batches is not None
     limits = Limits(passes, config.overfit_batches or config.limit_batches, repeat)
     return SampleStream(reader, config.data, exchange, layout, limits)
@@ -166,7 +167,7 @@ def evaluation_sets(
     section = config.data.model_copy(
         update={"allow_partial": True, "batch_size": rows, "batch_size_schedule": {}, "packing": _whole(config)}
     )
-    limits = Limits(passes=1, batches=None if limit is None else -(-limit // rows))
+    limits = Limits(passes=1, draws=limit)
 
     def stream_of(source: Source) -> Callable[[], SampleStream]:
         def open_stream() -> SampleStream:
