@@ -1,0 +1,251 @@
+"""What verification costs: saves, loads and exports against plain torch on the same state, 2 gloo ranks.
+
+    python benchmarks/checkpoint.py [--rounds 3] [--disk FOLDER] [--memory /dev/shm]
+
+Every round runs both arms of each pair in the same processes, in alternating order. On a disk wall seconds count, since
+the disk is the work; on a memory file system CPU seconds count. Cold reads drop the files from the page cache first.
+The state is a model of 67M parameters with AdamW moments, 0.8 GB over both ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measure import ENVIRONMENT, Meter, Round, Verdicts, heading, show_round
+
+ROUNDS = 3
+
+
+def build() -> tuple[Any, Any]:
+    """Return a sharded module and its optimizer, with state."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def cool(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+class Arms:
+    """Both ways of everything, on one rank."""
+
+    def __init__(self, place: Path) -> None:
+        import torch.distributed as dist
+
+        from holdfast.parallel.collectives import ProcessExchange
+
+        self.place = place
+        self.model, self.optimizer = build()
+        self.ranks = ProcessExchange()
+        self.first = dist.get_rank() == 0
+        self.group = self.ranks.group
+        self.number = 0
+
+    def state(self) -> dict[str, Any]:
+        from holdfast.checkpoint.snapshot import take
+
+        return dict(take(self.model, self.optimizer).tensors)
+
+    def fresh(self, name: str) -> Path:
+        self.number += 1
+        return self.place / f"{name}-{self.number}"
+
+    def dcp_save(self, folder: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemWriter, save
+
+        save(self.state(), storage_writer=FileSystemWriter(folder, overwrite=False), process_group=self.group)
+
+    def our_save(self, folder: Path) -> None:
+        from holdfast.checkpoint.snapshot import take
+        from holdfast.checkpoint.storage import LocalStorage
+        from holdfast.checkpoint.writer import About, commit
+
+        snapshot = take(self.model, self.optimizer)
+        commit(snapshot, LocalStorage(folder.parent), About(run_id="b", step=0), self.ranks, name=folder.name)
+
+    def dcp_load(self, folder: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader, load
+
+        load(self.state(), storage_reader=FileSystemReader(folder), process_group=self.group)
+
+    def our_load(self, folder: Path) -> None:
+        from holdfast.checkpoint.reader import load
+        from holdfast.checkpoint.storage import LocalStorage
+
+        load(LocalStorage(folder.parent), folder.name, self.model, self.optimizer, self.ranks)
+
+    def verify(self, folder: Path) -> None:
+        from holdfast.checkpoint.reader import verified_manifest
+        from holdfast.checkpoint.storage import LocalStorage
+
+        verified_manifest(LocalStorage(folder.parent), folder.name, self.ranks)
+
+    def read(self, folder: Path) -> None:
+        """Read this rank's share of the files, as `verify` deals them out."""
+        import torch.distributed as dist
+
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        buffer = bytearray(2**22)
+        for path in files[dist.get_rank() :: dist.get_world_size()]:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def clone(self) -> None:
+        from holdfast.parallel.materialise import local_part
+
+        self.copies = [local_part(tensor).clone() for tensor in self.state().values()]
+
+    def stage(self) -> None:
+        from holdfast.checkpoint.snapshot import staged, take
+
+        self.buffers: dict[str, Any] = getattr(self, "buffers", {})
+        staged(take(self.model, self.optimizer), self.buffers)
+
+
+def timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = clock()
+    work()
+    return clock() - start
+
+
+def measure(disk: Path, memory: Path, swap: bool) -> Round:
+    """Return the cost of each arm once, on this rank."""
+    found: dict[str, float] = {}
+
+    def pair(names: tuple[str, str], first: Callable[[], object], second: Callable[[], object], clock: Any) -> None:
+        for name, work in sorted(zip(names, (first, second), strict=True), reverse=swap):
+            found[name] = timed(work, clock)
+
+    on_disk, in_memory = Arms(disk), Arms(memory)
+    for arms in (on_disk, in_memory):  # first calls pay for imports and plans
+        arms.dcp_save(arms.fresh("warm"))
+        arms.our_save(arms.fresh("warm"))
+    plain, ours = on_disk.fresh("dcp"), on_disk.fresh("ours")
+    meter = Meter()
+    meter.begin_peak()
+    found["save_disk_ours"] = timed(lambda: on_disk.our_save(ours), time.perf_counter)
+    found["save_extra_mib"] = meter.peak_mib()
+    found["save_disk_dcp"] = timed(lambda: on_disk.dcp_save(plain), time.perf_counter)
+    for names in ((("save_cpu_dcp", "save_cpu_ours")),):
+        pair(
+            names,
+            lambda: in_memory.dcp_save(in_memory.fresh("dcp")),
+            lambda: in_memory.our_save(in_memory.fresh("ours")),
+            time.process_time,
+        )
+    on_disk.stage()
+    on_disk.clone()
+    pair(("clone", "stage"), on_disk.clone, on_disk.stage, time.process_time)
+    for name, work, folder in (
+        ("read_cold", on_disk.read, ours),
+        ("verify_cold", on_disk.verify, ours),
+        ("load_cold_dcp", on_disk.dcp_load, plain),
+        ("load_cold_ours", on_disk.our_load, ours),
+    ):
+        if on_disk.first:
+            cool(folder)
+        found[name] = timed(lambda work=work, folder=folder: work(folder), time.perf_counter)
+    return {name: {"seconds": value} for name, value in found.items()}
+
+
+def be_rank(disk: Path, memory: Path, swap: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(disk, memory, swap)
+    values = torch.tensor([found[name]["seconds"] for name in found], dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        told = {name: {"seconds": value} for name, value in zip(found, values.tolist(), strict=True)}
+        print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
+
+
+def round_of(disk: str, memory: str, swap: bool) -> Round:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = [Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=parent)) for parent in (disk, memory)]
+    variables = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    try:
+        members = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--rank", *map(str, places), *(["--swap"] if swap else [])],
+                env={**variables, "RANK": str(rank)},
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        output, _ = members[0].communicate()
+        if any([member.wait() for member in members]):  # noqa: C419 - all of them, whatever the first says
+            sys.exit(f"a round failed:\n{output}")
+    finally:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
+    found: Round = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--disk", default=tempfile.gettempdir())
+    parser.add_argument("--memory", default="/dev/shm")
+    parser.add_argument("--rank", nargs=2, type=Path)
+    parser.add_argument("--swap", action="store_true")
+    options = parser.parse_args()
+    if options.rank:
+        be_rank(*options.rank, options.swap)
+        return
+    print(heading())
+    rounds = []
+    for number in range(options.rounds):
+        rounds.append(round_of(options.disk, options.memory, number % 2 == 1))
+        show_round(number, rounds[-1])
+    verdicts = Verdicts(rounds)
+    verdicts.at_most(1.25, "save on a disk over plain DCP, wall", "save_disk_ours", "save_disk_dcp", "seconds")
+    verdicts.at_most(1.35, "save in memory over plain DCP, CPU", "save_cpu_ours", "save_cpu_dcp", "seconds")
+    verdicts.at_most(1.30, "verify over a cold read, wall", "verify_cold", "read_cold", "seconds")
+    verdicts.at_most(1.50, "copy of a background save over a clone, CPU", "stage", "clone", "seconds")
+    verdicts.at_most(1.30, "load and verify over DCP load, cold, wall", "load_cold_ours", "load_cold_dcp", "seconds")
+    sys.exit(verdicts.missed)
+
+
+if __name__ == "__main__":
+    main()
