@@ -1,0 +1,148 @@
+"""What a run refuses, keeps and counts when something around it is not as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import checkpoint
+from holdfast.checkpoint import find
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.export import check_target
+from holdfast.checkpoint.retention import read_pins
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.errors import ConfigError
+from holdfast.metrics.sink import read_metrics
+from holdfast.parallel.mesh import World
+from holdfast.training.observe import load_function
+from tests.checkpoint.cases import build, optimizer_of
+from tests.training.cases import run, tree
+
+
+def test_epochs_count_the_rows_that_a_filter_leaves(pools: Any, tmp_path: Path) -> None:
+    """Of 40 rows the filter keeps those of even length; each is trained once per pass."""
+    (tmp_path / "even.py").write_text("def keep(row):\n    return len(row['completion']) % 2 == 0\n")
+    data = {"synthetic": {"task": "sort", "rows": 40}, "batch_size": 4, "filter": "even.py:keep"}
+    values = tree(str(tmp_path), epochs=2, data=data, optim={"schedule": "constant"})
+    values.pop("steps")
+
+    pools(1).run(run, values, str(tmp_path))
+
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    kept = sum(line["data/rows"] for line in lines)
+    assert lines[-1]["epoch"] == 2.0
+    assert 0 < kept < 80
+    assert kept + sum(line["data/filtered"] for line in lines if "data/filtered" in line) == 80
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": {"config_override": {"rms_norm_eps": 0.1}}}, "model: rms_norm_eps"),
+        ({"objective": "dft"}, "objective: objective"),
+        ({"data": {"average": "sequence_mean"}}, "objective: data.average"),
+    ],
+    ids=["a number of the model", "the loss", "the average"],
+)
+def test_a_run_does_not_go_on_as_another_run(pools: Any, tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    pools(1).run(run, tree(str(tmp_path), steps=2))
+    before = (tmp_path / "r" / "config.resolved.yaml").read_text()
+
+    errors = pools(1).errors(run, tree(str(tmp_path), steps=4, **change))
+
+    assert errors[0][0] == "CheckpointMismatch"
+    assert f"({named})" in errors[0][1]
+    assert (tmp_path / "r" / "config.resolved.yaml").read_text() == before
+
+
+def test_a_run_whose_checkpoints_were_all_put_aside_is_refused_every_time(pools: Any, tmp_path: Path) -> None:
+    pools(1).run(run, tree(str(tmp_path), steps=2))
+    for file in (tmp_path / "r" / "checkpoints").glob("step-*/trainer.json"):
+        file.write_bytes(b"[" + file.read_bytes()[1:])
+
+    first = pools(1).errors(run, tree(str(tmp_path), steps=4))[0]
+    second = pools(1).errors(run, tree(str(tmp_path), steps=4))[0]
+
+    assert first[0] == second[0] == "NoCheckpoint"
+    assert "has no whole checkpoint left" in first[1]
+    assert "1 were damaged and put aside earlier" in second[1]
+
+
+def test_an_error_in_an_evaluation_costs_no_step(pools: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "a=", "completion": "b"}] * 3 + [{"prompt": "a="}]
+    (tmp_path / "bad.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    evaluation = {"sets": {"bad": {"path": "bad.jsonl"}}, "every_steps": 3}
+
+    errors = pools(2).errors(run, tree(str(tmp_path), steps=5, evaluation=evaluation), str(tmp_path))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DataError"
+    assert find.one(str(tmp_path / "r")).manifest.step == 3
+
+
+def test_the_last_checkpoint_has_the_evaluation_of_the_end(pools: Any, tmp_path: Path) -> None:
+    evaluation = {"sets": {"held": {"synthetic": {"task": "sort", "rows": 8, "seed": 3}}}}
+    best = {"metric": "eval/held/loss", "mode": "min"}
+
+    pools(1).run(
+        run, tree(str(tmp_path), steps=4, evaluation=evaluation, checkpoint={"every_steps": 2, "export_best": best})
+    )
+
+    found = find.one(str(tmp_path / "r")).manifest
+    assert found.step == 4
+    assert found.metrics["eval/held/loss"] == read_metrics(tmp_path / "r" / "metrics.jsonl")[-1]["eval/held/loss"]
+    assert (tmp_path / "r" / "exports" / "best" / "model.safetensors").exists()
+
+
+def test_an_export_replaces_exports_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "holdfast.yaml").write_text("")
+
+    with pytest.raises(ConfigError, match="holds other things than an export, which would be deleted"):
+        check_target(tmp_path / "thesis")
+    check_target(tmp_path / "export")
+    check_target(tmp_path / "new")
+
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+def test_damaged_pins_are_named(tmp_path: Path) -> None:
+    (tmp_path / "pins.json").write_text("[1, 2")
+
+    with pytest.raises(CheckpointCorrupt, match=r"pins\.json is damaged .* Delete it"):
+        read_pins(LocalStorage(tmp_path))
+
+
+def test_a_users_dataclass_with_lazy_annotations_is_imported(tmp_path: Path) -> None:
+    lines = ["from __future__ import annotations", "from dataclasses import dataclass", "@dataclass", "class Loss:"]
+    (tmp_path / "loss.py").write_text("\n".join([*lines, "    x: int = 3", ""]))
+
+    assert load_function("loss.py:Loss", tmp_path, "objective.path")().x == 3
+
+
+def rehearse_with_scheduler(world: World, path: str) -> tuple[bool, int, list[float]]:
+    """Rehearse with a scheduler attached; return whether weights moved, entries of state, and rehearsed moments."""
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    toy(torch.ones(2, 5)).sum().backward()
+    before = [parameter.detach().clone() for parameter in toy.parameters()]
+    report = checkpoint.rehearse(path, toy, optimizer)
+    moved = any(not torch.equal(was, now.detach()) for was, now in zip(before, toy.parameters(), strict=True))
+    return moved, len(optimizer.state), [float(name.endswith(".exp_avg")) for name in report.outline]
+
+
+def test_a_rehearsal_with_a_scheduler_attached_makes_no_step_and_rehearses_the_moments(
+    pools: Any, tmp_path: Path
+) -> None:
+    moved, states, moments = pools(2).run(rehearse_with_scheduler, str(tmp_path / "run"))[0]
+
+    assert not moved
+    assert states == 0
+    assert sum(moments) == 8  # four trained parameters in each of two blocks
