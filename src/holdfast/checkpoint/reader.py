@@ -184,7 +184,7 @@ def _plan_tensor(plan: _Plan, key: str, live: Tensor, entry: TensorEntry, declar
     if dtype != live.dtype:
         here = str(live.dtype).removeprefix("torch.")
         _allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
-    plan.tensors[key] = like(live, _poisoned(local_part(live).shape, dtype))
+    plan.tensors[key] = _staging(live, dtype, entry)
 
 
 def _plan_optimizer(
@@ -208,13 +208,24 @@ def _plan_optimizer(
         if parameter is None or id(parameter) not in names or not parameter.requires_grad:
             continue  # the parameter's own deviation was declared, or refused above
         sharded = entry.shape == tuple(parameter.shape)
-        shape = local_part(parameter).shape if sharded else torch.Size(entry.shape)
-        staged = _poisoned(shape, getattr(torch, entry.dtype))
-        plan.tensors[key] = like(parameter.data, staged) if sharded else staged
+        dtype = getattr(torch, entry.dtype)
+        whole = _poisoned(torch.Size(entry.shape), dtype)
+        plan.tensors[key] = _staging(parameter.data, dtype, entry) if sharded else whole
+
+
+def _staging(live: Tensor, dtype: torch.dtype, entry: TensorEntry) -> Tensor:
+    """Return memory for this rank's part of a tensor.
+
+    Where this very part was saved as a chunk, its hash will say whether all of it was read; elsewhere the memory shows
+    what was not.
+    """
+    shape, place = local_part(live).shape, chunk_of(live)
+    hashed = any((chunk.offsets, chunk.sizes) == place for chunk in entry.chunks)
+    return like(live, torch.empty(shape, dtype=dtype) if hashed else _poisoned(shape, dtype))
 
 
 def _poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return memory that shows if it was not written: NaN, or a value no counter has."""
+    """Return memory that shows if it was not written: NaN, or zero for types that have none."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 

@@ -41,6 +41,7 @@ def plan_packs(
     """
     if lengths and max(lengths) > budget:
         raise ValueError(f"a unit of {max(lengths)} tokens does not fit a pack of {budget}")
+    budget = min(budget, max(1, sum(lengths)))  # more room than there are tokens changes nothing, and costs memory
     costs = [length * (1.0 + attention_share * length) for length in lengths]
     bins = _rows_of_equal_width(lengths, budget) if padded else best_fit_decreasing(lengths, budget)
     count = max(1, -(-len(bins) // ranks)) * ranks
