@@ -206,10 +206,10 @@ class Holdfast(System):
         """Load the newest verified step."""
         from holdfast import checkpoint
         from holdfast.checkpoint.choose import newest_verified
-        from holdfast.checkpoint.library import _exchange
+        from holdfast.checkpoint.interface import exchange_of
         from holdfast.checkpoint.storage import open_storage
 
-        choice = newest_verified(open_storage(place), _exchange(dist.group.WORLD, 0.25), quarantine=False)
+        choice = newest_verified(open_storage(place), exchange_of(dist.group.WORLD, 0.25), quarantine=False)
         assert choice is not None, "there is no checkpoint"
         restored = checkpoint.load(f"{place}/{choice.name}", self.model, self.optimizer, timeout_minutes=0.25)
         return restored.extra if own else None

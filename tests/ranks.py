@@ -44,7 +44,7 @@ def _forget_groups() -> None:
 
     Each gloo group has threads that look for work a hundred times a second; five hundred of them stall the machine.
     """
-    from holdfast.checkpoint.library import _exchange
+    from holdfast.checkpoint.interface import _exchange
 
     _exchange.cache_clear()
     world = dist.group.WORLD

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "holdfast.checkpoint.library", "holdfast.recipes.sft"]
+PRELOADED = ["torch", "torch.distributed.fsdp", "holdfast.checkpoint.interface", "holdfast.recipes.sft"]
 
 
 @dataclass(frozen=True)

@@ -167,11 +167,12 @@ def _place(path: str) -> tuple[Storage, str]:
 
 
 def _ranks(timeout_minutes: float) -> ProcessExchange:
-    return _exchange(dist.group.WORLD if dist.is_initialized() else None, timeout_minutes)
+    return exchange_of(dist.group.WORLD if dist.is_initialized() else None, timeout_minutes)
 
 
 @cache
-def _exchange(world: object, timeout_minutes: float) -> ProcessExchange:  # noqa: ARG001 - one group per world
+def exchange_of(world: object, timeout_minutes: float) -> ProcessExchange:  # noqa: ARG001 - one group per world
+    """Return the ranks of a world; a process group is made once and kept."""
     return ProcessExchange(timedelta(minutes=timeout_minutes))
 
 
