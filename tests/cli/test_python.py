@@ -26,8 +26,11 @@ def settings(name: str, **sections: Any) -> dict[str, Any]:
 
 def said(done: Done) -> list[dict[str, Any]]:
     assert done.code == 0, done.err
-    lines = [line.partition("said ")[2] for line in done.out.splitlines() if "said {" in line]
-    return sorted((json.loads(line) for line in lines), key=lambda found: str(found["rank"]))
+    # Ranks share the output, and two of them may write into one line.
+    parts = done.out.split("said {")[1:]
+    return sorted(
+        (json.JSONDecoder().raw_decode("{" + part)[0] for part in parts), key=lambda found: str(found["rank"])
+    )
 
 
 def live(tree: dict[str, Any]) -> list[str]:

@@ -71,7 +71,9 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
         store = TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
     else:
         store = HashStore()
-    dist.init_process_group(backend, store=PrefixStore("holdfast", store), rank=rank, world_size=size, timeout=timeout)
+    # torchrun starts ranks again on the same store: what an earlier attempt left there is not ours.
+    store = PrefixStore(f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
         with channel.guard():
