@@ -44,12 +44,14 @@ def _forget_groups() -> None:
 
     Each gloo group has threads that look for work a hundred times a second; five hundred of them stall the machine.
     """
-    from holdfast.checkpoint.interface import _exchange
+    from holdfast.checkpoint.interface import exchange_of
 
-    _exchange.cache_clear()
+    exchange_of.cache_clear()
     world = dist.group.WORLD
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not world]:
-        dist.destroy_process_group(group)
+        # torch remembers placements by meshes that are equal, and asks the earlier one for its groups.
+        if not group.group_desc.startswith("mesh"):
+            dist.destroy_process_group(group)
 
 
 class RankPool:
