@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
@@ -117,7 +117,10 @@ def load(
         if plan.refused:
             raise CheckpointMismatch(_refusal(storage, name, plan.refused))
     _read(plan.tensors, storage, name, manifest, ranks)
-    rank_state, shared = _small(storage, name, manifest, ranks)
+    small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
+    with ranks.together():
+        small.append(_small(storage, name, manifest, ranks))
+    rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
     live = model_tensors(model)
     with torch.no_grad():
@@ -286,9 +289,12 @@ def _small(
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     written_by = sum(file.startswith("rank/") for file in manifest.files)
     rank_state = None
-    if written_by == ranks.size:
-        rank_state = json.loads(storage.read(f"{name}/{rank_file(ranks.rank)}"))
-    shared = json.loads(storage.read(f"{name}/{TRAINER}")) if TRAINER in manifest.files else {}
+    try:
+        if written_by == ranks.size:
+            rank_state = json.loads(storage.read(f"{name}/{rank_file(ranks.rank)}"))
+        shared = json.loads(storage.read(f"{name}/{TRAINER}")) if TRAINER in manifest.files else {}
+    except OSError as error:
+        raise CheckpointUnreadable(f"{storage.root}/{name} cannot be read: {error.strerror or error}.") from error
     return rank_state, shared
 
 

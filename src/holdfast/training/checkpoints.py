@@ -69,15 +69,11 @@ class Checkpoints:
         self._is_new_run = not known and not directory.is_run(run.directory)
         if not known:
             run.stream.read_ahead(run.state.step)
-        with run.exchange.together():
-            if run.world.is_first:
-                self._stack.enter_context(Lease(run.directory / FOLDER))
-                if not self._storage.renames:
-                    self._stack.enter_context(ObjectLease(self._storage))
-                if not directory.is_run(run.directory):
-                    directory.create(run.directory, run.config, "sft")
-                clean(self._storage)
-        run_id = run.exchange.agree(directory.run_id(run.directory) if run.world.is_first else "")
+        try:
+            run_id = self._take_directory()
+        except BaseException:
+            self._stack.close()
+            raise
         self._session = Session(
             self._storage,
             self._ranks,
@@ -100,6 +96,21 @@ class Checkpoints:
             self._leave_nothing(error)
             raise
         return self
+
+    def _take_directory(self) -> str:
+        """Take the lease, and return the identity of the run that lives here."""
+        run = self._run
+        named: list[str] = []
+        with run.exchange.together():
+            if run.world.is_first:
+                self._stack.enter_context(Lease(run.directory / FOLDER))
+                if not self._storage.renames:
+                    self._stack.enter_context(ObjectLease(self._storage))
+                if not directory.is_run(run.directory):
+                    directory.create(run.directory, run.config, "sft")
+                named.append(directory.run_id(run.directory))
+                clean(self._storage)
+        return run.exchange.agree(named[0] if named else "")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

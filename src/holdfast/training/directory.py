@@ -37,6 +37,9 @@ def check_writable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
     others = {entry.name for entry in directory.iterdir()} - {FOLDER, "logs"} if directory.exists() else set()
+    foreign = directory / FOLDER
+    if foreign.is_dir() and any(not entry.name.startswith((".", "step-", "pins")) for entry in foreign.iterdir()):
+        others.add(FOLDER)
     if others and not (directory / IDENTITY).exists():
         raise ConfigError(f"{directory} holds other things than a run. Choose another run.dir or run.name.")
     place = directory
@@ -62,8 +65,18 @@ def is_run(directory: Path) -> bool:
 
 
 def run_id(directory: Path) -> str:
-    """Return the identity of the run in a directory."""
-    return str(json.loads((directory / IDENTITY).read_text(encoding="utf-8"))["run_id"])
+    """Return the identity of the run in a directory.
+
+    Raises:
+        ConfigError: Somebody else wrote run.json, or it is damaged.
+    """
+    path = directory / IDENTITY
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["run_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not what Holdfast writes ({error!r}). Choose another run.dir or run.name."
+        ) from error
 
 
 def resolved_yaml(config: Section) -> str:
