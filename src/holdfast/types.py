@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,6 +43,85 @@ class Example:
     def trained_tokens(self) -> int:
         """Number of tokens the loss counts."""
         return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a policy is asked to continue."""
+
+    prompt_id: int
+    """Global draw of its row: the same prompt of the same step has the same id for every number of ranks."""
+    tokens: NDArray[np.int64]
+    """[L]"""
+    text: str
+    """The tokens as text, special tokens included."""
+    row: Mapping[str, Any]
+    """Every column of its row, for rewards."""
+    source: str = ""
+    """Name of the data source, for metrics."""
+    model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Return 0: a prompt is not trained."""
+        return 0
+
+
+class Finish(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """A stop token or stop string."""
+    LENGTH = "length"
+    """The longest length: it was cut."""
+    ABORT = "abort"
+    """Whoever asked no longer wanted it."""
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One completion of a prompt, from sampling to training. L counts prompt and completion."""
+
+    prompt_id: int
+    sample_id: int
+    """Global: prompt_id * group size + place in the group."""
+    seed: int
+    """Of its sampling: with the same logits, the same seed gives the same tokens in any batch."""
+    temperature: float
+    tokens: NDArray[np.int64]
+    """[L], as the engine gave them; never decoded and encoded again"""
+    loss_mask: NDArray[np.bool_]
+    """[L], True where the policy chose the token"""
+    sampler_logprobs: NDArray[np.float32]
+    """[L], of the engine, under the temperature used; 0 where the policy did not choose"""
+    weights_versions: NDArray[np.int32]
+    """[L], which weights chose the token; -1 where none did"""
+    finish: Finish
+    completion: str = ""
+    """The chosen tokens as text, special tokens left out."""
+    reward: float | None = None
+    """The sum that advantages are made of; None if it could not be scored."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """By name of the reward or of its part."""
+    advantages: NDArray[np.float32] | None = None
+    """[L]; None before they are known"""
+    per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """[L] each; carried by pack, split and unpack without knowing what they mean."""
+    model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def completion_length(self) -> int:
+        """Number of tokens the policy chose."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one prompt in one step."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,14 @@ class WholeBatchVariance:
 SEPARABLE = [NegativeLogLikelihood(), DynamicFineTuning(), ConfidencePenalty()]
 
 
+def tokens_of(weights: Tensor) -> Tokens:
+    """Tokens of one sequence."""
+    return Tokens(weights, {}, torch.zeros(weights.numel(), dtype=torch.int64), 1)
+
+
 def draw_scores() -> tuple[np.ndarray[Any, Any], Tokens]:
     generator = np.random.default_rng(3)
-    return -generator.exponential(2.0, 50), Tokens(torch.ones(50, dtype=torch.float64), {})
+    return -generator.exponential(2.0, 50), tokens_of(torch.ones(50, dtype=torch.float64))
 
 
 def terms_and_slopes(objective: Any, logprobs: np.ndarray[Any, Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -102,7 +107,7 @@ def test_metrics_are_means_over_trained_tokens_whatever_their_weights(objective:
     entropy = torch.linspace(0, 1, 50, dtype=torch.float64)
     scores = Scores(torch.tensor(logprobs), torch.arange(50) % 5 == 0, entropy)
 
-    sums = objective.sums(scores, Tokens(weights, {}))
+    sums = objective.sums(scores, tokens_of(weights))
 
     means = {name: float(value[0] / value[1]) for name, value in sums.items()}
     assert means == pytest.approx({"nll": -logprobs.mean(), "mean_token_accuracy": 0.2, "entropy": 0.5}, rel=1e-9)
@@ -113,7 +118,7 @@ def test_metrics_keep_their_digits_over_many_tokens() -> None:
     count = 3_000_000
     scores = Scores(torch.full((count,), -0.1), torch.ones(count, dtype=torch.bool), None)
 
-    sums = NegativeLogLikelihood().sums(scores, Tokens(torch.ones(count), {}))
+    sums = NegativeLogLikelihood().sums(scores, tokens_of(torch.ones(count)))
 
     assert float(sums["nll"][0]) == pytest.approx(0.1 * count, rel=1e-7)
     assert float(sums["mean_token_accuracy"][0]) == count

@@ -18,10 +18,19 @@ class Tokens(NamedTuple):
     """[N]"""
     per_token: Mapping[str, Tensor]
     """[N] each: advantages, sampler log-probabilities and whatever else packing carried"""
+    sequence: Tensor
+    """[N] int64, which sequence of the micro-batch the token belongs to; a sequence is never split over two"""
+    sequences: int
+    """Sequences of the micro-batch."""
 
     def part(self, start: int, end: int) -> Tokens:
         """Return tokens start..end-1."""
-        return Tokens(self.weights[start:end], {name: values[start:end] for name, values in self.per_token.items()})
+        return Tokens(
+            self.weights[start:end],
+            {name: values[start:end] for name, values in self.per_token.items()},
+            self.sequence[start:end],
+            self.sequences,
+        )
 
 
 def scored_tokens(batch: Batch) -> Tokens:
@@ -29,6 +38,8 @@ def scored_tokens(batch: Batch) -> Tokens:
     return Tokens(
         batch.weights.flatten()[batch.scored],
         {name: values.flatten(0, 1)[batch.scored] for name, values in batch.per_token.items()},
+        batch.sequence_ids.flatten()[batch.scored],
+        len(batch.sample_ids),
     )
 
 
