@@ -128,8 +128,15 @@ def _chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
     return max(128, min(4096, room // (4 * vocabulary)))
 
 
-def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _Chunk:
-    spec, temperature = how.spec, how.temperature
+def logits_of(hidden: Tensor, head: Head, spec: HeadSpec, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:
+    """Return logits [n, V], in float32 or better, and the derivative of their soft cap, None without one.
+
+    Args:
+        hidden: [n, H]
+        head: The output layer.
+        spec: How logits follow from hidden states.
+        temperature: Divides the logits.
+    """
     logits = hidden @ head.weight.t()
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
@@ -142,6 +149,11 @@ def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _C
         logits.mul_(spec.softcap / temperature)
     elif spec.scale != temperature:
         logits.mul_(spec.scale / temperature)
+    return logits, slope
+
+
+def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _Chunk:
+    logits, slope = logits_of(hidden, head, how.spec, how.temperature)
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
     maximum, normaliser, mean_log = _sweep_chunk(logits, how)
     log_normaliser = normaliser.log()

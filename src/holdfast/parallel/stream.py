@@ -37,6 +37,15 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def live_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors by canonical name, gathered one at a time; every rank walks through all of them.
+
+    A tensor that is not sharded is the policy's own.
+    """
+    for name, tensor in held_tensors(policy).items():
+        yield name, full_tensor(tensor)
+
+
 def converted_tensors(
     held: Mapping[str, Tensor], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:

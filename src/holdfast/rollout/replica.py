@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint
-from holdfast.parallel.stream import full_tensor, held_tensors
+from holdfast.models.names import named_parameters
 
 
 class Replica:
@@ -20,33 +21,53 @@ class Replica:
         origin: What the policy was built from.
         device: Where it decodes.
         dtype: Its dtype; decoding in the policy's compute dtype keeps sampler and trainer close.
+        attention: Name of its attention; default: transformers' own that is exact for the model.
     """
 
-    def __init__(self, origin: Blueprint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, origin: Blueprint, device: torch.device, dtype: torch.dtype, attention: str | None = None
+    ) -> None:
         config = copy.deepcopy(origin.skeleton.config)
         for part in (config, config.get_text_config()):
             part.use_cache = True
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
-        self.model.set_attn_implementation(upstream_attention(self.model))
+        self.model.set_attn_implementation(attention or upstream_attention(self.model))
         self.model.generation_config = copy.deepcopy(origin.skeleton.generation_config)
-        self._device, self._dtype = device, dtype
+        if dtype is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
+            self.model.set_experts_implementation("eager")
+        self.model.eval()
+        self.family = origin.family
+        self.device, self._dtype = device, dtype
         self._buffers = origin.buffers
         self._filled = False
 
     @torch.no_grad()
-    def refresh(self, policy: nn.Module) -> None:
-        """Take over the policy's weights; all ranks call this together."""
+    def refresh(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over whole tensors by canonical name; all ranks call this together if they are gathered on the way.
+
+        A tensor that has the right dtype and device is taken as it is, not copied: one that lives in the policy is
+        shared with it, and follows it.
+        """
         if not self._filled:
-            self.model.to_empty(device=self._device)
+            self.model.to_empty(device=self.device)
             self.model.tie_weights()
-            self.model.eval()
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self._buffers[name])
-            for parameter in self.model.parameters():
-                parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(self._dtype)
             self._filled = True
-        state = self.model.state_dict()
-        for name, tensor in held_tensors(policy).items():
-            state[name].copy_(full_tensor(tensor))
+        parameters = named_parameters(self.model)
+        buffers = dict(self.model.named_buffers())
+        waiting = set(parameters)
+        for name, tensor in tensors:
+            if name in parameters:
+                parameters[name].requires_grad_(requires_grad=False)
+                parameters[name].data = tensor.detach().to(self.device, self._dtype)
+                waiting.discard(name)
+            else:
+                buffers[name].copy_(tensor)
+        assert not waiting, f"no weights came for {sorted(waiting)[:3]}"
+
+    def release(self) -> None:
+        """Give the weights' memory back until the next refresh."""
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)

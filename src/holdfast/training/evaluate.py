@@ -18,6 +18,7 @@ from holdfast.data.stream import SampleStream
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective, ratio
 from holdfast.parallel.collectives import ProcessExchange, reduce_sums
+from holdfast.parallel.stream import live_tensors
 from holdfast.rollout.generation import complete
 from holdfast.rollout.replica import Replica
 from holdfast.training.run import Evaluation
@@ -56,7 +57,7 @@ def evaluate(
             if options is not None:
                 if replica is None:
                     replica = Replica(run.origin, run.world.device, getattr(torch, run.plan.compute_dtype))
-                    replica.refresh(run.policy)
+                    replica.refresh(live_tensors(run.policy))
                 examples = held_out.read_prompts(options.samples)
                 more, answered = evaluate_completions(replica, run.origin.tokenizer, examples, options, run.exchange)
                 found |= more

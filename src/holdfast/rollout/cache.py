@@ -1,0 +1,240 @@
+"""Keys and values of the rows being decoded, and attention over them.
+
+A row holds one completion: its prompt's keys and values, computed once for all rows of the prompt, then one more for
+every token. Rows differ in length, so each step writes at a place of its own in every row and hides what lies behind.
+Lengths are known on the host; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own short name
+from torch import Tensor, nn
+from transformers import Cache
+
+from holdfast.models.attention import packed_attention
+
+CACHED = "holdfast_cached"
+"""Name under which transformers finds attention over this cache."""
+
+_ROOM = 64
+"""Tokens of room that are added at least when rows grow."""
+
+
+def register() -> None:
+    """Make attention over the cache known to transformers; doing it again changes nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(CACHED, cached_attention)
+
+
+class PromptCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Keeps what each layer computes for prompts that lie side by side in one row."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        """Layer -> keys and values, [1, key heads, T, head size]"""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep them, and give them back."""
+        self.held[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
+        """Return 0: nothing came before."""
+        return 0
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values of rows of different lengths.
+
+    Args:
+        prompts: What a forward pass over prompts kept.
+        spans: Where each row's prompt begins and ends there; rows of one prompt share its span.
+    """
+
+    def __init__(self, prompts: PromptCache, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__(layers=[])
+        self.lengths = [end - start for start, end in spans]
+        """Tokens in each row."""
+        self._room = max(self.lengths) + _ROOM
+        places = _places(spans, next(iter(prompts.held.values()))[0].device)
+        self._held = {
+            layer: (_rows_of(keys, places, self._room), _rows_of(values, places, self._room))
+            for layer, (keys, values) in prompts.held.items()
+        }
+        self._view: _View | None = None
+
+    def begin_step(self) -> None:
+        """Make room for one token more in every row."""
+        longest = max(self.lengths) + 1
+        if longest > self._room:
+            more = max(_ROOM, self._room // 2)
+            self._held = {layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self._held.items()}
+            self._room += more
+        device = next(iter(self._held.values()))[0].device
+        self._view = _View(tuple(self.lengths), device)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    @property
+    def view(self) -> _View:
+        """Return what the step sees."""
+        assert self._view is not None
+        return self._view
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the step's keys and values, [rows, key heads, 1, head size]; return all up to the longest row."""
+        view, (keys, values) = self.view, self._held[layer_idx]
+        for held, new in ((keys, key_states), (values, value_states)):
+            if view.place is not None:
+                held[:, :, view.place] = new[:, :, 0]
+            else:
+                held[view.rows, :, view.places] = new[:, :, 0]
+        return keys[:, :, : view.longest], values[:, :, : view.longest]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
+        """Return the longest row's length before the step."""
+        return max(self.lengths) - 1
+
+    def keep(self, rows: Tensor, lengths: Sequence[int]) -> None:
+        """Drop all rows but these.
+
+        Args:
+            rows: [kept] int64
+            lengths: Theirs.
+        """
+        self.lengths = list(lengths)
+        self._room = max(self.lengths) + _ROOM
+        self._held = {
+            layer: tuple(_fit(tensor.index_select(0, rows), self._room) for tensor in pair)  # type: ignore[misc]  # two
+            for layer, pair in self._held.items()
+        }
+
+    def add(self, other: RowCache) -> None:
+        """Append the rows of another cache."""
+        self._room = max(self._room, other._room)
+        self.lengths += other.lengths
+        for layer, pair in self._held.items():
+            more = other._held[layer]
+            self._held[layer] = (
+                torch.cat([_fit(pair[0], self._room), _fit(more[0], self._room)]),
+                torch.cat([_fit(pair[1], self._room), _fit(more[1], self._room)]),
+            )
+
+
+class _View:
+    """Which places of the cache one step writes and sees."""
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self.longest = max(lengths) + 1
+        self.place = lengths[0] if len(set(lengths)) == 1 else None
+        """The place all rows write at, if it is one."""
+        self.places = torch.tensor(lengths).to(device, non_blocking=True)
+        self.rows = torch.arange(len(lengths), device=device)
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Return [rows, 1, 1, longest], True where the new token sees a place; None if it sees all."""
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self._masks:
+            places = torch.arange(self.longest, device=self.places.device)[None]
+            seen = places <= self.places[:, None]
+            if window is not None:
+                seen &= places > self.places[:, None] - window
+            whole = window is None and self.place is not None
+            self._masks[window] = None if whole else seen[:, None, None]
+        return self._masks[window]
+
+
+def _rows_of(tensor: Tensor, places: Tensor, room: int) -> Tensor:
+    """[1, heads, T, size] -> [rows, heads, room, size], by the places [rows, longest] each row takes from T"""
+    rows = tensor.new_zeros(places.shape[0], tensor.shape[1], room, tensor.shape[3])
+    rows[:, :, : places.shape[1]] = tensor[0][:, places].transpose(0, 1)
+    return rows
+
+
+def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return [rows, longest] places; behind a row's end, its last place again, which no query sees there."""
+    bounds = torch.tensor(spans).to(device)
+    steps = torch.arange(max(end - start for start, end in spans), device=device)
+    return torch.minimum(bounds[:, :1] + steps, bounds[:, 1:] - 1)
+
+
+def _grown(tensor: Tensor, more: int) -> Tensor:
+    return F.pad(tensor, (0, 0, 0, more))
+
+
+def _fit(tensor: Tensor, room: int) -> Tensor:
+    """Bring a tensor to `room` places; what is cut off lies behind every row's end."""
+    return tensor[:, :, :room] if tensor.shape[2] >= room else _grown(tensor, room - tensor.shape[2])
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend from one new token per row to all of the row; or within documents, when prompts are computed.
+
+    Args:
+        module: The attention layer.
+        query: [rows, heads, 1, head size]
+        key: [rows, key heads, T, head size], from `RowCache.update`.
+        value: As key.
+        attention_mask: Not used.
+        scaling: Factor of the products; default 1 / sqrt(head size).
+        dropout: Not used.
+        options: `documents` (while prompts are computed) or `rows` (the cache), and the layer's own: `sliding_window`,
+            `softcap`, `s_aux` (sinks).
+
+    Returns:
+        [rows, 1, heads, head size], and None in place of attention weights.
+    """
+    if "documents" in options:
+        return packed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+    mask = options["rows"].view.mask(options.get("sliding_window"))
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    rows, heads, _, size = query.shape
+    # The queries that share a key head become the query positions of that head: no key is copied.
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
+    else:
+        out = _explicit(grouped, key, value, mask, scaling, softcap, sinks)
+    return out.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with the weights written out; see `models.attention` for soft caps and sinks."""
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, key.shape[1], -1, 1).expand(scores.shape[0], -1, -1, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return weights[..., : key.shape[2]] @ value

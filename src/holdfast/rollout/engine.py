@@ -1,0 +1,130 @@
+"""What an engine is: requests go in, sampled tokens come out, weights arrive with a version.
+
+Everything that samples stands behind this protocol, on weights in this process or elsewhere. An engine makes no
+collective calls while it samples, so ranks with unequal work never wait for each other inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.config.rollout import SamplingConfig
+from holdfast.types import Finish
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and a seed for each completion of it."""
+
+    request_id: int
+    prompt: NDArray[np.int64]
+    """[P], at least one token"""
+    seeds: tuple[int, ...]
+
+
+class Sampled(NamedTuple):
+    """One completion."""
+
+    request_id: int
+    place: int
+    """Which of the request's seeds."""
+    tokens: NDArray[np.int64]
+    """[C], the stop token included"""
+    logprobs: NDArray[np.float32]
+    """[C], under the distribution the token was drawn from"""
+    finish: Finish
+    weights_version: int
+
+
+Interrupted = Callable[[], bool]
+"""Asked between tokens: whether nobody wants the completions any more."""
+
+
+class RolloutEngine(Protocol):
+    """Samples completions."""
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over whole tensors by canonical name; what was computed with older ones is forgotten."""
+        ...
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests."""
+        ...
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions of what was submitted, by request and place.
+
+        When `interrupted` says so, completions that are not done come back as ABORT.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back until the next weights arrive."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+def generate(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    interrupted: Interrupted = lambda: False,
+) -> list[Sampled]:
+    """Submit and collect."""
+    engine.submit(requests, sampling)
+    return engine.collect(interrupted)
+
+
+class ScriptedEngine:
+    """An engine that says what it was told to: for tests of what comes after sampling.
+
+    Args:
+        script: (request, place) -> tokens and their log-probabilities.
+        stop_tokens: A completion that ends in one has stopped by itself.
+    """
+
+    def __init__(
+        self, script: Callable[[Request, int], tuple[Sequence[int], Sequence[float]]], stop_tokens: Sequence[int] = ()
+    ) -> None:
+        self._script = script
+        self._stops = set(stop_tokens)
+        self._waiting: list[Request] = []
+        self.version = -1
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Note the version; tensors are taken and dropped."""
+        for _ in tensors:
+            pass
+        self.version = version
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:  # noqa: ARG002 - the protocol's
+        """Accept requests."""
+        self._waiting.extend(requests)
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return what the script says."""
+        requests, self._waiting = self._waiting, []
+        return [self._one(request, place, interrupted) for request in requests for place in range(len(request.seeds))]
+
+    def _one(self, request: Request, place: int, interrupted: Interrupted) -> Sampled:
+        tokens, logprobs = ([], []) if interrupted() else self._script(request, place)
+        ended = len(tokens) > 0 and tokens[-1] in self._stops
+        finish = Finish.STOP if ended else Finish.LENGTH if len(tokens) > 0 else Finish.ABORT
+        return Sampled(
+            request.request_id, place, np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), finish, self.version
+        )
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,298 @@
+"""Decode over the training weights, in this process.
+
+Each distinct prompt is computed once and shared by its completions. Rows that have ended are dropped when half of them
+have, and waiting prompts take their place; what is decoded together follows from the requests and the tokens alone,
+never from the clock, so the same requests with the same weights give the same bits again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.config.rollout import SamplingConfig
+from holdfast.models.attention import Documents
+from holdfast.models.build import Blueprint
+from holdfast.models.family import backbone_of, output_layer_of
+from holdfast.models.scores import Head, logits_of
+from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.replica import Replica
+from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
+from holdfast.rollout.stopping import Stops
+from holdfast.types import Finish
+
+_LOOK_EVERY_ON_DEVICE = 16
+"""Tokens between two looks at what has ended, where looking waits for the device."""
+
+
+@dataclass
+class _Row:
+    """One completion while it grows."""
+
+    request: Request
+    place: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class InProcessEngine:
+    """Samples on weights that live in this process.
+
+    Args:
+        origin: What the policy was built from.
+        device: Where to decode.
+        dtype: The policy's compute dtype.
+        stops: What ends a completion.
+        rows: Most completions decoded together.
+    """
+
+    def __init__(
+        self, origin: Blueprint, device: torch.device, dtype: torch.dtype, stops: Stops, *, rows: int = 512
+    ) -> None:
+        register()
+        self._replica = Replica(origin, device, dtype, CACHED)
+        self._spec = origin.family.head_spec(float32_product=False, chunk_tokens=None)
+        self._stops = stops
+        self._rows = rows
+        self._waiting: deque[Request] = deque()
+        self._sampling = SamplingConfig()
+        self._version = -1
+        self._look_every = 1 if device.type == "cpu" else _LOOK_EVERY_ON_DEVICE
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over whole tensors; no keys or values outlive a `collect`, so none are of older weights."""
+        self._replica.refresh(tensors)
+        self._version = version
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests; all that wait together are sampled alike."""
+        self._waiting.extend(requests)
+        self._sampling = sampling
+
+    @torch.no_grad()
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions of what was submitted, by request and place."""
+        done: list[Sampled] = []
+        decoding: _Decoding | None = None
+        stops = self._stops.with_texts(self._sampling.stop)
+        while self._waiting or decoding is not None:
+            if decoding is None or 2 * len(decoding.rows) <= self._rows:
+                decoding = self._admit(decoding)
+            for _ in range(self._look_every):
+                decoding.step()
+                if decoding.longest >= self._sampling.max_new_tokens:
+                    break
+            ended = decoding.take(stops, abort=interrupted())
+            done += [self._sampled(row, finish) for row, finish in ended]
+            if interrupted():
+                done += [self._aborted(request, place) for request in self._waiting for place in range(len(request.seeds))]
+                self._waiting.clear()
+            decoding = decoding.remaining()
+        return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
+
+    def sleep(self) -> None:
+        """Give the weights' memory back."""
+        self._replica.release()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._replica.release()
+
+    def _admit(self, decoding: _Decoding | None) -> _Decoding:
+        """Add waiting requests while there is room; one that alone is too large is decoded all the same."""
+        room = self._rows - (0 if decoding is None else len(decoding.rows))
+        chosen: list[Request] = []
+        while self._waiting and (len(self._waiting[0].seeds) <= room or (decoding is None and not chosen)):
+            chosen.append(self._waiting.popleft())
+            room -= len(chosen[-1].seeds)
+        if not chosen:
+            assert decoding is not None
+            return decoding
+        new = _Decoding(self._replica.model, self._head(), self._spec, self._sampling, chosen, self._replica.device)
+        return new if decoding is None else decoding.joined(new)
+
+    def _head(self) -> Head:
+        layer: Any = output_layer_of(self._replica.model)
+        return Head(layer.weight, getattr(layer, "bias", None))
+
+    def _sampled(self, row: _Row, finish: Finish) -> Sampled:
+        return Sampled(
+            row.request.request_id,
+            row.place,
+            np.asarray(row.tokens, np.int64),
+            np.asarray(row.logprobs, np.float32),
+            finish,
+            self._version,
+        )
+
+    def _aborted(self, request: Request, place: int) -> Sampled:
+        return self._sampled(_Row(request, place), Finish.ABORT)
+
+
+class _Decoding:
+    """Rows that are decoded together."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: Head,
+        spec: Any,
+        sampling: SamplingConfig,
+        requests: Sequence[Request],
+        device: torch.device,
+    ) -> None:
+        self._model, self._head, self._spec, self._sampling = model, head, spec, sampling
+        self._device = device
+        self.rows = [_Row(request, place) for request in requests for place in range(len(request.seeds))]
+        self._seeds = torch.tensor([seed for request in requests for seed in request.seeds]).to(device)
+        self._drawn = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
+        """[rows], tokens each row has drawn"""
+        self._last: Tensor | None = None
+        """[rows], tokens drawn whose successors are not predicted yet; None right after prompts were computed"""
+        self._last_position = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31) - 1
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        """Tokens and log-probabilities of the steps since the last look."""
+        self._done: set[int] = set()
+        self._seen = self._prompt_tokens(requests)
+        of_row = [number for number, request in enumerate(requests) for _ in request.seeds]
+        lengths = [len(request.prompt) for request in requests]
+        ends = np.cumsum(lengths)
+        self._cache, hidden = self._compute_prompts(requests, lengths, of_row)
+        self._hidden = hidden[torch.from_numpy(ends - 1).to(device)[torch.tensor(of_row, device=device)]]
+        """[rows, H], what predicts each row's next token"""
+
+    @property
+    def longest(self) -> int:
+        """Tokens drawn by the row that has drawn most."""
+        return max(len(row.tokens) for row in self.rows) + len(self._pending)
+
+    def _compute_prompts(
+        self, requests: Sequence[Request], lengths: list[int], of_row: list[int]
+    ) -> tuple[RowCache, Tensor]:
+        """Run all prompts side by side; return the rows' cache and the prompts' hidden states [T, H]."""
+        tokens = torch.from_numpy(np.concatenate([request.prompt for request in requests])).to(self._device)[None]
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self._device)[None]
+        cache = PromptCache()
+        output = backbone_of(self._model)(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            documents=Documents.of(tuple(lengths), self._device),
+        )
+        ends = np.cumsum(lengths).tolist()
+        spans = [(ends[number] - lengths[number], ends[number]) for number in of_row]
+        return RowCache(cache, spans), output.last_hidden_state[0]
+
+    def _prompt_tokens(self, requests: Sequence[Request]) -> Tensor | None:
+        """Return [rows, V], which tokens stand in each row; None where no option asks for it."""
+        if self._sampling.repetition_penalty == 1.0:
+            return None
+        seen = torch.zeros(len(self.rows), self._head.weight.shape[0], dtype=torch.bool, device=self._device)
+        for number, row in enumerate(self.rows):
+            seen[number, torch.from_numpy(row.request.prompt).to(self._device)] = True
+        return seen
+
+    def step(self) -> None:
+        """Draw one token in every row."""
+        self._catch_up()
+        tokens, logprobs = self._draw()
+        self._pending.append((tokens, logprobs))
+        self._last = tokens
+        self._drawn += 1
+
+    def _catch_up(self) -> None:
+        """Compute what predicts the next tokens, if the last ones were drawn and not yet read."""
+        if self._last is None:
+            return
+        self._cache.begin_step()
+        output = backbone_of(self._model)(
+            input_ids=self._last[:, None],
+            # Rows that have ended go on until they are dropped; theirs is the only position that may lie beyond.
+            position_ids=self._cache.view.places[:, None].clamp(max=self._last_position),
+            past_key_values=self._cache,
+            use_cache=True,
+            rows=self._cache,
+        )
+        self._hidden, self._last = output.last_hidden_state[:, 0], None
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        sampling = self._sampling
+        logits, _ = logits_of(self._hidden, self._head, self._spec)
+        if self._seen is not None:
+            logits = penalise(logits, self._seen, sampling.repetition_penalty)
+        if sampling.temperature == 0.0:
+            tokens, logprobs = most_probable(logits)
+        else:
+            logits = restrict(logits.div_(sampling.temperature), sampling)
+            tokens, logprobs = draw(logits, uniform(self._seeds, self._drawn))
+        if self._seen is not None:
+            self._seen[torch.arange(len(self.rows), device=self._device), tokens] = True
+        return tokens, logprobs
+
+    def take(self, stops: Stops, *, abort: bool) -> list[tuple[_Row, Finish]]:
+        """Bring the drawn tokens to the host, and return the rows that have ended."""
+        tokens = torch.stack([tokens for tokens, _ in self._pending], 1).tolist()
+        logprobs = torch.stack([logprobs for _, logprobs in self._pending], 1).tolist()
+        self._pending.clear()
+        ended = []
+        for number, row in enumerate(self.rows):
+            if number in self._done:
+                continue
+            before = len(row.tokens)
+            row.tokens += tokens[number]
+            row.logprobs += logprobs[number]
+            end = stops.end(row.tokens, before)
+            limit = self._sampling.max_new_tokens
+            if end is not None and end <= limit:
+                finish = Finish.STOP
+            elif len(row.tokens) >= limit:
+                end, finish = limit, Finish.LENGTH
+            elif abort:
+                end, finish = len(row.tokens), Finish.ABORT
+            else:
+                continue
+            del row.tokens[end:], row.logprobs[end:]
+            self._done.add(number)
+            ended.append((row, finish))
+        return ended
+
+    def remaining(self) -> _Decoding | None:
+        """Drop ended rows when they are half of all; None if nothing is left."""
+        left = [number for number in range(len(self.rows)) if number not in self._done]
+        if not left:
+            return None
+        if 2 * len(left) <= len(self.rows):
+            self._keep(left)
+        return self
+
+    def joined(self, other: _Decoding) -> _Decoding:
+        """Return both as one: rows of different ages need not know of each other."""
+        left = [number for number in range(len(self.rows)) if number not in self._done]
+        if self._done:
+            self._keep(left)
+        self._catch_up()
+        self._cache.add(other._cache)
+        self.rows += other.rows
+        self._seeds, self._drawn = torch.cat([self._seeds, other._seeds]), torch.cat([self._drawn, other._drawn])
+        self._hidden = torch.cat([self._hidden, other._hidden])
+        if self._seen is not None and other._seen is not None:
+            self._seen = torch.cat([self._seen, other._seen])
+        return self
+
+    def _keep(self, left: list[int]) -> None:
+        rows = torch.tensor(left, device=self._device)
+        self._cache.keep(rows, [self._cache.lengths[number] for number in left])
+        self.rows = [self.rows[number] for number in left]
+        self._seeds, self._drawn = self._seeds[rows], self._drawn[rows]
+        self._hidden = self._hidden[rows]
+        self._last = None if self._last is None else self._last[rows]
+        self._seen = None if self._seen is None else self._seen[rows]
+        self._done = set()

@@ -1,0 +1,125 @@
+"""Draw tokens from logits: one uniform number per (request seed, position), through the inverse of the distribution.
+
+The number depends on nothing else: not on the batch a request is decoded in, not on the rank, not on the clock. With
+equal logits the same request gives the same tokens anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.config.rollout import SamplingConfig
+
+_BLOCK = 512
+"""Tokens summed together: first a block is found, then a token in it. Two short sums in float64 instead of one long."""
+
+_GOLDEN = -7046029254386353131
+_MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
+"""The constants of SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"), as signed
+64-bit integers."""
+
+
+def mixed(value: int, *more: int) -> int:
+    """Fold integers into one 63-bit seed; another order or another number of them gives another seed."""
+    state = torch.zeros(1, dtype=torch.int64)
+    for part in (value, *more, 1 + len(more)):
+        state = _mix(state + torch.tensor([part]) * _MULTIPLIERS[0] + _GOLDEN)
+    return int(state) & (2**63 - 1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return [n] float64 numbers in [0, 1), a function of seed and position alone.
+
+    Args:
+        seeds: [n] int64
+        positions: [n] int64, which token of the completion.
+    """
+    bits = _mix(seeds + (positions + 1) * _GOLDEN)
+    return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def _mix(bits: Tensor) -> Tensor:
+    # >> copies the sign bit of an int64, so what it shifts in is masked away.
+    bits = (bits ^ ((bits >> 30) & (2**34 - 1))) * _MULTIPLIERS[0]
+    bits = (bits ^ ((bits >> 27) & (2**37 - 1))) * _MULTIPLIERS[1]
+    return bits ^ ((bits >> 31) & (2**33 - 1))
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row, and return tokens [n] and their log-probabilities [n].
+
+    Args:
+        logits: [n, V] float32 or float64, already divided by the temperature; overwritten.
+        uniforms: [n] float64 in [0, 1).
+    """
+    rows, vocabulary = logits.shape
+    maximum = logits.amax(-1, keepdim=True)
+    weights = logits.sub_(maximum).exp_()
+    whole = vocabulary // _BLOCK * _BLOCK
+    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1) if whole else weights[:, :0]
+    if whole < vocabulary:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    ends = sums.double().cumsum(-1)
+    # Rounding up to the very end would point behind the last token that has any probability.
+    wanted = torch.minimum(uniforms[:, None] * ends[:, -1:], torch.nextafter(ends[:, -1:], ends[:, -1:] * 0))
+    block = torch.searchsorted(ends, wanted, right=True).clamp_(max=ends.shape[1] - 1)
+    left = wanted - (ends.gather(1, block) - sums.double().gather(1, block))
+    places = block * _BLOCK + torch.arange(min(_BLOCK, vocabulary), device=logits.device)
+    inside = weights.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0)
+    steps = inside.double().cumsum(-1)
+    place = torch.searchsorted(steps, left, right=True)
+    # The two sums round differently: the number may lie past the last token of its block that has any probability.
+    last = (inside > 0).long().mul(torch.arange(1, inside.shape[1] + 1, device=logits.device)).amax(-1, keepdim=True) - 1
+    tokens = (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
+    chosen = weights.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, (chosen.double().log() - ends[:, -1].log()).to(logits.dtype)
+
+
+def most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the most probable tokens [n] and their log-probabilities [n]; logits are [n, V]."""
+    tokens = logits.argmax(-1)
+    return tokens, logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
+
+
+def restrict(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return logits with the tokens that top_k, top_p and min_p leave out at minus infinity.
+
+    Args:
+        logits: [n, V], already divided by the temperature.
+        sampling: The options, applied in the order top_k, top_p, min_p, as transformers does.
+    """
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, order = logits.sort(-1, descending=True)
+        probabilities = ordered.softmax(-1, dtype=torch.float64)
+        before = probabilities.cumsum(-1) - probabilities
+        out = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(out, float("-inf"))
+    if sampling.min_p > 0.0:
+        probabilities = logits.softmax(-1)
+        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, float("-inf"))
+    return logits
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make tokens less probable that stand in the prompt or the completion so far.
+
+    Args:
+        logits: [n, V], before the temperature.
+        seen: [n, V] bool.
+        penalty: Above 1 discourages repetition. Keskar et al., "CTRL" (arXiv:1909.05858), section 4.1, in the form that
+            also lowers negative logits.
+    """
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered, logits)
+
+
+def first_stop(tokens: Sequence[int], stops: frozenset[int]) -> int | None:
+    """Return the place of the first stop token, or None."""
+    return next((place for place, token in enumerate(tokens) if token in stops), None)

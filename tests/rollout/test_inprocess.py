@@ -1,0 +1,208 @@
+"""Tokens sampled in this process: their log-probabilities are the model's own, and their draws depend on seeds alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.config.model import ModelConfig
+from holdfast.config.rollout import SamplingConfig
+from holdfast.data.characters import character_tokenizer
+from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.names import named_parameters
+from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.sampling import mixed, uniform
+from holdfast.rollout.stopping import Stops
+from holdfast.types import Finish
+from tests.models.architectures import SETTINGS, strong_model
+
+EOS = 1
+
+
+def origin_of(model: Any) -> Blueprint:
+    section = ModelConfig(path="given", tokenizer="builtin:characters")
+    return blueprint(section, Path(), seed=0, live=model, tokenizer=character_tokenizer())
+
+
+def engine_of(model: Any, *, rows: int = 512, dtype: torch.dtype = torch.float64) -> InProcessEngine:
+    engine = InProcessEngine(origin_of(model), torch.device("cpu"), dtype, Stops(frozenset({EOS})), rows=rows)
+    engine.update_weights(named_parameters(model).items(), 7)
+    return engine
+
+
+def requests(count: int = 3, group: int = 4, *, shortest: int = 3) -> list[Request]:
+    generator = np.random.default_rng(5)
+    return [
+        Request(
+            number,
+            generator.integers(2, 90, shortest + 3 * number),
+            tuple(mixed(11, number, place) for place in range(group)),
+        )
+        for number in range(count)
+    ]
+
+
+def own_logprobs(model: Any, prompt: np.ndarray[Any, Any], sampled: Sampled, temperature: float) -> np.ndarray[Any, Any]:
+    """Score a completion by transformers' own forward of the whole sequence."""
+    tokens = torch.tensor(np.concatenate([prompt, sampled.tokens]))[None]
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].double() / temperature
+    scored = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+    return scored[len(prompt) - 1 :].numpy()
+
+
+def reference(kind: str) -> Any:
+    model = strong_model(kind).double()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("kind", sorted(SETTINGS))
+def test_log_probabilities_are_those_of_a_forward_pass_over_the_whole(kind: str) -> None:
+    model = reference(kind)
+    asked = requests()
+
+    found = generate(engine_of(model), asked, SamplingConfig(max_new_tokens=12, temperature=1.3))
+
+    assert len(found) == 12
+    for sampled in found:
+        expected = own_logprobs(model, asked[sampled.request_id].prompt, sampled, 1.3)
+        np.testing.assert_allclose(sampled.logprobs, expected, rtol=1e-5, atol=1e-5)
+        assert sampled.weights_version == 7
+
+
+def test_a_token_is_where_its_uniform_number_falls_in_the_models_distribution() -> None:
+    model, asked = reference("qwen2"), requests()
+
+    found = generate(engine_of(model), asked, SamplingConfig(max_new_tokens=10))
+
+    for sampled in found:
+        request = asked[sampled.request_id]
+        tokens = torch.tensor(np.concatenate([request.prompt, sampled.tokens]))[None]
+        with torch.no_grad():
+            ends = model(input_ids=tokens).logits[0, len(request.prompt) - 1 : -1].softmax(-1).cumsum(-1)
+        seed = torch.tensor([request.seeds[sampled.place]] * len(sampled.tokens))
+        numbers = uniform(seed, torch.arange(len(sampled.tokens)))
+        assert sampled.tokens.tolist() == [
+            int(torch.searchsorted(row, number, right=True)) for row, number in zip(ends, numbers, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_a_request_gives_the_same_tokens_in_any_batch(rows: int) -> None:
+    model, asked = reference("qwen3"), requests(5)
+    sampling = SamplingConfig(max_new_tokens=24)
+
+    together = generate(engine_of(model), asked, sampling)
+    apart = generate(engine_of(model, rows=rows), asked[::-1], sampling)
+
+    assert {len(sampled.tokens) for sampled in together} != {24}, "some must end early, or no row is ever replaced"
+    for one, other in zip(together, apart, strict=True):
+        assert (one.request_id, one.place, one.finish) == (other.request_id, other.place, other.finish)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5)
+
+
+def test_the_same_rollout_is_bit_identical_when_repeated() -> None:
+    model, asked = reference("qwen3").float(), requests(5)
+    engine = engine_of(model, rows=7, dtype=torch.float32)
+
+    first, second = (generate(engine, asked, SamplingConfig(max_new_tokens=24)) for _ in range(2))
+
+    for one, other in zip(first, second, strict=True):
+        assert one.tokens.tobytes() == other.tokens.tobytes()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_greedy_equals_transformers_generate() -> None:
+    model, asked = reference("llama"), requests()
+
+    found = generate(engine_of(model), asked, SamplingConfig(max_new_tokens=16, temperature=0))
+
+    for sampled in found:
+        prompt = torch.tensor(asked[sampled.request_id].prompt)[None]
+        expected = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=16, eos_token_id=EOS)
+        assert sampled.tokens.tolist() == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_the_stop_token_belongs_to_the_completion_and_ends_it() -> None:
+    found = generate(engine_of(reference("qwen3")), requests(5), SamplingConfig(max_new_tokens=24))
+
+    finishes = {sampled.finish for sampled in found}
+    assert finishes == {Finish.STOP, Finish.LENGTH}
+    for sampled in found:
+        ended = sampled.finish is Finish.STOP
+        assert (EOS in sampled.tokens.tolist()) is ended
+        assert ended or len(sampled.tokens) == 24
+        assert not ended or sampled.tokens.tolist().index(EOS) == len(sampled.tokens) - 1
+
+
+def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it() -> None:
+    model, asked = reference("qwen3"), requests(5)
+    tokenizer = character_tokenizer()
+    stops = Stops(frozenset({EOS}), lambda tokens: tokenizer.decode(list(tokens)))
+    free = generate(engine_of(model), asked, SamplingConfig(max_new_tokens=24))
+    texts = [tokenizer.decode(sampled.tokens.tolist()) for sampled in free]
+    stop = next(text[3:5] for text in texts if len(text) > 6)
+    engine = InProcessEngine(origin_of(model), torch.device("cpu"), torch.float64, stops)
+    engine.update_weights(named_parameters(model).items(), 0)
+
+    found = generate(engine, asked, SamplingConfig(max_new_tokens=24, stop=[stop]))
+
+    for sampled, whole in zip(found, free, strict=True):
+        count = next(
+            (
+                length
+                for length in range(1, len(whole.tokens) + 1)
+                if stop in tokenizer.decode(whole.tokens[:length].tolist())
+            ),
+            len(whole.tokens),
+        )
+        assert sampled.tokens.tolist() == whole.tokens[:count].tolist()
+
+
+def test_new_weights_leave_nothing_of_the_old_ones() -> None:
+    old, new = reference("qwen3"), reference("qwen3")
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    asked, sampling = requests(), SamplingConfig(max_new_tokens=8)
+    engine = engine_of(old)
+    generate(engine, asked, sampling)
+    engine.sleep()
+
+    engine.update_weights(named_parameters(new).items(), 8)
+    found = generate(engine, asked, sampling)
+
+    for sampled in found:
+        expected = own_logprobs(new, asked[sampled.request_id].prompt, sampled, 1.0)
+        np.testing.assert_allclose(sampled.logprobs, expected, rtol=1e-5, atol=1e-5)
+        assert sampled.weights_version == 8
+
+
+def test_weights_of_the_right_dtype_are_shared_and_not_copied() -> None:
+    model = reference("qwen3")
+    engine = engine_of(model)
+
+    held = {parameter.data_ptr() for parameter in engine._replica.model.parameters()}
+
+    assert held == {parameter.data_ptr() for parameter in model.parameters()}
+
+
+def test_an_interrupted_rollout_returns_at_once_and_says_so() -> None:
+    asked = requests(5)
+    calls = iter([False, False, True, *[True] * 50])
+    engine = engine_of(reference("qwen3"), rows=8)
+
+    engine.submit(asked, SamplingConfig(max_new_tokens=24))
+    found = engine.collect(lambda: next(calls))
+
+    assert len(found) == 20
+    assert {sampled.finish for sampled in found} <= {Finish.STOP, Finish.ABORT}
+    assert max(len(sampled.tokens) for sampled in found) <= 3
