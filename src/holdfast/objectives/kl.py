@@ -1,0 +1,91 @@
+"""How far the policy is from its reference, as a loss, as part of the advantage, and as a metric.
+
+Throughout d = log reference - log policy, so that estimates are of KL(policy || reference) in nats per token, from
+tokens that the policy sampled. Schulman (2020), "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from holdfast.config.policy import KLConfig, KLEstimator
+from holdfast.objectives.base import Tokens
+from holdfast.objectives.ratios import LIMIT, bounded_exp, sum_to_go
+
+LARGEST = 10.0
+"""Bound of k3 in a loss, in nats: one token of probability 0 must not outweigh a batch."""
+
+
+def kl_estimate(estimator: KLEstimator, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Return [N] estimates of the KL divergence, differentiable in `logprobs`; d is held within +-20.
+
+    Gradients, on tokens of the policy itself: k2 and straight_through have that of the KL divergence; k3 lacks the
+    score term; that of k1 is 0 on average (arXiv:2512.21852).
+    """
+    d = (reference - logprobs).clamp(-LIMIT, LIMIT)
+    match estimator:
+        case "k1":
+            return -d
+        case "k2":
+            return d.square() / 2
+        case "k3":
+            return (d.exp() - d - 1).clamp(max=LARGEST)
+        case "abs":
+            return d.abs()
+        case "straight_through":
+            gradient = d.square() / 2
+            return gradient - gradient.detach() + kl_estimate("k3", logprobs, reference).detach()
+
+
+def kl_terms(config: KLConfig, logprobs: Tensor, reference: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return [N] terms of the loss, without the coefficient.
+
+    `importance_weighted` multiplies by r = policy / proximal policy (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+    Estimators whose gradient lacks the score term (k1, k3, abs) get it from the gradient of r; k2 and straight_through
+    have it, so their r is a constant.
+    """
+    estimate = kl_estimate(config.estimator, logprobs, reference)
+    if not config.importance_weighted:
+        return estimate
+    if config.estimator in {"k2", "straight_through"}:
+        return bounded_exp(log_ratio.detach()) * estimate
+    return bounded_exp(log_ratio) * estimate
+
+
+def shaped_advantages(
+    config: KLConfig, coefficient: float, advantages: Tensor, proximal: Tensor, reference: Tensor, tokens: Tokens
+) -> Tensor:
+    """Return [N] advantages less coefficient x KL, detached: the KL divergence as a negative reward.
+
+    The KL is that of the proximal policy, the trainer's view of who sampled, so it is the same in every update of a
+    rollout. It enters after the task reward was compared within its group, as in REINFORCE++ (arXiv:2501.03262), and
+    moves no baseline. `reward` charges a token with its own KL: on the first update k1 is then k2 in the loss.
+    `reward_to_go` charges it with that of all it leads to, which is the policy gradient of the sequence's KL.
+    """
+    penalty = kl_estimate(config.estimator, proximal.detach(), reference.detach())
+    if config.where == "reward_to_go":
+        penalty = sum_to_go(penalty, tokens)
+    return (advantages - coefficient * penalty).detach()
+
+
+def kl_total(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Return the sum over tokens of k3, [] float64: unbounded, so that a metric hides nothing, and never negative."""
+    d = (reference - logprobs).detach().to(torch.float64)
+    return (d.exp() - d - 1).sum()
+
+
+def next_kl_coefficient(config: KLConfig, coefficient: float, measured: float, completions: int) -> float:
+    """Return the coefficient after a step that measured a KL per token.
+
+    Ziegler et al. (arXiv:1909.08593), section 2.2, with the horizon of their code: multiplied by
+    1 + clip((measured - target) / target, +-0.2) completions / horizon. They measure per sequence, here it is per
+    token, which does not depend on length. Without a target, or with a measurement that is not a number, nothing
+    changes.
+    """
+    if config.target is None or math.isnan(measured):
+        return coefficient
+    error = min(max(measured / config.target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * completions / config.horizon)
