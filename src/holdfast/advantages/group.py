@@ -1,0 +1,185 @@
+"""Advantages of completions, each compared with others of its prompt or its batch.
+
+Throughout rewards are [P, G] float64, NaN where a completion was not scored: such a completion is in no baseline and
+has advantage 0. Rewards that are identical give exactly 0, not the rounding error of their mean. Standard deviations
+are those of a sample (divided by n - 1), as torch.std has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.advantages.combine import Rewards, comparable, finite
+from holdfast.config.policy import (
+    AdvantageConfig,
+    BatchStdAdvantageConfig,
+    DrGRPOAdvantageConfig,
+    GRPOAdvantageConfig,
+    PassAtKAdvantageConfig,
+    ReinforcePPAdvantageConfig,
+    ReinforcePPBaselineAdvantageConfig,
+    ReMaxAdvantageConfig,
+    RLOOAdvantageConfig,
+    ScaledAdvantageConfig,
+)
+
+Mask = NDArray[np.bool_]
+
+
+def advantages(
+    config: AdvantageConfig,
+    rewards: Rewards,
+    parts: Mapping[str, Rewards] | None = None,
+    greedy: NDArray[np.float64] | None = None,
+) -> Rewards:
+    """Return the advantage of every completion, [P, G].
+
+    Give the whole rollout batch, over all ranks: some baselines and standard deviations are the batch's.
+
+    - grpo: (r - mean of the group) / (std of the group + epsilon). Shao et al. (arXiv:2402.03300), section 4.1.2.
+    - dr_grpo: r - mean of the group. Liu et al. (arXiv:2503.20783), section 3.2.
+    - rloo: r - mean of the others of the group. Ahmadian et al. (arXiv:2402.14740).
+    - reinforce_pp: (r - mean of the batch) / (std of the batch + epsilon). Hu et al. (arXiv:2501.03262). They normalise
+      over tokens, so long completions count more; here every completion counts once.
+    - reinforce_pp_baseline: c = r - mean of the group, over the batch's std of c. Likewise.
+    - batch_std: r - mean of the group, over the batch's std of r. Liu et al. (arXiv:2508.08221).
+    - remax: r - reward of the greedy completion. Li et al. (arXiv:2310.10505), algorithm 1.
+    - pass_at_k: see `pass_at_k`.
+
+    Args:
+        config: Which of them.
+        rewards: [P, G], the sum that `total_rewards` makes.
+        parts: The rewards by name, needed for combine: normalise_then_sum.
+        greedy: [P], the reward of the greedy completion of each prompt, needed for remax; NaN where it was not scored.
+
+    Raises:
+        ValueError: What the configuration needs was not given.
+    """
+    if isinstance(config, ScaledAdvantageConfig) and config.combine == "normalise_then_sum":
+        if parts is None:
+            raise ValueError("combine: normalise_then_sum needs the rewards by name")
+        return _summed_after(config, parts)
+    scored = np.isfinite(rewards) & ~without_baseline(config, rewards, greedy)[:, None]
+    return np.where(scored, _compared(config, np.where(scored, rewards, np.nan), greedy), 0.0)
+
+
+def flat_groups(rewards: Rewards, tolerance: float) -> Mask:
+    """Return [P]: whether a group's scored rewards all lie within `tolerance`, or fewer than two are scored."""
+    scored = np.isfinite(rewards)
+    highest = np.where(scored, rewards, -np.inf).max(axis=1)
+    lowest = np.where(scored, rewards, np.inf).min(axis=1)
+    few = scored.sum(axis=1) < 2
+    flat: Mask = few | (np.where(few, 0.0, highest) - np.where(few, 0.0, lowest) <= tolerance)
+    return flat
+
+
+def without_baseline(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.float64] | None = None) -> Mask:
+    """Return [P]: groups too few of whose completions were scored to compare them; all their advantages are 0."""
+    few: Mask = np.isfinite(rewards).sum(axis=1) < config.smallest_group
+    if not config.needs_greedy:
+        return few
+    if greedy is None:
+        raise ValueError("advantage: remax needs the rewards of greedy completions")
+    without: Mask = few | ~np.isfinite(greedy)
+    return without
+
+
+def pass_at_k(rewards: Rewards, k: int, threshold: float) -> Rewards:
+    """Return the advantage of a completion's groups of k, each rewarded 1 if any member is right.
+
+    Chen et al., "Pass@k Training" (arXiv:2508.10751), section 2.4, in closed form over all groups of k out of n scored
+    completions, m of them wrong: with mean R = 1 - C(m, k) / C(n, k) and standard deviation s = sqrt(R (1 - R)),
+
+        right: (1 - R) / s        wrong: (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s
+
+    Where every group of k has the same reward, s is 0 and so are the advantages.
+
+    Args:
+        rewards: [P, G], NaN where not scored; at least k are, in a row that has an advantage.
+        k: Size of the groups.
+        threshold: A completion is right if its reward lies above.
+    """
+    result = np.zeros_like(rewards)
+    for row, values in zip(result, rewards, strict=True):
+        scored = int(np.isfinite(values).sum())
+        wrong = int((values <= threshold).sum())
+        if not k <= wrong < scored:
+            continue  # all groups of k hold a right one, or none does
+        mean = 1 - math.comb(wrong, k) / math.comb(scored, k)
+        spread = math.sqrt(mean * (1 - mean))
+        row[values > threshold] = (1 - mean) / spread
+        row[values <= threshold] = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(scored - 1, k - 1)) / spread
+    return result
+
+
+def _compared(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.float64] | None) -> Rewards:
+    """Return advantages where rewards are scored; anything elsewhere."""
+    match config:
+        case GRPOAdvantageConfig():
+            return _scaled(_centred(rewards, config.tolerance), _deviations(rewards) + config.epsilon)
+        case DrGRPOAdvantageConfig():
+            return _centred(rewards, config.tolerance)
+        case RLOOAdvantageConfig():
+            others = np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True) - 1, 1)
+            return _scaled(_centred(rewards, config.tolerance), others / (others + 1))
+        case ReinforcePPAdvantageConfig():
+            batch = rewards.reshape(1, -1)
+            whole = _scaled(_centred(batch, config.tolerance), _deviations(batch) + config.epsilon)
+            return np.reshape(whole, rewards.shape)
+        case ReinforcePPBaselineAdvantageConfig():
+            centred = _centred(rewards, config.tolerance)
+            spread = _deviations(np.where(np.isfinite(rewards), centred, np.nan).reshape(1, -1))
+            return _scaled(centred, spread + config.epsilon)
+        case BatchStdAdvantageConfig():
+            return _scaled(_centred(rewards, config.tolerance), _deviations(rewards.reshape(1, -1)) + config.epsilon)
+        case ReMaxAdvantageConfig():
+            assert greedy is not None
+            difference = rewards - greedy[:, None]
+            return np.where(np.abs(difference) <= config.tolerance, 0.0, difference)
+        case PassAtKAdvantageConfig():
+            return pass_at_k(rewards, config.k, config.threshold)
+
+
+def _centred(rewards: Rewards, tolerance: float) -> Rewards:
+    """Return rewards less the mean of their row; exactly 0 in a flat row and where not scored."""
+    scored = np.isfinite(rewards)
+    mean = _sum(rewards) / np.maximum(scored.sum(axis=1, keepdims=True), 1)
+    return np.where(scored & ~flat_groups(rewards, tolerance)[:, None], rewards - mean, 0.0)
+
+
+def _deviations(rewards: Rewards) -> Rewards:
+    """Return the standard deviation of each row's scored rewards, [P, 1]; 0 of fewer than two."""
+    count = np.isfinite(rewards).sum(axis=1, keepdims=True)
+    mean = _sum(rewards) / np.maximum(count, 1)
+    spread: Rewards = np.sqrt(_sum((rewards - mean) ** 2) / np.maximum(count - 1, 1))
+    return spread
+
+
+def _sum(rewards: Rewards) -> Rewards:
+    total: Rewards = np.nansum(rewards, axis=1, keepdims=True)
+    return total
+
+
+def _scaled(values: Rewards, spread: Rewards) -> Rewards:
+    """Return values / spread, 0 where both are 0."""
+    scaled: Rewards = values / np.where(spread > 0, spread, 1.0)
+    return scaled
+
+
+def _summed_after(config: ScaledAdvantageConfig, parts: Mapping[str, Rewards]) -> Rewards:
+    """Return the weighted sum of each reward's own advantages over the batch's standard deviation of that sum.
+
+    GDPO (arXiv:2601.05242): the mean over the batch, which the paper takes off too, is 0 for centred groups.
+    """
+    scored = comparable(parts)
+    scored &= ~without_baseline(config, np.where(scored, 0.0, np.nan))[:, None]
+    alone = config.model_copy(update={"combine": "sum_then_normalise"})
+    total = np.zeros(scored.shape)
+    for name, part in finite(parts).items():
+        total += config.weights.get(name, 1.0) * advantages(alone, np.where(scored, part, np.nan))
+    spread = _deviations(np.where(scored, total, np.nan).reshape(1, -1)) + config.epsilon
+    return np.where(scored, _scaled(total, spread), 0.0)
