@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.advantages.combine import Rewards, comparable, finite
 from holdfast.config.policy import (
     AdvantageConfig,
     BatchStdAdvantageConfig,
@@ -27,6 +26,8 @@ from holdfast.config.policy import (
     ScaledAdvantageConfig,
 )
 
+Rewards = NDArray[np.float64]
+"""[P, G]: G completions of each of P prompts; NaN where a completion was not scored"""
 Mask = NDArray[np.bool_]
 
 
@@ -34,6 +35,7 @@ def advantages(
     config: AdvantageConfig,
     rewards: Rewards,
     parts: Mapping[str, Rewards] | None = None,
+    weights: Mapping[str, float] | None = None,
     greedy: NDArray[np.float64] | None = None,
 ) -> Rewards:
     """Return the advantage of every completion, [P, G].
@@ -52,17 +54,18 @@ def advantages(
 
     Args:
         config: Which of them.
-        rewards: [P, G], the sum that `total_rewards` makes.
-        parts: The rewards by name, needed for combine: normalise_then_sum.
+        rewards: [P, G], the weighted sum of all rewards.
+        parts: Each reward by its name, [P, G]; needed for combine: normalise_then_sum.
+        weights: The factor of each reward by its name; likewise. Parts without a weight are left out.
         greedy: [P], the reward of the greedy completion of each prompt, needed for remax; NaN where it was not scored.
 
     Raises:
         ValueError: What the configuration needs was not given.
     """
     if isinstance(config, ScaledAdvantageConfig) and config.combine == "normalise_then_sum":
-        if parts is None:
-            raise ValueError("combine: normalise_then_sum needs the rewards by name")
-        return _summed_after(config, parts)
+        if parts is None or weights is None:
+            raise ValueError("combine: normalise_then_sum needs each reward and its weight by name")
+        return _summed_after(config, np.isfinite(rewards), parts, weights)
     scored = np.isfinite(rewards) & ~without_baseline(config, rewards, greedy)[:, None]
     return np.where(scored, _compared(config, np.where(scored, rewards, np.nan), greedy), 0.0)
 
@@ -170,16 +173,18 @@ def _scaled(values: Rewards, spread: Rewards) -> Rewards:
     return scaled
 
 
-def _summed_after(config: ScaledAdvantageConfig, parts: Mapping[str, Rewards]) -> Rewards:
+def _summed_after(
+    config: ScaledAdvantageConfig, scored: Mask, parts: Mapping[str, Rewards], weights: Mapping[str, float]
+) -> Rewards:
     """Return the weighted sum of each reward's own advantages over the batch's standard deviation of that sum.
 
-    GDPO (arXiv:2601.05242): the mean over the batch, which the paper takes off too, is 0 for centred groups.
+    GDPO (arXiv:2601.05242): the mean over the batch, which the paper takes off too, is 0 for centred groups. A reward
+    that says nothing of a completion moves it neither way.
     """
-    scored = comparable(parts)
-    scored &= ~without_baseline(config, np.where(scored, 0.0, np.nan))[:, None]
+    scored = scored & ~without_baseline(config, np.where(scored, 0.0, np.nan))[:, None]
     alone = config.model_copy(update={"combine": "sum_then_normalise"})
     total = np.zeros(scored.shape)
-    for name, part in finite(parts).items():
-        total += config.weights.get(name, 1.0) * advantages(alone, np.where(scored, part, np.nan))
+    for name, weight in weights.items():
+        total += weight * advantages(alone, np.where(scored, parts[name], np.nan))
     spread = _deviations(np.where(scored, total, np.nan).reshape(1, -1)) + config.epsilon
     return np.where(scored, _scaled(total, spread), 0.0)

@@ -220,8 +220,6 @@ class OffPolicyMaskConfig(Section):
 class _Advantage(Section):
     tolerance: NonNegative = 1e-6
     """Rewards of a group that lie within this range count as identical, and give exactly 0."""
-    weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of a reward, or of a named part of one, in the sum; 1 where none is given."""
 
     @property
     def smallest_group(self) -> int:
