@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
 from holdfast.config.base import kind_of
-from holdfast.config.runs import ROOTS
+from holdfast.config.verbs import ROOTS
 from holdfast.config.tree import Held
 
 FOLDER = Path("docs/reference")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.load import load
-from holdfast.config.runs import ROOTS
+from holdfast.config.verbs import ROOTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]

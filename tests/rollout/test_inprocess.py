@@ -15,6 +15,7 @@ from holdfast.data.characters import character_tokenizer
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.sampling import mixed, uniform
 from holdfast.rollout.stopping import Stops
@@ -193,6 +194,23 @@ def test_weights_of_the_right_dtype_are_shared_and_not_copied() -> None:
     held = {parameter.data_ptr() for parameter in engine._replica.model.parameters()}
 
     assert held == {parameter.data_ptr() for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"top_k": 5, "repetition_penalty": 1.7}, {"top_p": 0.6, "min_p": 0.1}])
+def test_transformers_own_loop_gives_the_same_completions(sampling: dict[str, float]) -> None:
+    model, asked = reference("qwen3"), requests(5)
+    options = SamplingConfig(max_new_tokens=24, **sampling)
+    other = TransformersEngine(origin_of(model), torch.device("cpu"), torch.float64, Stops(frozenset({EOS})), 0, 6)
+    other.update_weights(named_parameters(model).items(), 7)
+
+    found = generate(engine_of(model), asked, options)
+    expected = generate(other, asked, options)
+
+    assert sampling or {sampled.finish for sampled in found} == {Finish.STOP, Finish.LENGTH}
+    for one, another in zip(found, expected, strict=True):
+        assert (one.request_id, one.place, one.finish) == (another.request_id, another.place, another.finish)
+        assert one.tokens.tolist() == another.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, another.logprobs, rtol=1e-4, atol=1e-6)
 
 
 def test_an_interrupted_rollout_returns_at_once_and_says_so() -> None:

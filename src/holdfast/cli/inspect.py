@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.config.base import leaves
-from holdfast.config.load import load
-from holdfast.config.runs import ROOTS, SFTConfig, as_plain
+from holdfast.config.runs import as_plain
+from holdfast.config.verbs import ROOTS, load_run
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 
 def show_config(path: Path, overrides: Sequence[str]) -> str:
     """Return the whole tree as YAML."""
-    return to_yaml(as_plain(load(path, overrides, SFTConfig).config))
+    return to_yaml(as_plain(load_run(path, overrides).config))
 
 
 def schema(verb: str) -> str:
@@ -31,7 +31,7 @@ def schema(verb: str) -> str:
 
 def diff_configs(first: Path, second: Path) -> list[str]:
     """Return one line per key in which two trees differ."""
-    left, right = (dict(leaves(as_plain(load(path, [], SFTConfig).config))) for path in (first, second))
+    left, right = (dict(leaves(as_plain(load_run(path, []).config))) for path in (first, second))
     lines = []
     for key in sorted(set(left) | set(right)):
         a, b = left.get(key, "(absent)"), right.get(key, "(absent)")
@@ -54,7 +54,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from holdfast.models.origin import load_tokenizer
     from holdfast.training.sources import row_tokeniser
 
-    loaded = load(path, overrides, SFTConfig)
+    loaded = load_run(path, overrides)
     section = loaded.config.data.all_sources()[0]
     source = open_source(section, loaded.base)
     found = next(iter(source.scan(row)), None)
@@ -82,7 +82,7 @@ def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
     from holdfast.models.build import blueprint
     from holdfast.models.names import named_parameters
 
-    loaded = load(path, overrides, SFTConfig)
+    loaded = load_run(path, overrides)
     origin = blueprint(loaded.config.model, loaded.base, seed=loaded.config.seed)
     for name, parameter in named_parameters(origin.model).items():
         shape = "x".join(str(size) for size in parameter.shape) or "scalar"

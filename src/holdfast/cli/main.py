@@ -53,6 +53,14 @@ def sft(run: RunFile, overrides: Overrides = None) -> None:
     raise typer.Exit(train("sft", run, overrides or []))
 
 
+@app.command()
+def grpo(run: RunFile, overrides: Overrides = None) -> None:
+    """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
+    from holdfast.cli.train import train
+
+    raise typer.Exit(train("grpo", run, overrides or []))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.load import load
-from holdfast.config.runs import SFTConfig
+
+from holdfast.config.verbs import load_run
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited
 from holdfast.launch.local import resolve_ranks
@@ -37,6 +37,7 @@ class ProofFailed(HoldfastError):  # noqa: N818 - the name says what happened
 class Plan:
     """What is run."""
 
+    verb: str
     file: Path
     overrides: tuple[str, ...]
     steps: int
@@ -59,11 +60,21 @@ def prove(
     """
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
-    loaded = load(path, [*overrides, f"steps={steps}"], SFTConfig)
+    loaded = load_run(path, [*overrides, f"steps={steps}"])
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
-    plan = Plan(path, tuple(overrides), steps, kill_at, chosen.randrange(ranks), chosen.choice(PHASES), every, break_)
+    plan = Plan(
+        loaded.config.verb,
+        path,
+        tuple(overrides),
+        steps,
+        kill_at,
+        chosen.randrange(ranks),
+        chosen.choice(PHASES),
+        every,
+        break_,
+    )
     place = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
     shutil.rmtree(place, ignore_errors=True)  # an earlier proof's: no run can have such a name
     straight, broken = place / "straight", place / "killed"
@@ -80,7 +91,7 @@ def prove(
 def _run(plan: Plan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
     """Run the command and return its process id."""
     command = [
-        sys.executable, "-m", "holdfast.cli.main", "sft", str(plan.file), *plan.overrides, f"steps={plan.steps}",
+        sys.executable, "-m", "holdfast.cli.main", plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
         f"run.name={directory.name}", f"run.dir={directory.parent}", f"checkpoint.every_steps={plan.every}",
         "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
     ]  # fmt: skip

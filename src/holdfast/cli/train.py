@@ -10,7 +10,8 @@ from pathlib import Path
 
 from holdfast.cli.worker import work
 from holdfast.config.load import Loaded, load
-from holdfast.config.runs import ROOTS, SFTConfig, as_plain
+from holdfast.config.runs import TrainingConfig, as_plain
+from holdfast.config.verbs import ROOTS, load_run
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
 from holdfast.training.directory import run_directory
@@ -22,14 +23,13 @@ EXPORTED_CONFIG = "holdfast.yaml"
 def train(verb: str, path: Path, overrides: Sequence[str]) -> int:
     """Run a verb and return its exit code."""
     loaded = load(path, overrides, ROOTS[verb])
-    assert isinstance(loaded.config, SFTConfig)
-    return start(verb, Loaded(loaded.config, loaded.base))
+    return start(verb, loaded)
 
 
 def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
     """Run a verb on a run's file or on an exported model."""
     if not target.is_dir():
-        loaded = load(target, overrides, SFTConfig)
+        loaded = load_run(target, overrides)
         return start(verb, loaded)
     path = target / EXPORTED_CONFIG
     if not path.exists():
@@ -38,11 +38,11 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
             f"`holdfast eval RUN.yaml model.path={target}`."
         )
     here = [f"model.path={target.resolve()}", "model.config=null", "model.tokenizer=null", "model.freeze=[]"]
-    loaded = load(path, [*here, *overrides], SFTConfig)
+    loaded = load_run(path, [*here, *overrides])
     return start(verb, loaded)
 
 
-def start(verb: str, loaded: Loaded[SFTConfig]) -> int:
+def start(verb: str, loaded: Loaded[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun."""
     if under_torchrun():
         return work(verb, loaded.config, loaded.base)

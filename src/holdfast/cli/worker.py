@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.config.verbs import run_from_mapping
 from holdfast.errors import HoldfastError, RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from holdfast.training.fit import Outcome
 
 
-def work(verb: str, config: SFTConfig, base: Path) -> int:
+def work(verb: str, config: TrainingConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
     from holdfast.parallel.mesh import joined
 
@@ -37,14 +38,21 @@ def work(verb: str, config: SFTConfig, base: Path) -> int:
         return error.exit_code
 
 
-def _verbs(verb: str, config: SFTConfig, base: Path, world: World) -> int:
+def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.evaluation import evaluate_run
+    from holdfast.recipes.grpo import grpo
     from holdfast.recipes.sft import sft
 
     if verb == "eval":
         evaluate_run(config, base, world)
         return 0
-    outcome = sft(config, base, world)
+    match config:
+        case GRPOConfig():
+            outcome = grpo(config, base, world)
+        case SFTConfig():
+            outcome = sft(config, base, world)
+        case _:
+            raise AssertionError(type(config))
     if world.is_first:
         print(_closing_words(outcome, dry=config.dry_run), flush=True)
     return 3 if outcome.stopped is not None and outcome.stopped != "stopped by an observer" else 0
@@ -61,7 +69,7 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
 def main() -> None:
     """Run as `python -m holdfast.cli.worker VERB CONFIG.json BASE`."""
     verb, file, base = sys.argv[1:4]
-    config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), SFTConfig)
+    config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))
     try:
         code = work(verb, config, Path(base))
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: there is nothing to tell

@@ -166,3 +166,12 @@ class DataConfig(SourceConfig, TextConfig):
         if self.sources:
             return list(self.sources)
         return [SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})]
+
+
+class PromptDataConfig(DataConfig):
+    """Prompts for rollouts. `batch_size` counts prompts of one step; each is completed `rollout.group_size` times."""
+
+    overlong: Literal["drop", "refuse"] = "drop"
+    """What happens to a prompt that leaves no room for max_new_tokens within max_length; dropped ones are counted."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """`best_fit` lays whole sequences side by side; `none` pads, one sequence per row."""

@@ -93,6 +93,8 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
             return _no_such_kind(first["ctx"]["tag"], _words(first["ctx"]["expected_tags"]))
         case "value_error":
             return str(first["ctx"]["error"])
+        case "too_short":
+            return "this list is empty; name at least one"
         case "model_type" | "dict_type" if first["input"] is None:
             return "this section is empty; remove it, or give it keys"
         case "model_type" | "dict_type":

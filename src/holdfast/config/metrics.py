@@ -9,6 +9,7 @@ from pydantic import Field
 
 from holdfast.config.base import Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.data import SourceConfig
+from holdfast.config.rollout import SamplingConfig
 
 
 class MetricsConfig(Section):
@@ -61,3 +62,27 @@ class EvaluationConfig(Section):
         """Yield a set whose name is taken."""
         if "validation" in self.sets:
             yield "sets.validation", "the name 'validation' belongs to data.validation_split; choose another"
+
+
+class EvaluationSamplingConfig(SamplingConfig):
+    """Sampling in evaluations: greedy, unless a temperature is set."""
+
+    max_new_tokens: PositiveInt | None = None  # type: ignore[assignment]  # a default that lies elsewhere
+    """Tokens after which a completion is cut; default: as in the rollout."""
+    temperature: NonNegative = 0.0
+    """0 takes the most probable token."""
+
+
+class PolicyEvaluationConfig(EvaluationConfig):
+    """When and on what a policy is evaluated: its completions are rewarded as in training."""
+
+    at_start: bool = True
+    """Evaluate before the first step."""
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """How completions are sampled."""
+    per_prompt: PositiveInt = 1
+    """Completions per prompt, for avg@k and pass@k."""
+    success: Positive = 1.0
+    """A completion whose reward reaches it counts as solved in pass@k and accuracy."""
+    completions: None = None
+    """Belongs to supervised runs; here everything is completed."""

@@ -48,8 +48,8 @@ class SamplingConfig(Section):
 class RolloutConfig(SamplingConfig):
     """What a step samples, and with which engine."""
 
-    group_size: AtLeastTwo = 8
-    """Completions per prompt. An advantage compares them, so one alone has none."""
+    group_size: PositiveInt = 8
+    """Completions per prompt."""
     engine: EngineKind = "auto"
     """`inprocess` decodes over the training weights; `transformers` calls `generate`, slower and for any architecture;
     `auto` takes the first where the model's attention allows it."""
@@ -70,3 +70,60 @@ class RolloutConfig(SamplingConfig):
         """Yield sampling that has no distribution to learn from."""
         if self.temperature == 0:
             yield "temperature", "0 gives every completion of a group the same tokens; use 1.0"
+
+
+class BetweenConfig(Section):
+    """Which groups are worth training on, by the mean of one reward over the group."""
+
+    reward: str = Field(min_length=1)
+    """Name of a reward, or of its part as `name/part`."""
+    low: float | None = None
+    """Groups at or below it are left out."""
+    high: float | None = None
+    """Groups at or above it are left out."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a range that takes everything or nothing."""
+        if self.low is None and self.high is None:
+            yield "low", "neither low nor high is set, so nothing is left out; set one of them"
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            yield "low", f"{self.low:g} is not below high={self.high:g}; no group lies between them"
+
+
+class GroupsConfig(Section):
+    """Which groups and completions of a rollout are trained on."""
+
+    flat: Literal["keep", "drop", "resample"] = "keep"
+    """Groups whose rewards are all alike, and whose advantages are 0: `keep` them in the average (their KL and entropy
+    count), `drop` them from it, or `resample` prompts until the batch is full (DAPO, arXiv:2503.14476, section 3.2)."""
+    max_rounds: AtLeastTwo = 4
+    """With `resample`: rollouts per step, the first included; then the step trains on what it has."""
+    oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
+    """With `resample`: prompts drawn per prompt still missing."""
+    between: BetweenConfig | None = None
+    """Leave out groups that are too hard or too easy; with `resample`, others take their place."""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """Completions cut at max_new_tokens: train on them, `mask` them (their reward stays in the baseline; overlong
+    filtering of DAPO, section 3.4), or `drop` them from baseline and average."""
+
+
+class UpdatesConfig(Section):
+    """How often a rollout batch is trained on."""
+
+    mini_batches: PositiveInt = 1
+    """Optimizer updates in one pass over the rollout batch, each on its own prompts."""
+    passes: PositiveInt = 1
+    """Passes over the rollout batch."""
+
+    @property
+    def count(self) -> int:
+        """Updates per rollout batch."""
+        return self.mini_batches * self.passes
+
+
+class ReferenceConfig(Section):
+    """Where the reference policy lives: the model at start, frozen. Only a KL term needs one."""
+
+    kind: Literal["auto", "none", "sharded", "offloaded"] = "auto"
+    """`sharded`: like the policy; `offloaded`: in host memory, gathered unit by unit; `auto`: sharded if a KL term needs
+    it, else none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -87,12 +87,15 @@ class _Root(Section):
             )
 
 
-class SFTConfig(_Root):
-    """Supervised fine-tuning."""
+class TrainingConfig(_Root):
+    """What every verb that trains has."""
 
+    verb: ClassVar[str]
+    """What the command line calls it."""
     model: ModelConfig
     data: DataConfig
-    objective: SupervisedObjective = NLLConfig()
+    objective: Section
+    """The loss that is summed over trained tokens."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""
@@ -121,8 +124,11 @@ class SFTConfig(_Root):
             )
 
 
-ROOTS: dict[str, type[_Root]] = {"sft": SFTConfig}
-"""Verb to root."""
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning."""
+
+    verb = "sft"
+    objective: SupervisedObjective = NLLConfig()
 
 
 def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:

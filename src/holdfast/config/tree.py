@@ -21,13 +21,15 @@ class Held:
     """None: a plain value. One: a section. Several: the members of a tagged union."""
     several: bool = False
     """Whether it holds a list or mapping of them."""
+    is_list: bool = False
+    """Whether it holds a list of them; one section may then stand for a list of one, where the tree takes that."""
     default_kind: str | None = None
     """Of a tagged union: kind of a section that names none."""
 
     @property
     def is_union(self) -> bool:
         """Whether a kind chooses among sections."""
-        return self.default_kind is not None
+        return self.default_kind is not None and not self.several
 
     @property
     def section(self) -> type[BaseModel] | None:
@@ -46,13 +48,24 @@ class Held:
     def below(self, key: int | str) -> Held:
         """Return what a key of this section, or an item of this list or mapping, can hold."""
         if self.several:
-            return Held(self.sections)
+            return Held(self.sections, default_kind=self.default_kind)
         if self.section is None or key not in self.section.model_fields:
             return Held()
         field = self.section.model_fields[str(key)]
-        tag = next((item for item in field.metadata if isinstance(item, ByKind)), None)
-        several = typing.get_origin(field.annotation) in {list, dict}
-        return Held(tuple(_sections_in(field.annotation)), several, None if tag is None else tag.default)
+        tag = next((item for item in (*field.metadata, *_marks(field.annotation)) if isinstance(item, ByKind)), None)
+        origin = typing.get_origin(field.annotation)
+        sections = tuple(_sections_in(field.annotation))
+        return Held(sections, origin in {list, dict}, origin is list, None if tag is None else tag.default)
+
+    def alone(self, value: Any) -> Held:
+        """Return what an item can hold, if one item stands for the list here; else itself."""
+        return self.below(0) if self.is_list and value is not None and not isinstance(value, list) else self
+
+
+def _marks(annotation: Any) -> Iterator[Any]:
+    """Yield what is attached to the items of a list or mapping."""
+    for argument in typing.get_args(annotation):
+        yield from getattr(argument, "__metadata__", ())
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -78,7 +91,7 @@ def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[
     held = choice = Held((root,))
     for key in path:
         values = _below(values, key)
-        choice = held.below(key)
+        choice = held.below(key).alone(values)
         held = choice.chosen(values) if choice.is_union else choice
     return held.section, choice
 
@@ -90,6 +103,8 @@ def key_path(root: type[BaseModel], location: Sequence[int | str], values: Any) 
     for part in location:
         if held.is_union:
             held = held.of_kind(part)
+        elif held.alone(values) is not held:
+            held = held.below(part)
         elif held.section is not None or held.several or _has(values, part):
             path.append(part)
             values = _below(values, part)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +29,18 @@ class Layout:
     """Dtype of the loss weights."""
     attention_share: float = 1 / 16384
     """Cost of a token pair in attention relative to a token elsewhere."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Values that every token carries, and their dtypes: the batch of an idle rank has them too."""
+    constant_length: int | None = None
+    """The constant of that average; default: data.max_length."""
 
 
-def assemble(found: Candidates, exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
+def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
     """Build this rank's part of a mini-batch; all ranks plan alike from what they all know."""
     known = found.known
     trained = [sequence.trained for sequence in known]
-    share = shares(config.average, trained, [sequence.draw for sequence in known], config.max_length)
+    constant = layout.constant_length or config.max_length
+    share = shares(config.average, trained, [sequence.draw for sequence in known], constant)
     plan = plan_packs(
         [sequence.tokens for sequence in known],
         budget=config.tokens_per_micro_batch,
@@ -50,6 +56,7 @@ def assemble(found: Candidates, exchange: Exchange, config: DataConfig, layout: 
             padded=layout.padded,
             pad_token=layout.pad_token,
             dtype=layout.dtype,
+            columns=layout.columns,
         )
         for units in plan.packs[exchange.rank]
     )
@@ -80,7 +87,7 @@ def _order_hash(known: Sequence[Known]) -> float:
     return float(xxhash.xxh3_64_intdigest(places.tobytes()) >> 12)
 
 
-def _move(found: Candidates, exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[int, Example]:
+def _move(found: Candidates[Example], exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[int, Example]:
     """Send every sequence to the rank that trains it; return this rank's, by unit."""
     outgoing = []
     for rank_packs in packs:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
-from holdfast.data.chat import Tokenised
+from holdfast.data.chat import S, Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.reading import EndOfStream, RowReader
 from holdfast.data.rows import Row
 from holdfast.errors import UserError
-from holdfast.types import Example
 
-Tokenise = Callable[[Row, int, str, str], Tokenised]
+Tokenise = Callable[[Row, int, str, str], Tokenised[S]]
 """(row, sample id, source name, the row's name for messages) -> its sequences"""
 
 
@@ -31,10 +30,10 @@ class Known(NamedTuple):
 
 
 @dataclass
-class Candidates:
+class Candidates(Generic[S]):
     """The candidates of one mini-batch: what this rank holds, and what all ranks know."""
 
-    mine: dict[tuple[int, int], Example] = field(default_factory=dict)
+    mine: dict[tuple[int, int], S] = field(default_factory=dict)
     """(draw, part) -> sequence, for the rows this rank read"""
     known: list[Known] = field(default_factory=list)
     """All sequences in draw order, the same on every rank."""
@@ -69,7 +68,7 @@ class _Fact(NamedTuple):
 _Told = _Fact | UserError | EndOfStream
 
 
-class CandidateReader:
+class CandidateReader(Generic[S]):
     """Rows by draw, shared out over the ranks.
 
     Args:
@@ -82,18 +81,18 @@ class CandidateReader:
     def __init__(
         self,
         reader: RowReader,
-        tokenise: Tokenise,
+        tokenise: Tokenise[S],
         exchange: Exchange,
         accept: Callable[[Row], bool] | None = None,
     ) -> None:
         self.reader = reader
         self.rows_tokenised = 0
         """By this rank."""
-        self._tokenise = tokenise
+        self._tokenise: Tokenise[S] = tokenise
         self._exchange = exchange
         self._accept = accept
 
-    def round(self, first: int, last: int, found: Candidates) -> int:
+    def round(self, first: int, last: int, found: Candidates[S]) -> int:
         """Add draws first..last-1 to `found`, and return the draw after them.
 
         Where the end of a stream is met, all ranks note its size and the round ends early: from that draw on, places
@@ -121,7 +120,7 @@ class CandidateReader:
                     )
         return last
 
-    def _read(self, draw: int, found: Candidates) -> _Told:
+    def _read(self, draw: int, found: Candidates[S]) -> _Told:
         try:
             source, name, row = self.reader.read(draw)
             if self._accept is not None and not self._accept(row):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -23,14 +23,17 @@ from holdfast.data.plain_text import PlainTokeniser
 from holdfast.data.rows import Row
 from holdfast.data.template_file import PromptFormat, template_text
 from holdfast.errors import DataError
-from holdfast.types import Example
+from holdfast.types import Example, Prompt
+
+S = TypeVar("S", Example, Prompt)
+"""What rows become: sequences to train on, or prompts to continue."""
 
 
 @dataclass(frozen=True)
-class Tokenised:
+class Tokenised(Generic[S]):
     """What one row gives."""
 
-    examples: tuple[Example, ...]
+    examples: tuple[S, ...]
     """Several for a row that is split, or that a template writes as one sequence per turn; none if it was dropped."""
     counts: Mapping[str, int]
     """Sequences that were `truncated`, `split`, `overlong_dropped`, left out since they train nothing (`untrained`), or
@@ -68,7 +71,7 @@ class RowTokeniser:
 
     def examples(
         self, row: Row, sample_id: int, source: str, row_format: RowFormat = "auto", row_name: str | None = None
-    ) -> Tokenised:
+    ) -> Tokenised[Example]:
         """Turn a row into sequences; all of them share the sample's id.
 
         Args:

@@ -66,8 +66,8 @@ def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int
 
 
 def cut_windows(
-    found: Candidates, exchange: Exchange, *, offset: int, goal: int, window: int
-) -> tuple[Candidates, Rest | None]:
+    found: Candidates[Example], exchange: Exchange, *, offset: int, goal: int, window: int
+) -> tuple[Candidates[Example], Rest | None]:
     """Replace documents by the pieces of their windows; arguments as in `pieces_of`."""
     pieces, rest = pieces_of(found.known, offset=offset, goal=goal, window=window)
     mine: dict[tuple[int, int], Example] = {}
@@ -85,7 +85,7 @@ def cut_windows(
     return replace(found, mine=mine, known=known, counted=_begun(found, offset, rest)), rest
 
 
-def _begun(found: Candidates, offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
+def _begun(found: Candidates[Example], offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
     """Return what was counted on rows whose first token is used here: rows read ahead or cut are counted once."""
     first = found.known[0].draw if found.known and offset > 0 else -1
     return [

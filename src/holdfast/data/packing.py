@@ -26,6 +26,7 @@ def pack(
     padded: bool = False,
     pad_token: int = 0,
     dtype: torch.dtype = torch.float32,
+    columns: Mapping[str, Any] | None = None,
 ) -> Batch:
     """Build one micro-batch, in the order given.
 
@@ -36,6 +37,7 @@ def pack(
         padded: One sequence per row, filled up with `pad_token`; the reference form. Otherwise one row without padding.
         pad_token: A token the embedding knows.
         dtype: Dtype of the weights.
+        columns: Names and dtypes of what tokens carry, for a batch without sequences; others say it themselves.
 
     Raises:
         ValueError: A sequence cannot be taken apart again as it was, or its first token is trained: nothing predicts
@@ -44,29 +46,29 @@ def pack(
     _refuse_what_would_change(examples)
     rows = _rows(examples, padded)
     width = max(1, *(sum(lengths) for lengths in rows))
-    columns = _Columns.empty(len(rows), width, pad_token, examples)
+    filled = _Columns.empty(len(rows), width, pad_token, examples, columns or {})
     index = 0
     for row, row_lengths in enumerate(rows):
         start = 0
         for length in row_lengths:
-            columns.put((row, slice(start, start + length)), index, examples[index], shares[index].weight)
+            filled.put((row, slice(start, start + length)), index, examples[index], shares[index].weight)
             start += length
             index += 1
-        columns.position_ids[row, start:] = np.arange(width - start)
+        filled.position_ids[row, start:] = np.arange(width - start)
     return Batch(
-        tokens=_tensor(columns.tokens),
-        position_ids=_tensor(columns.position_ids)[None],
-        sequence_ids=_tensor(columns.sequence_ids),
-        predictor_index=_tensor(columns.predictor_index),
-        loss_mask=_tensor(columns.loss_mask),
-        weights=_tensor(columns.weights).to(dtype),
-        scored=_tensor(np.flatnonzero(columns.loss_mask)),
+        tokens=_tensor(filled.tokens),
+        position_ids=_tensor(filled.position_ids)[None],
+        sequence_ids=_tensor(filled.sequence_ids),
+        predictor_index=_tensor(filled.predictor_index),
+        loss_mask=_tensor(filled.loss_mask),
+        weights=_tensor(filled.weights).to(dtype),
+        scored=_tensor(np.flatnonzero(filled.loss_mask)),
         lengths=tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows),
         sample_ids=tuple(example.sample_id for example in examples),
         prompt_ids=tuple(example.prompt_id for example in examples),
         sources=tuple(example.source for example in examples),
         count=float(sum(share.count for share in shares)),
-        per_token={name: _tensor(values) for name, values in columns.per_token.items()},
+        per_token={name: _tensor(values) for name, values in filled.per_token.items()},
     )
 
 
@@ -155,10 +157,13 @@ class _Columns:
     per_token: Mapping[str, NDArray[Any]]
 
     @staticmethod
-    def empty(rows: int, width: int, pad_token: int, examples: Sequence[Example]) -> _Columns:
+    def empty(
+        rows: int, width: int, pad_token: int, examples: Sequence[Example], dtypes: Mapping[str, Any]
+    ) -> _Columns:
         """Return columns that hold padding only."""
         shape = (rows, width)
-        extras = examples[0].per_token if examples else {}
+        nothing: Mapping[str, NDArray[Any]] = {name: np.empty(0, dtype) for name, dtype in dtypes.items()}
+        extras = examples[0].per_token if examples else nothing
         return _Columns(
             tokens=np.full(shape, pad_token, dtype=np.int64),
             position_ids=np.zeros(shape, dtype=np.int64),

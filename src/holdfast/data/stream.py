@@ -11,15 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from holdfast.config.data import DataConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import CandidateReader, Candidates
+from holdfast.data.chat import S
 from holdfast.data.cutting import Rest, cut_windows
 from holdfast.data.exchange import Exchange
 from holdfast.errors import DataError
-from holdfast.types import MiniBatch
+from holdfast.types import Example, MiniBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,13 @@ class Limits:
     """Candidates per pass: only the first rows."""
 
 
-class SampleStream:
-    """Mini-batches, one after the other.
+class BatchStream(Generic[S, T]):
+    """Batches of candidates, one after the other.
 
     Args:
         rows: Candidate rows, shared out over the ranks.
         config: The data section.
         exchange: The ranks.
-        layout: How packs are built.
         limits: How much of the data is served.
 
     Raises:
@@ -66,25 +68,31 @@ class SampleStream:
 
     def __init__(
         self,
-        rows: CandidateReader,
+        rows: CandidateReader[S],
         config: DataConfig,
         exchange: Exchange,
-        layout: Layout | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.cursor = Cursor()
-        self._rows = rows
+        self._rows: CandidateReader[S] = rows
         self._order = rows.reader.order
         self._config = config
         self._exchange = exchange
-        self._layout = layout or Layout()
         self._limits = limits or Limits()
         self._counts: Counter[str] = Counter()
         self._seen = (0, 0)
         """Rows and tokens read so far: how long a row is on average."""
-        self._ahead: tuple[MiniBatch | None, Cursor, tuple[int, int]] | None = None
+        self._ahead: tuple[T | None, Cursor, tuple[int, int]] | None = None
         """A batch that was read early, and where the stream stands after it."""
         self._refuse_what_cannot_be()
+
+    def _batch_of(self, found: Candidates[S]) -> T:
+        """Make a batch of its candidates."""
+        raise NotImplementedError
+
+    def _cut(self, found: Candidates[S], offset: int, goal: int) -> tuple[Candidates[S], Rest | None]:
+        """Cut candidates into windows that hold `goal` tokens; `offset` tokens of the first row were used before."""
+        raise NotImplementedError
 
     @property
     def fingerprint(self) -> list[str]:
@@ -131,33 +139,37 @@ class SampleStream:
         return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
 
     def read_ahead(self, step: int) -> None:
-        """Read the next mini-batch now, so that an error in its rows shows before anything is written.
+        """Read the next batch now, so that an error in its rows shows before anything is written.
 
         Raises:
             DataError: As `next`.
         """
         before = self.cursor, self._seen
-        mini_batch = self.next(step)
-        self._ahead = (mini_batch, self.cursor, self._seen)
+        batch = self.next(step)
+        self._ahead = (batch, self.cursor, self._seen)
         self.cursor, self._seen = before
 
-    def next(self, step: int) -> MiniBatch | None:
-        """Return the mini-batch of an update (counted from 0), or None when the passes are done.
+    def next(self, step: int, rows: int | None = None) -> T | None:
+        """Return the batch of a step (counted from 0), or None when the passes are done.
+
+        Args:
+            step: Which step.
+            rows: How many rows it has; default: as configured.
 
         Raises:
             DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
         """
         if self._ahead is not None:
-            (mini_batch, self.cursor, self._seen), self._ahead = self._ahead, None
-            return mini_batch
+            (batch, self.cursor, self._seen), self._ahead = self._ahead, None
+            return batch
         while not self._is_done():
-            size = self._batch_size(step)
+            size = rows or self._batch_size(step)
             found, cursor, ended = self._collect(size)
             self._refuse_too_little(found, cursor, size, ended=ended)
             limited = self._limits.batches is not None and cursor.batches_in_epoch >= self._limits.batches
             self.cursor = self._after_pass(cursor) if ended or limited else cursor
             if found.known:
-                return assemble(found, self._exchange, self._config, self._layout)
+                return self._batch_of(found)
         return None
 
     def _batch_size(self, step: int) -> int:
@@ -200,11 +212,11 @@ class SampleStream:
             first = cursor.epoch_first_draw
         return Cursor(draw=first, epoch=cursor.epoch + 1, epoch_first_draw=first)
 
-    def _collect(self, size: int) -> tuple[Candidates, Cursor, bool]:
+    def _collect(self, size: int) -> tuple[Candidates[S], Cursor, bool]:
         """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""
         wrapped, window = self._config.packing == "wrapped", self._config.max_length
         goal = size * window if wrapped else size
-        cursor, found = self.cursor, Candidates()
+        cursor, found = self.cursor, Candidates[S]()
         draw, filled, end = cursor.draw, 0, self._pass_end()
         while filled < goal and (end is None or draw < end):
             last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
@@ -215,7 +227,7 @@ class SampleStream:
             end = self._pass_end()  # known as soon as a stream's end is
         rest, left = Rest(draw, 0), None
         if wrapped:
-            found, left = cut_windows(found, self._exchange, offset=cursor.offset, goal=goal, window=window)
+            found, left = self._cut(found, cursor.offset, goal)
             rest = left or rest
         self._counts.update(found.counts)
         after = replace(
@@ -250,7 +262,7 @@ class SampleStream:
     def _takes_little(self) -> bool:
         return self._config.allow_partial or self._config.packing == "wrapped"
 
-    def _refuse_too_little(self, found: Candidates, cursor: Cursor, size: int, *, ended: bool) -> None:
+    def _refuse_too_little(self, found: Candidates[S], cursor: Cursor, size: int, *, ended: bool) -> None:
         """Refuse a whole pass without a sequence, or one that is smaller than a batch."""
         if not ended:
             return
@@ -273,3 +285,32 @@ class SampleStream:
             f"{self._names()} {has}, less than one batch of {batch}. Lower data.batch_size, add data, or set "
             "data.allow_partial: true."
         )
+
+
+class SampleStream(BatchStream[Example, MiniBatch]):
+    """Mini-batches to train on.
+
+    Args:
+        rows, config, exchange, limits: As in `BatchStream`.
+        layout: How packs are built.
+
+    Raises:
+        DataError: As in `BatchStream`.
+    """
+
+    def __init__(
+        self,
+        rows: CandidateReader[Example],
+        config: DataConfig,
+        exchange: Exchange,
+        layout: Layout | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(rows, config, exchange, limits)
+        self._layout = layout or Layout()
+
+    def _batch_of(self, found: Candidates[Example]) -> MiniBatch:
+        return assemble(found, self._exchange, self._config, self._layout)
+
+    def _cut(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
+        return cut_windows(found, self._exchange, offset=offset, goal=goal, window=self._config.max_length)

@@ -44,6 +44,9 @@ def summary(metrics: Mapping[str, float]) -> str:
     shown = [
         ("loss", "loss", "{:.4f}"),
         ("reward", "reward", "{:.3f}"),
+        ("kl", "kl", "{:.4f}"),
+        ("entropy", "entropy", "{:.3f}"),
+        ("completions/mean_length", "length", "{:.0f}"),
         ("mean_token_accuracy", "accuracy", "{:.3f}"),
         ("grad_norm", "norm", "{:.3f}"),
         ("learning_rate", "lr", "{:.2e}"),

@@ -205,7 +205,9 @@ def cached_attention(
         [rows, 1, heads, head size], and None in place of attention weights.
     """
     if "documents" in options:
-        return packed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+        attended: Tensor
+        attended, _ = packed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+        return attended, None
     mask = options["rows"].view.mask(options.get("sliding_window"))
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     rows, heads, _, size = query.shape
@@ -215,7 +217,8 @@ def cached_attention(
         out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
     else:
         out = _explicit(grouped, key, value, mask, scaling, softcap, sinks)
-    return out.reshape(rows, 1, heads, value.shape[-1]), None
+    attended = out.reshape(rows, 1, heads, value.shape[-1])
+    return attended, None
 
 
 def _explicit(

@@ -1,75 +1,136 @@
-"""Completions through transformers' own `generate`: slow, and right for every architecture."""
+"""Sampling through transformers' own `generate`: slow, and right for every architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from holdfast.config.rollout import SamplingConfig
+from holdfast.models.build import Blueprint
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.replica import Replica
+from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
+from holdfast.rollout.stopping import Stops
+from holdfast.types import Finish
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What followed a prompt."""
-
-    tokens: list[int]
-    """Up to and including the end-of-sequence token, if it came."""
-    finished: bool
-    """Whether it ended by itself."""
-
-
-@torch.no_grad()
-def complete(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop_tokens: Sequence[int],
-    pad_token: int,
-    temperature: float = 0.0,
-    rows: int = 64,
-) -> list[Completion]:
-    """Complete prompts in batches of `rows`, longest first, left-padded.
+class TransformersEngine:
+    """Calls `generate` on an unsharded copy, and draws tokens as every engine of ours does.
 
     Args:
-        model: A plain transformers model.
-        prompts: Token ids.
-        max_new_tokens: Most tokens of a completion.
-        stop_tokens: Any of these ends a completion.
-        pad_token: Fills the left side.
-        temperature: 0 takes the most probable token.
-        rows: Prompts decoded together.
+        origin: What the policy was built from.
+        device: Where to decode.
+        dtype: The policy's compute dtype.
+        stops: What ends a completion.
+        pad_token: Fills the left side of shorter prompts.
+        rows: Most completions decoded together.
     """
-    device = next(model.parameters()).device
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    found: dict[int, Completion] = {}
-    for start in range(0, len(order), rows):
-        members = order[start : start + rows]
-        width = max(len(prompts[index]) for index in members)
-        tokens = torch.full((len(members), width), pad_token, dtype=torch.int64)
+
+    def __init__(  # noqa: PLR0913 - as InProcessEngine, and the padding
+        self, origin: Blueprint, device: torch.device, dtype: torch.dtype, stops: Stops, pad_token: int, rows: int = 512
+    ) -> None:
+        self._replica = Replica(origin, device, dtype)
+        self._stops, self._pad, self._rows = stops, pad_token, rows
+        self._waiting: list[Request] = []
+        self._sampling = SamplingConfig()
+        self._version = -1
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over whole tensors."""
+        self._replica.refresh(tensors)
+        self._version = version
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests; all that wait together are sampled alike."""
+        self._waiting.extend(requests)
+        self._sampling = sampling
+
+    @torch.no_grad()
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions of what was submitted, by request and place."""
+        requests, self._waiting = self._waiting, []
+        rows = [(request, place) for request in requests for place in range(len(request.seeds))]
+        rows.sort(key=lambda row: (-len(row[0].prompt), row[0].request_id, row[1]))  # little padding, always the same
+        done = []
+        for start in range(0, len(rows), self._rows):
+            done += self._decode(rows[start : start + self._rows], interrupted)
+        return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
+
+    def _decode(self, rows: list[tuple[Request, int]], interrupted: Interrupted) -> list[Sampled]:
+        width = max(len(request.prompt) for request, _ in rows)
+        tokens = torch.full((len(rows), width), self._pad, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
-        for row, index in enumerate(members):
-            tokens[row, width - len(prompts[index]) :] = torch.tensor(list(prompts[index]))
-            mask[row, width - len(prompts[index]) :] = 1
-        sampling: dict[str, Any] = {"do_sample": False}
-        if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(start)  # of its own: an evaluation must not change what training draws
-            out = model.generate(
-                input_ids=tokens.to(device),
-                attention_mask=mask.to(device),
-                max_new_tokens=max_new_tokens,
-                eos_token_id=list(stop_tokens),
-                pad_token_id=pad_token,
-                **sampling,
-            )
-        for row, index in enumerate(members):
-            found[index] = _cut(out[row, width:].tolist(), set(stop_tokens))
-    return [found[index] for index in range(len(prompts))]
+        for number, (request, _) in enumerate(rows):
+            tokens[number, width - len(request.prompt) :] = torch.from_numpy(request.prompt)
+            mask[number, width - len(request.prompt) :] = 1
+        device = self._replica.device
+        seeds = torch.tensor([request.seeds[place] for request, place in rows])
+        drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
+        stops = self._stops.with_texts(self._sampling.stop)
+        out: Tensor = self._replica.model.generate(
+            input_ids=tokens.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=self._sampling.max_new_tokens,
+            eos_token_id=sorted(stops.tokens) or None,
+            pad_token_id=self._pad,
+            do_sample=False,  # the processor leaves one token to choose
+            logits_processor=[drawing],
+            stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
+            # A model's own generation settings must not change what is drawn.
+            **{"temperature": None, "top_k": None, "top_p": None, "repetition_penalty": None},
+        )
+        logprobs = torch.stack(drawing.logprobs, 1).tolist()
+        return [
+            self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
+            for number, (request, place) in enumerate(rows)
+        ]
+
+    def _sampled(
+        self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops
+    ) -> Sampled:
+        end, limit = stops.end(tokens, 0), self._sampling.max_new_tokens
+        finish = Finish.STOP if end is not None else Finish.LENGTH if len(tokens) >= limit else Finish.ABORT
+        kept = np.asarray(tokens[:end], np.int64)
+        return Sampled(
+            request.request_id, place, kept, np.asarray(logprobs[: len(kept)], np.float32), finish, self._version
+        )
+
+    def sleep(self) -> None:
+        """Give the weights' memory back."""
+        self._replica.release()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._replica.release()
 
 
-def _cut(tokens: list[int], stops: set[int]) -> Completion:
-    end = next((position for position, token in enumerate(tokens) if token in stops), None)
-    return Completion(tokens if end is None else tokens[: end + 1], end is not None)
+class _Drawing:
+    """A logits processor of transformers that draws, and leaves only the drawn token possible."""
+
+    def __init__(self, sampling: SamplingConfig, seeds: Tensor, prompt_mask: Tensor) -> None:
+        self._sampling, self._seeds, self._mask = sampling, seeds, prompt_mask
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return [rows, V] scores that are minus infinity but for one token a row."""
+        sampling, logits = self._sampling, scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if sampling.repetition_penalty != 1.0:
+            logits = penalise(logits, self._seen(input_ids, logits.shape[1]), sampling.repetition_penalty)
+        if sampling.temperature == 0.0:
+            tokens, logprobs = most_probable(logits)
+        else:
+            positions = torch.full_like(self._seeds, len(self.logprobs))
+            logits = restrict(logits / sampling.temperature, sampling)
+            tokens, logprobs = draw(logits.clone(), uniform(self._seeds, positions))
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+    def _seen(self, input_ids: Tensor, vocabulary: int) -> Tensor:
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        real[:, : self._mask.shape[1]] = self._mask.bool()
+        seen = torch.zeros(input_ids.shape[0], vocabulary + 1, dtype=torch.bool, device=input_ids.device)
+        return seen.scatter_(1, input_ids.masked_fill(~real, vocabulary), value=True)[:, :vocabulary]

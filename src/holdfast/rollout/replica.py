@@ -60,7 +60,7 @@ class Replica:
         waiting = set(parameters)
         for name, tensor in tensors:
             if name in parameters:
-                parameters[name].requires_grad_(requires_grad=False)
+                parameters[name].requires_grad_(False)  # noqa: FBT003 - torch's own form
                 parameters[name].data = tensor.detach().to(self.device, self._dtype)
                 waiting.discard(name)
             else:

@@ -59,7 +59,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     maximum = logits.amax(-1, keepdim=True)
     weights = logits.sub_(maximum).exp_()
     whole = vocabulary // _BLOCK * _BLOCK
-    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1) if whole else weights[:, :0]
+    sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1) if whole else weights[:, :0]
     if whole < vocabulary:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
     ends = sums.double().cumsum(-1)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast.config.algorithm import DFTConfig, NLLConfig, SupervisedObjective, UserObjectiveConfig
-from holdfast.config.runs import SFTConfig, planned_steps
+from holdfast.config.runs import SFTConfig, TrainingConfig, planned_steps
 from holdfast.data.assembly import Layout
+from holdfast.data.stream import BatchStream
 from holdfast.errors import ConfigError, PlanError
 from holdfast.metrics.throughput import ModelCost, peak_flops
 from holdfast.models.attention import upstream_attention
@@ -22,7 +22,6 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.objectives.base import Objective
-from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
 from holdfast.optim.build import build_optimizer
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
@@ -30,8 +29,9 @@ from holdfast.parallel.materialise import materialise, sharded_parameters
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.training.directory import check_writable, run_directory
-from holdfast.training.evaluate import pad_token
+from holdfast.training.engines import pad_token
 from holdfast.training.identity import identity
+from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
@@ -56,6 +56,34 @@ class Live:
     tokenizer: Any = None
     objective: Objective | None = None
     observers: tuple[Callable[..., object], ...] = ()
+    rewards: tuple[Callable[..., object], ...] = ()
+    """Reward functions, called in this process."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What every kind of run begins with."""
+
+    exchange: ProcessExchange
+    data: OpenedData
+    observers: tuple[Observer, ...]
+
+
+def begin(config: TrainingConfig, base: Path, world: World, live: Live) -> Started:
+    """Check the directory, load observers and open the rows.
+
+    Raises:
+        UserError: The same on all ranks; nothing has been written.
+    """
+    exchange = open_exchange(config)
+    directory = run_directory(config)
+    with exchange.together():
+        if world.is_first:
+            check_writable(directory)
+    observers = together(exchange, lambda: _observers(config, base, live))
+    data = first_rank_first(exchange, lambda: open_data(config, base, live.rows))
+    together(exchange, lambda: check_batch(config, data, world.size))
+    return Started(exchange, data, observers)
 
 
 def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Run:
@@ -65,32 +93,37 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
         UserError: Anything that can be known now; the same error on all ranks.
     """
     live = live or Live()
-    exchange = ProcessExchange(timedelta(minutes=config.launch.timeout_minutes))
-    directory = run_directory(config)
-    with exchange.together():
-        if world.is_first:
-            check_writable(directory)
-    observers = _together(exchange, lambda: _observers(config, base, live))
-    data = _first_rank_first(exchange, lambda: open_data(config, base, live.rows))
-    _together(exchange, lambda: check_batch(config, data, world.size))
+    started = begin(config, base, world, live)
+    exchange, data = started.exchange, started.data
     measured = _measured(config, base, world, exchange, live, data)
     tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats)
-    layout = _layout(measured)
-    stream = _together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
+    layout = layout_of(measured)
+    stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
+    return Run(**vars(measured), **parts_of_run(config, base, measured, started, stream))
+
+
+def parts_of_run(
+    config: TrainingConfig, base: Path, measured: Evaluation, started: Started, stream: BatchStream[Any, Any]
+) -> dict[str, Any]:
+    """Return what training needs besides a model: the fields of `Run` that `Evaluation` has not.
+
+    Raises:
+        UserError: The schedule needs an end that nobody knows.
+    """
+    exchange, world = started.exchange, measured.world
     total = planned_steps(config, stream.steps_per_epoch())
-    _together(exchange, lambda: _check_end(config, total))
+    together(exchange, lambda: _check_end(config, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
-    return Run(
-        **vars(measured),
-        optimizer=build_optimizer(config.optim, sharded_parameters(measured.policy)),
-        stream=stream,
-        total_steps=total,
-        cost=_cost(measured),
-        peak_flops=_peak_flops(config, world),
-        source_names=tuple(source.name for source in data.training),
-        observers=observers,
-        identity=_together(exchange, lambda: identity(config, base, stream, measured.origin)),
-    )
+    return {
+        "optimizer": build_optimizer(config.optim, sharded_parameters(measured.policy)),
+        "stream": stream,
+        "total_steps": total,
+        "cost": _cost(measured),
+        "peak_flops": _peak_flops(config, world),
+        "source_names": tuple(source.name for source in started.data.training),
+        "observers": started.observers,
+        "identity": together(exchange, lambda: identity(config, base, stream, measured.origin)),
+    }
 
 
 def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
@@ -99,22 +132,31 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
     Raises:
         UserError: As `build_run`.
     """
-    exchange = ProcessExchange(timedelta(minutes=config.launch.timeout_minutes))
+    exchange = open_exchange(config)
     needs_training_rows = config.data.validation_split > 0
-    data = _first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
+    data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
     return _measured(config, base, world, exchange, Live(), data)
 
 
 def _measured(
     config: SFTConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, data: OpenedData
 ) -> Evaluation:
-    objective = live.objective or _together(exchange, lambda: _objective(config.objective, base))
-    origin = _first_rank_first(
+    objective = live.objective or together(exchange, lambda: supervised_objective(config.objective, base))
+    parts = build_model(config, base, world, exchange, live, objective)
+    tokenise = together(exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats))
+    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts))
+    return replace(parts, evaluation_sets=sets)
+
+
+def build_model(  # noqa: PLR0913 - the borders of a run
+    config: TrainingConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, objective: Objective
+) -> Evaluation:
+    """Return the policy on its ranks, without anything to measure it on."""
+    origin = first_rank_first(
         exchange, lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer)
     )
-    tokenise = _together(exchange, lambda: row_tokeniser(origin.tokenizer, config.data, base, data.formats))
     policy, plan = build_policy(config, origin, world, exchange)
-    parts = Evaluation(
+    return Evaluation(
         config=config,
         world=world,
         exchange=exchange,
@@ -125,19 +167,17 @@ def _measured(
         evaluation_sets=(),
         directory=run_directory(config),
     )
-    sets = evaluation_sets(config, data, tokenise, exchange, _layout(parts))
-    return replace(parts, evaluation_sets=sets)
 
 
 def build_policy(
-    config: SFTConfig, origin: Blueprint, world: World, exchange: ProcessExchange
+    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange
 ) -> tuple[PolicyModel, ShardPlan]:
     """Plan, shard, fill and check the policy.
 
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
-    mesh = _together(exchange, lambda: build_mesh(config.parallel, world))
+    mesh = together(exchange, lambda: build_mesh(config.parallel, world))
     storage = getattr(torch, config.model.dtype)
     frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
     set_storage(origin.model, storage, frozen)
@@ -151,11 +191,11 @@ def build_policy(
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
     policy = PolicyModel(origin.model, origin.family, spec, padded=not packed)
-    plan = _together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    plan = together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     apply_plan(policy, plan, mesh)
     with exchange.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
-    result, note = _together(
+    result, note = together(
         exchange,
         lambda: check_forward(
             policy,
@@ -172,7 +212,7 @@ def build_policy(
     return policy, plan
 
 
-def make_plan(config: SFTConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
+def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
     """Plan the shards of a policy on the meta device."""
     ties = tied_names(policy)
     parameters = [
@@ -192,7 +232,12 @@ def make_plan(config: SFTConfig, policy: PolicyModel, shard: int, device: str) -
     return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device)
 
 
-def _together(exchange: ProcessExchange, build: Callable[[], T]) -> T:
+def open_exchange(config: TrainingConfig) -> ProcessExchange:
+    """Return the ranks of a run as a group that exchanges objects."""
+    return ProcessExchange(timedelta(minutes=config.launch.timeout_minutes))
+
+
+def together(exchange: ProcessExchange, build: Callable[[], T]) -> T:
     """Run on every rank; if it fails on one, raise there and everywhere."""
     result: list[T] = []
     with exchange.together():
@@ -200,7 +245,7 @@ def _together(exchange: ProcessExchange, build: Callable[[], T]) -> T:
     return result[0]
 
 
-def _first_rank_first(exchange: ProcessExchange, build: Callable[[], T]) -> T:
+def first_rank_first(exchange: ProcessExchange, build: Callable[[], T]) -> T:
     """Run on rank 0 before the others, so that downloads and caches are made once."""
     result: list[T] = []
     for turn in (True, False):
@@ -210,37 +255,7 @@ def _first_rank_first(exchange: ProcessExchange, build: Callable[[], T]) -> T:
     return result[0]
 
 
-def _objective(section: SupervisedObjective, base: Path) -> Objective:
-    match section:
-        case NLLConfig():
-            return NegativeLogLikelihood()
-        case DFTConfig():
-            return DynamicFineTuning()
-        case _:
-            made = _made_by_user(load_function(section.path, base, "objective.path"), section)
-            missing = [
-                name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)
-            ]
-            if missing:
-                raise ConfigError(
-                    f"objective.path {section.path} must return an object with separable, needs_entropy, token_terms "
-                    f"and sums (holdfast.objectives.base.Objective); {', '.join(missing)} is missing."
-                )
-            return made  # type: ignore[no-any-return]  # checked above
-
-
-def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig) -> Any:
-    try:
-        return function(**section.kwargs)
-    except Exception as error:  # the user's own code may raise anything
-        given = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
-        raise ConfigError(
-            f"objective.path {section.path} called with {given} raises {type(error).__name__}: {error}. Mend the "
-            "function or objective.kwargs."
-        ) from error
-
-
-def _observers(config: SFTConfig, base: Path, live: Live) -> tuple[Observer, ...]:
+def _observers(config: TrainingConfig, base: Path, live: Live) -> tuple[Observer, ...]:
     named = [Observer(path, load_function(path, base, "observers")) for path in config.observers]
     given = (
         Observer(f"{getattr(function, '__name__', 'observer')} ({number})", function)
@@ -249,14 +264,15 @@ def _observers(config: SFTConfig, base: Path, live: Live) -> tuple[Observer, ...
     return (*named, *given)
 
 
-def _layout(parts: Evaluation) -> Layout:
+def layout_of(parts: Evaluation) -> Layout:
+    """Return how this model's batches are packed."""
     text = parts.origin.skeleton.config.get_text_config()
     attention = text.num_hidden_layers * text.hidden_size / max(1, parts.plan.parameters)
     dtype = torch.float64 if parts.config.model.dtype == "float64" else torch.float32
     return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention)
 
 
-def _check_end(config: SFTConfig, total: int | None) -> None:
+def _check_end(config: TrainingConfig, total: int | None) -> None:
     schedule = config.optim.schedule
     if total is None and (schedule.kind != "constant" or schedule.warmup_ratio > 0):
         raise ConfigError(
@@ -270,7 +286,7 @@ def _cost(parts: Evaluation) -> ModelCost:
     return ModelCost(plan.trainable, plan.parameters - plan.trainable, text.num_hidden_layers, text.hidden_size)
 
 
-def _peak_flops(config: SFTConfig, world: World) -> float | None:
+def _peak_flops(config: TrainingConfig, world: World) -> float | None:
     if config.metrics.peak_flops is not None:
         return config.metrics.peak_flops
     return peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None

@@ -86,7 +86,7 @@ class Checkpoints:
         try:
             self._start(known=known)
             if run.world.is_first:
-                directory.create(run.directory, run.config, "sft")  # again, now that nothing can be refused any more
+                directory.create(run.directory, run.config, run.config.verb)  # again, now that nothing can be refused any more
             self._held = hold(run.policy)
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
             self._emergency.start()
@@ -107,7 +107,7 @@ class Checkpoints:
                 if not self._storage.renames:
                     self._stack.enter_context(ObjectLease(self._storage))
                 if not directory.is_run(run.directory):
-                    directory.create(run.directory, run.config, "sft")
+                    directory.create(run.directory, run.config, run.config.verb)
                 named.append(directory.run_id(run.directory))
                 clean(self._storage)
         return run.exchange.agree(named[0] if named else "")

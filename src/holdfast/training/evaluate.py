@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from holdfast.config.metrics import CompletionsConfig
+from holdfast.config.rollout import SamplingConfig
 from holdfast.data.packing import to_device
 from holdfast.data.stream import SampleStream
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective, ratio
 from holdfast.parallel.collectives import ProcessExchange, reduce_sums
 from holdfast.parallel.stream import live_tensors
-from holdfast.rollout.generation import complete
-from holdfast.rollout.replica import Replica
+from holdfast.rollout.engine import Request, RolloutEngine, generate
+from holdfast.rollout.sampling import mixed
+from holdfast.training.engines import build_engine
 from holdfast.training.run import Evaluation
-from holdfast.types import Example, LossSum
+from holdfast.types import Example, Finish, LossSum
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,17 @@ def evaluate(
     metrics: dict[str, float] = {}
     options = run.config.evaluation.completions
     with run.phase("evaluation"):
-        replica = None
+        engine = None
         for held_out in run.evaluation_sets:
             found = evaluate_loss(run.policy, run.objective, held_out.open_stream(), run.world.device, interrupted)
             if found is None:
                 return metrics
             if options is not None:
-                if replica is None:
-                    replica = Replica(run.origin, run.world.device, getattr(torch, run.plan.compute_dtype))
-                    replica.refresh(live_tensors(run.policy))
+                if engine is None:
+                    engine = build_engine(run)
+                    engine.update_weights(live_tensors(run.policy), run.state.updates)
                 examples = held_out.read_prompts(options.samples)
-                more, answered = evaluate_completions(replica, run.origin.tokenizer, examples, options, run.exchange)
+                more, answered = evaluate_completions(engine, run.origin.tokenizer, examples, options, run.exchange)
                 found |= more
                 if run.world.is_first:
                     name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
@@ -97,8 +99,9 @@ def evaluate_loss(
 
 
 def evaluate_completions(
-    replica: Replica, tokenizer: Any, examples: Sequence[Example], options: CompletionsConfig, exchange: ProcessExchange
-) -> tuple[dict[str, float], list[Answered]]:
+    engine: RolloutEngine, tokenizer: Any, examples: Sequence[Example], options: CompletionsConfig,
+    exchange: ProcessExchange,
+) -> tuple[dict[str, float], list[Answered]]:  # fmt: skip
     """Complete this rank's prompts and compare with their last trained span.
 
     A completion is correct if its text, special tokens and outer white space left out, is the reference's.
@@ -106,24 +109,22 @@ def evaluate_completions(
     Returns:
         Metrics over all ranks, and all ranks' completions by sample id (the same on every rank).
     """
-    prompts, references = (
-        zip(*(split_at_answer(example) for example in examples), strict=True) if examples else ((), ())
-    )
-    completions = complete(
-        replica.model,
-        prompts,
-        max_new_tokens=options.max_new_tokens,
-        stop_tokens=stop_tokens(replica.model, tokenizer),
-        pad_token=pad_token(tokenizer),
-        temperature=options.temperature,
-    )
+    answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
+    requests = [
+        Request(number, np.asarray(answers[number][0], np.int64), (mixed(0, example.sample_id),))
+        for number, example in enumerate(examples)
+    ]
+    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     mine = []
-    for example, prompt, reference, completion in zip(examples, prompts, references, completions, strict=True):
-        text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    for sampled in generate(engine, requests, sampling):
+        prompt, reference = answers[sampled.request_id]
+        text = tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True)
         expected = tokenizer.decode(reference, skip_special_tokens=True)
-        right = completion.finished and text.strip() == expected.strip()
-        shown = tokenizer.decode(prompt)
-        mine.append(Answered(example.sample_id, shown, text, expected, right, completion.finished))
+        finished = sampled.finish is Finish.STOP
+        right = finished and text.strip() == expected.strip()
+        mine.append(
+            Answered(examples[sampled.request_id].sample_id, tokenizer.decode(prompt), text, expected, right, finished)
+        )
     answered = sorted((item for part in exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
     if not answered:
         return {}, []
@@ -140,21 +141,6 @@ def split_at_answer(example: Example) -> tuple[list[int], list[int]]:
     start = int(trained[breaks[-1] + 1]) if breaks.size else int(trained[0])
     end = int(trained[-1]) + 1
     return example.tokens[:start].tolist(), example.tokens[start:end].tolist()
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return every token that ends a completion: the tokenizer's, and those of the generation settings."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in [tokenizer.eos_token_id, *several] if token is not None})
-
-
-def pad_token(tokenizer: Any) -> int:
-    """Return a token to fill gaps with; what it is never matters, gaps are not read."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
 
 
 def write_completions(path: Path, answered: Sequence[Answered]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import psutil
 import torch
@@ -13,14 +14,22 @@ from holdfast.errors import RankFailed
 from holdfast.training import directory
 from holdfast.training.checkpoints import Checkpoints
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
-from holdfast.training.evaluate import evaluate
+from holdfast.training.evaluate import evaluate as evaluate_supervised
 from holdfast.training.exports import BEST, due_exports, export_run
 from holdfast.training.journal import Journal
-from holdfast.training.run import Run
+from holdfast.training.run import Run, StepAbandoned
 from holdfast.types import StepEvent
 
-Step = Callable[[Run], dict[str, float] | None]
-"""Makes one update and returns its metrics, or None when the data has ended."""
+R = TypeVar("R", bound=Run)
+Step = Callable[[R], dict[str, float] | None]
+"""Makes one step and returns its metrics, or None when the data has ended."""
+
+
+class Evaluate(Protocol[R]):  # type: ignore[misc]  # a run is taken, never given
+    """Measures a run on its evaluation sets."""
+
+    def __call__(self, run: R, /, *, interrupted: Callable[[], bool]) -> dict[str, float]:
+        """Return eval/<set>/<metric>, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,12 @@ class Outcome:
     """Where the exported model stands."""
 
 
-def fit(run: Run, step: Step) -> Outcome:
+def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
     with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
         checkpoints.rehearse(requests)
-        stopped = _Loop(run, step, checkpoints, journal, requests).run_to_end()
+        run.interrupted = lambda: requests.reason is not None
+        stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
         wanted = run.config.checkpoint.export_at_end or run.config.dry_run
         place = export_run(run, "final") if wanted and stopped in {None, BY_OBSERVER} else None
     dry = run.config.dry_run
@@ -51,9 +61,10 @@ def fit(run: Run, step: Step) -> Outcome:
 
 
 @dataclass
-class _Loop:
-    run: Run
-    step: Step
+class _Loop(Generic[R]):
+    run: R
+    step: Step[R]
+    evaluate: Evaluate[R]
     checkpoints: Checkpoints
     journal: Journal
     requests: StopRequests
@@ -98,6 +109,8 @@ class _Loop:
                 event = StepEvent(run.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
+            except StepAbandoned:
+                stopped = f"stopped by {self.requests.pending(run.exchange)}"
             except Exception as error:
                 self._save_before(error)
                 raise
@@ -140,7 +153,7 @@ class _Loop:
 
     def _evaluate(self) -> dict[str, float]:
         self.evaluated_at = self.run.state.step
-        return evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.exchange) is not None)
+        return self.evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.exchange) is not None)
 
 
 def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from holdfast.checkpoint.hashing import hash_bytes, hash_file
 from holdfast.config.algorithm import UserObjectiveConfig
-from holdfast.config.runs import SFTConfig
-from holdfast.data.stream import SampleStream
+from holdfast.config.runs import TrainingConfig
+from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
 
 Identity = Mapping[str, Mapping[str, str]]
@@ -26,7 +26,7 @@ _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
-def identity(config: SFTConfig, base: Path, stream: SampleStream, origin: Blueprint) -> Identity:
+def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
     Args:
@@ -64,7 +64,7 @@ def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
     return found
 
 
-def _user_files(config: SFTConfig, base: Path) -> Iterator[tuple[str, Path]]:
+def _user_files(config: TrainingConfig, base: Path) -> Iterator[tuple[str, Path]]:
     named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
     if isinstance(config.objective, UserObjectiveConfig):
         named.append(("objective.path", config.objective.path))

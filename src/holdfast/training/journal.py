@@ -12,6 +12,9 @@ from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
 from holdfast.training.run import Run
 
 
+SAMPLES = "samples.jsonl"
+
+
 class Journal:
     """Opens the run directory and its sinks for the length of a block; silent on other ranks than the first."""
 
@@ -19,6 +22,7 @@ class Journal:
         self.latest: dict[str, float] = dict(run.resumed_metrics)
         """The last value of every metric."""
         self._run = run
+        self._first_step = run.state.step
         self._sinks: list[Sink] = []
         first = run.world.is_first
         if first:
@@ -28,6 +32,7 @@ class Journal:
             self._sinks.append(lines)
             if "tensorboard" in run.config.metrics.sinks:
                 self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
+        self._samples: JsonlSink | None = None
         kind = run.config.metrics.progress if first else "off"
         self._screen = open_progress(kind, run.total_steps, run.state.step)
 
@@ -41,6 +46,8 @@ class Journal:
         """Close files and leave the screen as it is."""
         for sink in self._sinks:
             sink.close()
+        if self._samples is not None:
+            self._samples.close()
         self._screen.close()
 
     def report(self, line: Mapping[str, float]) -> None:
@@ -55,9 +62,25 @@ class Journal:
                 sink.write(step, line)
         if "loss" in line:
             self._screen.update(step, line)
+        self._tell()
         if evaluated and self._run.world.is_first:
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in evaluated.items())
             self._screen.say(f"evaluation at step {step}: {text}")
+
+    def _tell(self) -> None:
+        """Print and write what the step left to be told."""
+        run = self._run
+        for text in run.said:
+            self.say(text)
+        if run.samples and run.world.is_first:
+            if self._samples is None:
+                self._samples = JsonlSink(run.directory / SAMPLES)
+                if self._samples.had_lines:
+                    self._samples.event({"event": "rewind", "to": self._first_step})
+            for sample in run.samples:
+                self._samples.event(sample)
+        run.said.clear()
+        run.samples.clear()
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""

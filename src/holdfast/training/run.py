@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 
-from holdfast.config.runs import SFTConfig
-from holdfast.data.stream import SampleStream
+from holdfast.config.runs import TrainingConfig
+from holdfast.data.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build import Blueprint
@@ -23,6 +24,10 @@ from holdfast.training.identity import Identity
 from holdfast.training.observe import Observer
 from holdfast.training.state import TrainState
 from holdfast.types import Example
+
+
+class StepAbandoned(Exception):  # noqa: N818 - it says what happened; nothing went wrong
+    """A step was left because the run shall stop: nothing of it is kept, and it is made again from its seeds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class EvaluationSet:
 class Evaluation:
     """A model on its ranks, and what it is measured on."""
 
-    config: SFTConfig
+    config: TrainingConfig
     world: World
     exchange: ProcessExchange
     origin: Blueprint
@@ -49,6 +54,10 @@ class Evaluation:
     objective: Objective
     evaluation_sets: Sequence[EvaluationSet]
     directory: Path
+    temperature: float = 1.0
+    """Divides the logits wherever log-probabilities are taken: the one that tokens were sampled at."""
+    interrupted: Callable[[], bool] = lambda: False
+    """Whether this rank was asked to stop; long work may be left for it."""
     state: TrainState = field(default_factory=TrainState)
     clock: PhaseClock = field(default_factory=PhaseClock)
 
@@ -64,7 +73,7 @@ class Run(Evaluation):
     """Everything a step touches: what an evaluation has, and what training needs besides."""
 
     optimizer: Optimizer
-    stream: SampleStream
+    stream: BatchStream[Any, Any]
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
@@ -80,8 +89,12 @@ class Run(Evaluation):
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
 
+    said: list[str] = field(default_factory=list)
+    """What a step has to tell the user; the journal prints it, on rank 0, and empties the list."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Completions of a step; the journal writes them to samples.jsonl, on rank 0, and empties the list."""
     updating: bool = False
-    """Whether an update is being made, or was broken off: tensors are of two steps then."""
+    """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
 
     @property
     def finished(self) -> bool:

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.data import DataConfig, RowFormat
-from holdfast.config.runs import SFTConfig
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.runs import TrainingConfig
 from holdfast.data.assembly import Layout
 from holdfast.data.candidates import CandidateReader, Tokenise
-from holdfast.data.chat import RowTokeniser, Tokenised
+from holdfast.data.chat import RowTokeniser, S, Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.order import DrawOrder
+from holdfast.data.prompts import PromptStream
 from holdfast.data.reading import HeldOut, RowReader
 from holdfast.data.rows import Row, Source, from_rows, open_source
 from holdfast.data.stream import Limits, SampleStream
 from holdfast.errors import DataError
 from holdfast.training.observe import load_function
 from holdfast.training.run import EvaluationSet
-from holdfast.types import Example
+from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
@@ -44,7 +46,7 @@ class OpenedData:
         return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def open_data(config: SFTConfig, base: Path, rows: Any = None, *, training: bool = True) -> OpenedData:
+def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training: bool = True) -> OpenedData:
     """Open every source.
 
     Args:
@@ -99,7 +101,7 @@ def _check_mixture(sources: Sequence[Source], weighted: bool) -> None:
         raise DataError(f"{empty[0]} has no rows. Check the path, the split and data.validation_split.")
 
 
-def check_batch(config: SFTConfig, data: OpenedData, ranks: int) -> None:
+def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
     """Refuse a batch that no data or not every rank can fill.
 
     Raises:
@@ -123,23 +125,38 @@ def check_batch(config: SFTConfig, data: OpenedData, ranks: int) -> None:
         )
 
 
-def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat]) -> Tokenise:
+def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat]) -> Tokenise[Example]:
     """Return the function that turns rows into sequences."""
     text = data
     if data.packing == "wrapped":
         text = data.model_copy(update={"max_length": _ENDLESS})
     tokeniser = RowTokeniser(tokenizer, text, base)
 
-    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised:
+    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
         return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
 
     return tokenise
 
 
 def training_stream(
-    config: SFTConfig, data: OpenedData, tokenise: Tokenise, exchange: Exchange, layout: Layout, base: Path
+    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[Example], exchange: Exchange, layout: Layout, base: Path
 ) -> SampleStream:
     """Return the endless stream of training batches."""
+    reader = _training_rows(config, data, tokenise, exchange, base)
+    return SampleStream(reader, config.data, exchange, layout, _training_limits(config, data))
+
+
+def prompt_stream(
+    config: GRPOConfig, data: OpenedData, tokenise: Tokenise[Prompt], exchange: Exchange, base: Path
+) -> PromptStream:
+    """Return the endless stream of prompts."""
+    reader = _training_rows(config, data, tokenise, exchange, base)
+    return PromptStream(reader, config.data, exchange, _training_limits(config, data))
+
+
+def _training_rows(
+    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[S], exchange: Exchange, base: Path
+) -> CandidateReader[S]:
     order = DrawOrder(
         [source.size for source in data.training],
         data.weights,
@@ -148,17 +165,19 @@ def training_stream(
         block=config.data.shuffle_buffer,
     )
     accept = None if config.data.filter is None else _row_filter(config.data.filter, base)
-    reader = CandidateReader(RowReader(data.training, order), tokenise, exchange, accept)
+    return CandidateReader(RowReader(data.training, order), tokenise, exchange, accept)
+
+
+def _training_limits(config: TrainingConfig, data: OpenedData) -> Limits:
     unknown = any(source.size is None for source in data.training)
     # Rows that are filtered or dropped make a pass shorter than planned: the stream ends it, not the planned steps.
     passes = max(1, round(config.epochs)) if config.epochs is not None and unknown else config.epochs
     repeat = config.overfit_batches is not None
-    limits = Limits(passes, config.overfit_batches or config.limit_batches, repeat)
-    return SampleStream(reader, config.data, exchange, layout, limits)
+    return Limits(passes, config.overfit_batches or config.limit_batches, repeat)
 
 
 def evaluation_sets(
-    config: SFTConfig, data: OpenedData, tokenise: Tokenise, exchange: Exchange, layout: Layout
+    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[Example], exchange: Exchange, layout: Layout
 ) -> tuple[EvaluationSet, ...]:
     """Return the named evaluation sets; they are read in order, and small ones are welcome."""
     limit = config.evaluation.limit_samples
@@ -178,23 +197,23 @@ def evaluation_sets(
         return open_stream
 
     def prompts_of(source: Source) -> Callable[[int], Sequence[Example]]:
-        return lambda count: _first_examples(source, tokenise, count, exchange)
+        return lambda count: first_sequences(source, tokenise, count, exchange)
 
     return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
 
 
-def _whole(config: SFTConfig) -> str:
+def _whole(config: TrainingConfig) -> str:
     return "best_fit" if config.data.packing == "wrapped" else config.data.packing
 
 
-def _first_examples(source: Source, tokenise: Tokenise, count: int, exchange: Exchange) -> list[Example]:
+def first_sequences(source: Source, tokenise: Tokenise[S], count: int | None, exchange: Exchange) -> list[S]:
     """Return this rank's share of the first rows, one sequence of each."""
     rows: Iterable[Row]
     if source.size is not None:
-        rows = (source.row(index) for index in range(min(count, source.size)))
+        rows = (source.row(index) for index in range(source.size if count is None else min(count, source.size)))
     else:
         rows = islice(source.scan(0), count)
-    found: list[Example] = []
+    found: list[S] = []
     for index, row in enumerate(rows):
         if index % exchange.size == exchange.rank:
             examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples

@@ -11,7 +11,9 @@ class TrainState:
     """Progress of a run. Weights, optimizer state, random state and the data cursor are saved beside it."""
 
     step: int = 0
-    """Updates done, skipped ones included."""
+    """Steps done, those whose updates were skipped included."""
+    updates: int = 0
+    """Optimizer updates done or skipped: one per step, or several on one rollout."""
     tokens: int = 0
     """Tokens trained on, padding not counted."""
     samples: int = 0
@@ -20,6 +22,8 @@ class TrainState:
     skipped_in_a_row: int = 0
     best_exported: float | None = None
     """Value of checkpoint.export_best's metric in exports/best."""
+    controllers: dict[str, float] = field(default_factory=dict)
+    """Coefficients that follow a target, by name."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
 

@@ -23,8 +23,13 @@ from holdfast.training.run import Run
 from holdfast.types import Batch, LossSum, MiniBatch
 
 
-def train_step(run: Run, mini_batch: MiniBatch) -> dict[str, float]:
+def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> dict[str, float]:
     """Make one update and return its metrics, the same on every rank.
+
+    Args:
+        run: The run.
+        mini_batch: What the update is made of.
+        ends_step: Off: more updates belong to this step, and until the last of them no checkpoint can be taken.
 
     A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
     not finite is skipped on all ranks and counted.
@@ -40,16 +45,20 @@ def train_step(run: Run, mini_batch: MiniBatch) -> dict[str, float]:
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             set_last_micro_batch(run.policy, run.plan, last=index == len(mini_batch.micro_batches) - 1)
             batch = to_device(micro_batch, run.world.device)
-            output = run.policy(batch, run.objective, entropy=run.config.metrics.entropy)
+            output = run.policy(
+                batch, run.objective, temperature=run.temperature, entropy=run.config.metrics.entropy
+            )
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
             part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(run, batch, output)
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
     with run.phase("optimizer"):
-        return _update(run, sums, mini_batch, rate)
+        return _update(run, sums, mini_batch, rate, ends_step=ends_step)
 
 
-def _update(run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: float) -> dict[str, float]:
+def _update(
+    run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: float, *, ends_step: bool
+) -> dict[str, float]:
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     if not run.plan.sharded:
         give_zero_gradients(parameters)
@@ -65,13 +74,15 @@ def _update(run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: floa
         scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
         run.updating = True
         run.optimizer.step()
-        run.updating = False
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1
         state.skipped_in_a_row += 1
     run.optimizer.zero_grad(set_to_none=True)
-    state.step += 1
+    state.updates += 1
+    if ends_step:
+        state.step += 1
+        run.updating = False
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
     if state.skipped_in_a_row >= run.config.optim.max_nonfinite_steps:

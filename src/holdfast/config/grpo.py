@@ -1,0 +1,88 @@
+"""The tree of `holdfast grpo`: rollouts, rewards, advantages, and the updates made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from holdfast.config.base import Mistake
+from holdfast.config.data import PromptDataConfig
+from holdfast.config.metrics import PolicyEvaluationConfig
+from holdfast.config.policy import (
+    AdvantageConfig,
+    ClipConfig,
+    CorrectionConfig,
+    EntropyConfig,
+    GRPOAdvantageConfig,
+    KLConfig,
+    NoCorrectionConfig,
+    OffPolicyMaskConfig,
+    PolicyObjective,
+)
+from holdfast.config.reward import Reward, RewardPoolConfig
+from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig, UpdatesConfig
+from holdfast.config.runs import TrainingConfig
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+class GRPOConfig(TrainingConfig):
+    """Reinforcement learning from rewards of sampled completions: GRPO and its kin.
+
+    A step samples `rollout.group_size` completions of `data.batch_size` prompts, and makes `updates` optimizer updates
+    on them. `steps` counts these rounds.
+    """
+
+    verb = "grpo"
+    data: PromptDataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: Annotated[list[Reward], BeforeValidator(_as_list), Field(min_length=1)]
+    """One reward or several; several are summed by their weights."""
+    rewards: RewardPoolConfig = RewardPoolConfig()
+    advantage: AdvantageConfig = GRPOAdvantageConfig()
+    groups: GroupsConfig = GroupsConfig()
+    objective: PolicyObjective = ClipConfig()
+    kl: KLConfig = KLConfig()
+    entropy: EntropyConfig = EntropyConfig()
+    correction: CorrectionConfig = NoCorrectionConfig()
+    off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    updates: UpdatesConfig = UpdatesConfig()
+    evaluation: PolicyEvaluationConfig = PolicyEvaluationConfig()
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what sections ask of each other."""
+        yield from super().mistakes()
+        least = self.advantage.smallest_group
+        if self.rollout.group_size < least:
+            yield (
+                "rollout.group_size",
+                f"{self.rollout.group_size}, but advantage: {self.advantage.kind} compares at least {least} completions "
+                "of a prompt; raise it, to 8 for example",
+            )
+        room = self.data.max_length - self.rollout.max_new_tokens
+        if room < 1:
+            yield (
+                "rollout.max_new_tokens",
+                f"{self.rollout.max_new_tokens} leaves no room for a prompt in data.max_length={self.data.max_length}; "
+                f"raise data.max_length to {self.rollout.max_new_tokens} and the longest prompt, or lower it",
+            )
+        if self.data.batch_size % self.updates.mini_batches:
+            yield (
+                "updates.mini_batches",
+                f"data.batch_size={self.data.batch_size} prompts cannot be dealt to {self.updates.mini_batches} "
+                "mini-batches alike; choose a divisor",
+            )
+        if self.rollout.biases() and self.correction.kind == "off":
+            named = ", ".join(self.rollout.biases())
+            yield (
+                f"rollout.{self.rollout.biases()[0]}",
+                f"{named} draws from another distribution than the policy's, which biases every update; leave it out, "
+                "or weigh tokens by correction: truncate",
+            )
+        if self.data.batch_size_schedule:
+            yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"

@@ -1,0 +1,250 @@
+"""The `rewards` sections: what scores a completion, and what happens where a score cannot be had."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from holdfast.config.base import (
+    ByKind,
+    FunctionPath,
+    Mistake,
+    Pattern,
+    Positive,
+    PositiveInt,
+    Section,
+)
+
+
+def _check_name(name: str) -> str:
+    if re.fullmatch(r"[^\s/]+", name) is None:
+        raise ValueError(f"{name!r} should be one word without a slash: metrics put it between slashes")
+    return name
+
+
+class _RewardSection(Section):
+    name: Annotated[str, AfterValidator(_check_name)] | None = None
+    """Name in metrics and messages; default: the function's name, or the kind. Two rewards never share one."""
+    weight: float = 1.0
+    """Its factor in the sum; 0 records it without training on it."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics and messages."""
+        return self.name or str(type(self).model_fields["kind"].default)
+
+
+class UserRewardConfig(_RewardSection):
+    """A function, class or callable of one file of the user's own; see docs/rewards.md for what it is given."""
+
+    kind: Literal["path"] = "path"
+    path: FunctionPath
+    """`file.py:function`; returns a number, None or a dict with the key `reward`, `overall` or `score`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its own arguments; of a class, those of its constructor."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics and messages."""
+        return self.name or self.path.rpartition(":")[2]
+
+
+class ExactConfig(_RewardSection):
+    """1 where the stripped completion is the row's answer, else 0."""
+
+    kind: Literal["exact"] = "exact"
+    column: str = "answer"
+    """Column of the right answer."""
+
+
+class MathConfig(_RewardSection):
+    """1 where math-verify finds the final answer equal to the row's, else 0. Needs `pip install holdfast[math]`."""
+
+    kind: Literal["math"] = "math"
+    column: str = "answer"
+    """Column of the right answer: a number, LaTeX, or a worked solution that ends in `#### 42`."""
+
+
+class CountdownConfig(_RewardSection):
+    """1 where the completion is an expression of + - * / that uses each number once and reaches the target, else 0."""
+
+    kind: Literal["countdown"] = "countdown"
+    numbers: str = "numbers"
+    """Column of the numbers."""
+    target: str = "target"
+    """Column of the target."""
+
+
+class FormatConfig(_RewardSection):
+    """1 where the completion has a form, else 0."""
+
+    kind: Literal["format"] = "format"
+    regex: Pattern
+    """The form; a dot matches line ends too."""
+    mode: Literal["fullmatch", "search"] = "fullmatch"
+    """Whether the whole completion has the form, or some part of it."""
+
+
+class LengthConfig(_RewardSection):
+    """How well the length of a completion fits, in tokens, from 0 to 1."""
+
+    kind: Literal["length"] = "length"
+    target: PositiveInt | None = None
+    """1 at this length, falling in a straight line to 0 at length 0 and at twice the target."""
+    min: PositiveInt | None = None
+    """1 from this length on, else 0."""
+    max: PositiveInt | None = None
+    """1 up to this length, else 0."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a missing bound, a target beside bounds, and an empty range."""
+        low, high = self.min, self.max
+        if self.target is None and low is None and high is None:
+            yield "target", "no length is given; set target, min or max"
+        if self.target is not None and (low is not None or high is not None):
+            yield "target", "a target and a range ask for different things; keep one, or write two rewards"
+        if low is not None and high is not None and low > high:
+            yield "min", f"{low} is above max={high}; lower one or raise the other"
+
+
+class RepetitionConfig(_RewardSection):
+    """Minus `penalty` times the share of a completion's n-grams that occurred before; 0 without repetition."""
+
+    kind: Literal["repetition"] = "repetition"
+    ngram: PositiveInt = 4
+    """Tokens in an n-gram."""
+    penalty: Positive = 1.0
+
+
+class OverlongConfig(_RewardSection):
+    """Soft overlong punishment, from 0 to -1 over the last tokens before the limit (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    kind: Literal["overlong"] = "overlong"
+    max_length: PositiveInt
+    """Tokens from which the punishment is -1."""
+    cache: PositiveInt
+    """It starts this many tokens before `max_length`."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a punishment that starts before the first token."""
+        if self.cache > self.max_length:
+            yield "cache", f"{self.cache} is above max_length={self.max_length}; lower it"
+
+
+class JudgeConfig(_RewardSection):
+    """A number read from what a model behind an OpenAI-compatible endpoint says."""
+
+    kind: Literal["judge"] = "judge"
+    url: str
+    """Up to and including the version, as in http://localhost:8000/v1."""
+    model: str
+    prompt: str
+    """Sent as the user's message; {prompt}, {completion} and {column} are replaced, other braces stay."""
+    regex: Pattern = r"-?\d+(?:\.\d+)?"
+    """Where the number stands in the answer: the last match, or its one group."""
+    scale: Positive = 1.0
+    """The number that counts as a reward of 1."""
+    api_key_variable: str | None = None
+    """Name of the environment variable that holds the key; a key itself never stands in a file."""
+    max_tokens: PositiveInt = 512
+    """Longest answer."""
+    timeout_seconds: Positive = 30.0
+    """Longest wait for one answer."""
+    attempts: PositiveInt = 3
+    """Requests before the sample counts as an error; the connection, 408, 409, 429 and 5xx are tried again."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an address that is none, a prompt without the completion, and a regex with several groups."""
+        if not self.url.startswith(("http://", "https://")):
+            yield "url", f"{self.url!r} is no address; write it as in http://localhost:8000/v1"
+        if "{completion}" not in self.prompt:
+            yield "prompt", "the judge would not see the completion; write {completion} where it belongs"
+        if (groups := re.compile(self.regex).groups) > 1:
+            yield "regex", f"{groups} groups could hold the number; keep one, and write (?:...) for the others"
+        if self.api_key_variable is not None and not self.api_key_variable.isidentifier():
+            yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"
+
+
+class CodeConfig(_RewardSection):
+    """Whether the completion's last Python code block passes the row's tests, in a process with limits.
+
+    No security boundary: the code runs as this user, with the network and the disk.
+    """
+
+    kind: Literal["code"] = "code"
+    column: str = "tests"
+    """Column of the tests: Python text, or a list of texts, run after the code in its namespace."""
+    grade: Literal["all", "share"] = "all"
+    """1 only where all tests pass, or the share that passes."""
+    timeout_seconds: Positive = 5.0
+    """Longest time of the code and all its tests; more earns 0."""
+    memory_mib: PositiveInt = 1024
+    """Most address space; more earns 0."""
+
+
+Reward = Annotated[
+    UserRewardConfig
+    | ExactConfig
+    | MathConfig
+    | CountdownConfig
+    | FormatConfig
+    | LengthConfig
+    | RepetitionConfig
+    | OverlongConfig
+    | JudgeConfig
+    | CodeConfig,
+    ByKind("path"),
+]
+
+
+class DropGroup(Section):
+    """Leave the whole group out of the step."""
+
+    kind: Literal["drop_group"] = "drop_group"
+
+
+class DropSample(Section):
+    """Leave the completion out of the step and out of its group's baseline."""
+
+    kind: Literal["drop_sample"] = "drop_sample"
+
+
+class FixedValue(Section):
+    """Count a value as the reward."""
+
+    kind: Literal["value"] = "value"
+    value: float
+
+
+FaultPolicy = Annotated[DropGroup | DropSample | FixedValue, ByKind("value")]
+
+
+class RewardPoolConfig(Section):
+    """The processes that compute rewards, and what happens where one gives no number."""
+
+    workers: PositiveInt | Literal["auto"] = "auto"
+    """Processes per rank; `auto`: one per CPU, at most 4."""
+    batch_size: PositiveInt = 16
+    """Most completions that a batched or async function sees at once; it never assumes that its group is whole."""
+    timeout_seconds: Positive = 10.0
+    """Longest time of one reward for one completion; a batched call may take this long for each of its completions.
+    A reward with limits of its own gets at least those."""
+    start_timeout_seconds: Positive = 120.0
+    """Longest time for importing the files of all rewards."""
+    on_timeout: FaultPolicy = DropSample()
+    """A reward that took longer than `timeout_seconds`."""
+    on_error: FaultPolicy = DropSample()
+    """A reward that raised, returned something else, or killed its process."""
+    on_nan: FaultPolicy = DropSample()
+    """A reward that is not a finite number."""
+    on_none: FaultPolicy = DropSample()
+    """A completion for which every reward returned None. None beside another reward's number is left out of the sum."""
+
+
+def repeated_labels(rewards: Sequence[Reward]) -> list[str]:
+    """Return the names that several rewards share."""
+    labels = [reward.label for reward in rewards]
+    return sorted({label for label in labels if labels.count(label) > 1})

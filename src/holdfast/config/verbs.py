@@ -1,0 +1,41 @@
+"""Which verb a run's file is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.load import Loaded, from_mapping, load
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.config.yaml12 import parse_file
+
+ROOTS: dict[str, type[TrainingConfig]] = {root.verb: root for root in (SFTConfig, GRPOConfig)}
+"""Verb to root."""
+
+_OF_ROLLOUTS = {"rollout", "reward", "advantage"}
+
+
+def verb_of(values: Mapping[str, Any]) -> str:
+    """Return the verb whose tree this is: one that names rewards or rollouts is a policy's."""
+    return GRPOConfig.verb if _OF_ROLLOUTS & set(values) else SFTConfig.verb
+
+
+def load_run(path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
+    """Read a run's file under the verb it is for.
+
+    Raises:
+        ConfigError: As `load`.
+    """
+    named = dict(parse_file(path).values) | {override.partition(".")[0].partition("=")[0]: None for override in overrides}
+    return load(path, overrides, ROOTS[verb_of(named)])
+
+
+def run_from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
+    """Check a tree given as nested mappings, under the verb it is for.
+
+    Raises:
+        ConfigError: As `from_mapping`.
+    """
+    return from_mapping(values, ROOTS[verb_of(values)])

@@ -1,0 +1,78 @@
+"""Rows as prompts to continue, and the resumable stream of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.data.candidates import CandidateReader, Candidates
+from holdfast.data.chat import RowTokeniser, Tokenised
+from holdfast.data.rows import Row
+from holdfast.data.stream import BatchStream, Limits
+from holdfast.config.data import PromptDataConfig
+from holdfast.data.exchange import Exchange
+from holdfast.errors import DataError
+from holdfast.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of a step."""
+
+    mine: tuple[Prompt, ...]
+    """This rank's, in draw order."""
+    ids: tuple[int, ...]
+    """Prompt ids over all ranks, in draw order."""
+    metrics: Mapping[str, float]
+    """What reading counted, over all ranks."""
+
+
+class PromptStream(BatchStream[Prompt, PromptBatch]):
+    """Prompts, a step's at a time. A rank continues the prompts it read: none of them moves."""
+
+    def __init__(
+        self,
+        rows: CandidateReader[Prompt],
+        config: PromptDataConfig,
+        exchange: Exchange,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(rows, config, exchange, limits)
+
+    def _batch_of(self, found: Candidates[Prompt]) -> PromptBatch:
+        mine = tuple(prompt for _, prompt in sorted(found.mine.items()))
+        counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
+        return PromptBatch(mine, tuple(known.draw for known in found.known), counted)
+
+
+def prompt_tokeniser(
+    tokeniser: RowTokeniser, decode: Callable[[list[int]], str], config: PromptDataConfig, longest: int
+) -> Callable[[Row, int, str, str], Tokenised[Prompt]]:
+    """Return the function that turns rows into prompts.
+
+    Args:
+        tokeniser: Renders and tokenises a row's prompt.
+        decode: Tokens to text, special tokens included.
+        config: The data section.
+        longest: Tokens a prompt may have.
+    """
+
+    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
+        tokens = tokeniser.prompt_tokens(row, name)
+        if tokens.size == 0:
+            raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
+        if tokens.size <= longest:
+            columns: dict[str, Any] = dict(row)
+            text = decode(tokens.tolist())
+            return Tokenised((Prompt(sample_id, tokens.astype(np.int64), text, columns, source),), {})
+        if config.overlong == "refuse":
+            raise DataError(
+                f"{name}: its prompt has {tokens.size} tokens, and data.max_length={config.max_length} less "
+                f"rollout.max_new_tokens leaves room for {longest}. Raise data.max_length, or set data.overlong: drop."
+            )
+        return Tokenised((), {"overlong_dropped": 1})
+
+    return tokenise

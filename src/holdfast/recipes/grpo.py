@@ -1,0 +1,51 @@
+"""Group relative policy optimisation and its kin.
+
+Sample several completions of each prompt, score them, compare each with the others of its prompt, and raise the
+probability of those that did better. Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1. Which comparison,
+which loss and which average are the configuration's business (`advantage`, `objective`, `data.average`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.parallel.mesh import World
+from holdfast.training.build import Live
+from holdfast.training.build_policy import build_policy_run
+from holdfast.training.control_coefficients import controlled_objective, measured
+from holdfast.training.evaluate_policy import evaluate_policy
+from holdfast.training.experience import pack_rollout, score_rollout, with_advantages
+from holdfast.training.fit import Outcome, fit
+from holdfast.training.policy import PolicyRun
+from holdfast.training.rewards import open_rewards
+from holdfast.training.rollout_metrics import of_several_updates, rollout_metrics
+from holdfast.training.rollouts import next_rollout
+from holdfast.training.samples import tell_samples
+from holdfast.training.step import train_step
+
+
+def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
+    """Train, evaluate and export as the configuration says."""
+    with open_rewards(config, base, world) as score:
+        run = build_policy_run(config, base, world, score, live)
+        outcome = fit(run, grpo_step, evaluate_policy)
+        run.exchange.close()
+    return outcome
+
+
+def grpo_step(run: PolicyRun) -> dict[str, float] | None:
+    """Sample, score, compare, and update the policy; None when the prompts have ended."""
+    run.objective = controlled_objective(run)
+    rollout = next_rollout(run)
+    if rollout is None:
+        return None
+    rollout = with_advantages(run, rollout)
+    mini_batches = score_rollout(run, pack_rollout(run, rollout))
+    updates = mini_batches * run.config.updates.passes
+    lines = []
+    for number, mini_batch in enumerate(updates):
+        lines.append(train_step(run, mini_batch, ends_step=number == len(updates) - 1))
+    metrics = of_several_updates(lines) | rollout_metrics(rollout, run.config.advantage.tolerance)
+    tell_samples(run, rollout)
+    return metrics | measured(run, metrics)

@@ -1,0 +1,71 @@
+"""From what each reward said about a sample to its one reward, and what a fault does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from holdfast.config.reward import DropGroup, DropSample, FaultPolicy, FixedValue, Reward, RewardPoolConfig
+from holdfast.rewards.base import Outcome, Sample, Scored
+
+_SHOWN = 80
+_DROPS: tuple[Literal["sample", "group"] | None, ...] = (None, "sample", "group")
+"""By severity."""
+
+
+def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Reward], config: RewardPoolConfig) -> Scored:
+    """Return the weighted sum of a sample's rewards.
+
+    None beside another reward's number is left out of the sum. If several rewards fail, the fault that drops most is
+    the one told.
+    """
+    judged = list(zip(rewards, outcomes, strict=True))
+    values = {reward.label: _value(outcome, config) for reward, outcome in judged}
+    total = sum(reward.weight * value for reward in rewards if (value := values[reward.label]) is not None)
+    faults = [(reward, outcome) for reward, outcome in judged if outcome.fault not in {None, "none"}]
+    if all(outcome.fault == "none" for outcome in outcomes):
+        faults = judged[:1]
+        total = _fixed(config.on_none) or 0.0
+    parts: dict[str, float | None] = {}
+    metrics: dict[str, float] = {}
+    for reward, outcome in judged:
+        parts[reward.label] = values[reward.label]
+        parts |= {f"{reward.label}/{name}": part for name, part in outcome.parts.items()}
+        metrics |= {f"{reward.label}/{name}": metric for name, metric in outcome.metrics.items()}
+    if not faults:
+        return Scored(total, parts, metrics)
+    reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[1], config)))
+    message = f"reward {reward.label} {outcome.message}; sample {sample.sample_id}: {sample.completion[:_SHOWN]!r}"
+    drop = _DROPS[_severity(_policy(outcome, config))]
+    return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
+
+
+def _value(outcome: Outcome, config: RewardPoolConfig) -> float | None:
+    """Return a reward's number, or the one that stands for its fault."""
+    return outcome.value if outcome.fault in {None, "none"} else _fixed(_policy(outcome, config))
+
+
+def _policy(outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
+    match outcome.fault:
+        case "timeout":
+            return config.on_timeout
+        case "nan":
+            return config.on_nan
+        case "none":
+            return config.on_none
+        case _:
+            return config.on_error
+
+
+def _fixed(policy: FaultPolicy) -> float | None:
+    return policy.value if isinstance(policy, FixedValue) else None
+
+
+def _severity(policy: FaultPolicy) -> int:
+    match policy:
+        case DropGroup():
+            return 2
+        case DropSample():
+            return 1
+        case FixedValue():
+            return 0

@@ -1,0 +1,77 @@
+"""Messages through pipes and sockets: eight bytes of length, then the payload."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from collections.abc import Iterator
+
+_LENGTH = struct.Struct("<Q")
+_CHUNK_BYTES = 1 << 16
+
+
+class BrokenChannel(Exception):  # noqa: N818 - the name says what happened
+    """What came through is no message of ours: somebody else wrote into the channel."""
+
+
+def frame(payload: bytes) -> bytes:
+    """Return a message as it travels."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def write(descriptor: int, payload: bytes) -> None:
+    """Write a whole message to a blocking descriptor."""
+    rest = memoryview(frame(payload))
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def read(descriptor: int, deadline: float | None = None) -> bytes | None:
+    """Return the next message; None at the end.
+
+    Raises:
+        TimeoutError: It is not whole at the deadline, in seconds of time.monotonic.
+    """
+    head = _read_exactly(descriptor, _LENGTH.size, deadline)
+    return None if head is None else _read_exactly(descriptor, _LENGTH.unpack(head)[0], deadline)
+
+
+def _read_exactly(descriptor: int, size: int, deadline: float | None) -> bytes | None:
+    pieces: list[bytes] = []
+    while size > 0:
+        if deadline is not None and not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        piece = os.read(descriptor, min(size, _CHUNK_BYTES))
+        if not piece:
+            return None
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+class Incoming:
+    """The bytes of a descriptor that never blocks its reader, cut into messages."""
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most = most_bytes
+        self._bytes = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """Yield the messages that are whole now.
+
+        Raises:
+            BrokenChannel: A length is beyond belief.
+        """
+        self._bytes += received
+        while len(self._bytes) >= _LENGTH.size:
+            size = _LENGTH.unpack_from(self._bytes)[0]
+            if self._most is not None and size > self._most:
+                raise BrokenChannel(f"a message of {size} bytes")
+            end = _LENGTH.size + size
+            if len(self._bytes) < end:
+                return
+            message = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield message

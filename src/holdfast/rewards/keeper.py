@@ -1,0 +1,255 @@
+"""The process between a rank and its workers: forks them, gives them tasks, kills what takes too long.
+
+Protects one invariant: every sample of a request gets exactly one outcome from every reward, whatever user code does.
+It runs no user code after the imports, so nothing can block it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from selectors import BaseSelector
+from socket import socket
+from typing import Any
+
+from holdfast.rewards import frames, processes
+from holdfast.rewards.base import Outcome
+from holdfast.rewards.forks import IGNORED, Task, Worker, fork, how_it_ended
+from holdfast.rewards.scorers import Scorer
+from holdfast.rewards.signatures import Batch, Each
+
+_TICK_SECONDS = 0.2
+_IDLE_TICK_SECONDS = 1.0
+_MOST_LOG_BYTES = 1 << 26
+_RECEIVED_BYTES = 1 << 18
+
+
+class Keeper:
+    """Serves the requests of one rank."""
+
+    def __init__(self, scorers: Sequence[Scorer], settings: dict[str, Any], requests: int, replies: int) -> None:
+        self._scorers, self._replies = scorers, replies
+        self._most_workers: int = settings["workers"]
+        self._batch_size: int = settings["batch_size"]
+        self._parent = os.getppid()
+        self._requests = requests
+        self._incoming = frames.Incoming()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._workers: dict[int, Worker] = {}
+        self._samples: list[bytes] = []
+        self._queue: deque[Task] = deque()
+        self._outcomes: list[list[Outcome | None]] | None = None
+        """[reward][sample] of the request under way."""
+        self._missing = 0
+        self._is_wanted = True
+
+    def run(self) -> None:
+        """Serve until the rank closes its end or dies; leave no process."""
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            while self._is_wanted and os.getppid() == self._parent:
+                self._turn()
+        finally:
+            for worker in list(self._workers.values()):
+                self._end(worker)
+            self._sweep()
+
+    def _turn(self) -> None:
+        self._hand_out()
+        patience = _IDLE_TICK_SECONDS if self._outcomes is None else _TICK_SECONDS
+        for key, events in self._selector.select(patience):
+            if key.data is None:
+                self._hear_the_rank()
+            elif key.data.pid in self._workers:
+                self._attend(key.data, events)
+        self._find_the_dead()
+        self._end_the_overdue()
+        self._keep_the_log_short()
+        self._reply_if_done()
+
+    def _hear_the_rank(self) -> None:
+        received = os.read(self._requests, _RECEIVED_BYTES)
+        self._is_wanted = bool(received)
+        for message in self._incoming.feed(received):
+            self._samples = pickle.loads(message)  # noqa: S301 - from our own parent
+            count = len(self._samples)
+            self._outcomes = [[None] * count for _ in self._scorers]
+            self._missing = count * len(self._scorers)
+            self._queue = deque(task for reward in range(len(self._scorers)) for task in self._tasks(reward, count))
+
+    def _tasks(self, reward: int, count: int) -> Iterable[Task]:
+        size = self._batch_size
+        if isinstance(self._scorers[reward].bound, Each):
+            # Small enough that workers end together. Only here may the number of workers matter: samples are alone.
+            size = min(size, max(1, count // (4 * self._most_workers)))
+        for start in range(0, count, size):
+            yield Task(reward, tuple(range(start, min(start + size, count))))
+
+    def _hand_out(self) -> None:
+        idle = [worker for worker in self._workers.values() if worker.task is None]
+        while self._queue and (idle or len(self._workers) < self._most_workers):
+            worker = idle.pop() if idle else self._fork()
+            worker.task = self._queue.popleft()
+            worker.waiting = list(worker.task.samples)
+            worker.outgoing = frames.frame(
+                pickle.dumps((worker.task.reward, [self._samples[place] for place in worker.task.samples]))
+            )
+            self._give_time(worker)
+            self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+
+    def _fork(self) -> Worker:
+        # Held open in the child, a sibling's channel would never end for that sibling.
+        held: list[BaseSelector | socket] = [self._selector, *(worker.channel for worker in self._workers.values())]
+        worker = fork(self._scorers, held, (self._requests, self._replies))
+        self._workers[worker.pid] = worker
+        self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+        return worker
+
+    def _give_time(self, worker: Worker) -> None:
+        assert worker.task is not None
+        scorer = self._scorers[worker.task.reward]
+        calls = len(worker.waiting) if isinstance(scorer.bound, Batch) else 1
+        worker.deadline = time.monotonic() + scorer.seconds * calls
+
+    def _attend(self, worker: Worker, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE and worker.outgoing:
+                worker.outgoing = worker.outgoing[worker.channel.send(worker.outgoing) :]
+                if not worker.outgoing:
+                    self._selector.modify(worker.channel, selectors.EVENT_READ, worker)
+            if events & selectors.EVENT_READ and not self._listen(worker):
+                self._lose(worker)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose(worker)
+        except frames.BrokenChannel as error:
+            print(f"holdfast: worker {worker.pid} sent no message of ours: {error}", file=sys.stderr, flush=True)
+            self._lose(worker, "wrote into the channel of its worker")
+
+    def _listen(self, worker: Worker) -> bool:
+        """Hear what has arrived; return False at the end."""
+        received = worker.channel.recv(_RECEIVED_BYTES)
+        try:
+            for message in worker.incoming.feed(received):
+                self._hear(worker, json.loads(message))
+        except (ValueError, LookupError, TypeError) as error:
+            raise frames.BrokenChannel(repr(error)) from error
+        return bool(received)
+
+    def _hear(self, worker: Worker, message: dict[str, Any]) -> None:
+        task = worker.task
+        if task is None:
+            raise ValueError(f"{message} without a task")
+        if "place" in message:
+            sample = task.samples[message["place"]]
+            worker.waiting.remove(sample)
+            self._record(task.reward, sample, Outcome(**message["outcome"]))
+            if not isinstance(self._scorers[task.reward].bound, Batch):
+                self._give_time(worker)
+        elif "split" in message:
+            self._again_alone(task.reward, worker.waiting)
+            worker.waiting = []
+        else:
+            worker.task = None
+
+    def _record(self, reward: int, sample: int, outcome: Outcome) -> None:
+        assert self._outcomes is not None
+        assert self._outcomes[reward][sample] is None
+        self._outcomes[reward][sample] = outcome
+        self._missing -= 1
+
+    def _again_alone(self, reward: int, samples: Iterable[int]) -> None:
+        self._queue.extendleft(Task(reward, (sample,)) for sample in reversed(list(samples)))
+
+    def _find_the_dead(self) -> None:
+        """Reap; a worker's own end is noticed here where a grandchild still holds its channel open."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._workers:
+                self._lose(self._workers[pid], status=status)
+
+    def _lose(self, worker: Worker, message: str = "", status: int | None = None) -> None:
+        """Settle the samples of a worker that died; where it is unclear which one killed it, each goes alone."""
+        self._hear_the_rest(worker)
+        ended = self._end(worker, status)
+        self._blame(worker, Outcome(fault="error", message=message or f"killed its worker ({how_it_ended(ended)})"))
+
+    def _hear_the_rest(self, worker: Worker) -> None:
+        """Record what a worker said before it fell silent, so that only unfinished samples are blamed."""
+        with contextlib.suppress(OSError, frames.BrokenChannel):
+            while self._listen(worker):
+                pass
+
+    def _end_the_overdue(self) -> None:
+        for worker in [each for each in self._workers.values() if each.is_overdue]:
+            self._hear_the_rest(worker)
+            if not worker.is_overdue:
+                continue
+            self._end(worker)
+            assert worker.task is not None
+            seconds = self._scorers[worker.task.reward].seconds
+            self._blame(worker, Outcome(fault="timeout", message=f"gave no answer in {seconds:g} s"))
+
+    def _blame(self, worker: Worker, outcome: Outcome) -> None:
+        task, waiting = worker.task, worker.waiting
+        if task is None or not waiting:
+            return
+        if isinstance(self._scorers[task.reward].bound, Each):
+            self._record(task.reward, waiting[0], outcome)
+            if waiting[1:]:
+                self._queue.appendleft(Task(task.reward, tuple(waiting[1:])))
+        elif len(waiting) == 1:
+            self._record(task.reward, waiting[0], outcome)
+        else:
+            self._again_alone(task.reward, waiting)
+
+    def _end(self, worker: Worker, status: int | None = None) -> int:
+        """Kill a worker with everything it started; return how it ended."""
+        del self._workers[worker.pid]
+        self._selector.unregister(worker.channel)
+        worker.channel.close()
+        processes.kill_with_group(worker.pid)
+        if status is None:
+            _, status = os.waitpid(worker.pid, 0)
+        self._sweep()
+        return status
+
+    def _sweep(self) -> None:
+        """Kill orphans that became our children; their own children become ours by that."""
+        while strays := [pid for pid in processes.children() if pid not in self._workers]:
+            for pid in strays:
+                processes.kill_with_group(pid)
+                os.waitpid(pid, 0)
+
+    def _keep_the_log_short(self) -> None:
+        if os.fstat(2).st_size > _MOST_LOG_BYTES:
+            os.ftruncate(2, 0)
+            print("holdfast: the log was full and starts again", file=sys.stderr, flush=True)
+
+    def _reply_if_done(self) -> None:
+        if self._outcomes is None or self._missing:
+            return
+        outcomes = [[asdict(outcome) for outcome in line if outcome is not None] for line in self._outcomes]
+        self._outcomes, self._samples = None, []
+        self._sweep()
+        try:
+            frames.write(self._replies, json.dumps(outcomes).encode())
+        except BrokenPipeError:
+            self._is_wanted = False

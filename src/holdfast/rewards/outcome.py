@@ -1,0 +1,104 @@
+"""From what a reward function returned or raised to an outcome."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.rewards.base import Outcome
+
+VALUE_KEYS = ("reward", "overall", "score")
+"""Keys of a dict that hold the reward, the first one present; EasyR1 writes `overall`, verl `score`."""
+_SHOWN = 200
+_LIBRARY, _PACKAGES = str(Path(traceback.__file__).parent), "site-packages"
+
+
+def outcome_of(result: object) -> Outcome:
+    """Return the outcome of a number, None, or a dict of a number with named parts and metrics."""
+    if not isinstance(result, Mapping):
+        return _of_value(result)
+    key = next((key for key in VALUE_KEYS if key in result), None)
+    if key is None:
+        keys = ", ".join(map(str, result)) or "none"
+        return _error(f"returned a dict without the key reward, overall or score (its keys: {keys})")
+    main = _of_value(result[key])
+    metrics = result.get("metrics", {})
+    named = {str(name): value for name, value in result.items() if name not in {key, "metrics"}}
+    return Outcome(
+        main.value,
+        {name: _finite(value) for name, value in named.items() if value is None or _number(value) is not None},
+        _finite_only(metrics) if isinstance(metrics, Mapping) else {},
+        main.fault,
+        main.message,
+    )
+
+
+def outcome_of_exception(error: BaseException) -> Outcome:
+    """Return the outcome of a call that raised: what, and in which line of whose file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost line that is not in a library: the one its author knows.
+    own = [each for each in frames if not each.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in each.filename]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return _error(f"raised {describe(error)}{where}")
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's name and text, cut to a line."""
+    try:
+        text = str(error)
+    except Exception as unprintable:  # noqa: BLE001 - a text that raises is one more thing a user's class can do
+        text = f"(its text raises {type(unprintable).__name__})"
+    text = " ".join(text.split())
+    return f"{type(error).__name__}: {_cut(text)}" if text else type(error).__name__
+
+
+def _of_value(value: object) -> Outcome:
+    if value is None:
+        return Outcome(fault="none", message="returned None")
+    number = _number(value)
+    if number is None:
+        kind = type(value).__name__
+        shown = f" {_cut(repr(value))}" if isinstance(value, str | bytes) else ""
+        return _error(f"returned a {kind}{shown}; a reward is a number, None or a dict")
+    if not math.isfinite(number):
+        return Outcome(fault="nan", message=f"returned {number}")
+    return Outcome(number)
+
+
+def _number(value: object) -> float | None:
+    """Return a number of Python, NumPy or torch as a float; None for anything else."""
+    if not isinstance(value, numbers.Real):
+        # Scalars of NumPy and torch turn into Python's by `item`; naming their types would import both here.
+        item = None if isinstance(value, str | bytes) else getattr(value, "item", None)
+        try:
+            value = item() if callable(item) else None
+        except (TypeError, ValueError, RuntimeError):  # an array of several
+            return None
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _finite_only(values: Mapping[Any, object]) -> dict[str, float]:
+    known = {str(name): _finite(value) for name, value in values.items()}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _error(message: str) -> Outcome:
+    return Outcome(fault="error", message=message)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

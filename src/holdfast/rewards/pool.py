@@ -1,0 +1,184 @@
+"""The rank's end of the reward processes.
+
+A rank never runs a reward itself: what hangs, prints, forks or dies does so in a process that can be killed. Ruling 38.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.rewards import frames, processes
+from holdfast.rewards.base import Outcome, Sample, Scored
+from holdfast.rewards.combine import combine
+
+_CLOSE_SECONDS = 5.0
+_AUTO_WORKERS = 4
+# One thread, or every worker would start as many as there are cores. A fixed hash seed, or sets would order their
+# strings otherwise after a restart, and a sum over one would round otherwise. `env` changes both and nothing else.
+_ENVIRONMENT = ("env", "OMP_NUM_THREADS=1", "PYTHONHASHSEED=0")
+
+
+class RewardPool:
+    """Scores samples in processes that can be killed; a context manager that starts and closes them.
+
+    User files are looked up relative to `base`. What they print goes to `log_path`.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], config: RewardPoolConfig, base: Path, log_dir: Path) -> None:
+        if not rewards:
+            raise ConfigError("rewards: there is none. Name at least one, for example rewards: [{kind: exact}].")
+        if repeated := repeated_labels(rewards):
+            raise ConfigError(
+                f"rewards: two are called {repeated[0]}, and metrics could not tell them apart. Give one of them a "
+                "name."
+            )
+        self._rewards, self._config, self._base = tuple(rewards), config, base
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log_path = log_dir / f"rewards-{os.uname().nodename}-{os.getpid()}.log"
+        """What reward functions print, tracebacks of those that raise included."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes and import every user file in them; started already, do nothing.
+
+        Raises:
+            ConfigError: A reward cannot work: its file, its function, its signature, or a library it needs.
+        """
+        if self._process is not None:
+            return
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.rewards.worker", str(self.log_path)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Return the reward of each sample, in their order.
+
+        Raises:
+            RunStopped: The process that keeps the workers died, which no reward function can cause.
+        """
+        assert self._process is not None
+        packed: list[bytes] = []
+        unseen: dict[int, Outcome] = {}
+        for place, sample in enumerate(samples):
+            try:
+                packed.append(pickle.dumps(sample))
+            except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is pickled
+                unseen[place] = Outcome(fault="error", message=f"cannot be sent the row: {error}")
+        answered = self._ask(packed) if packed else [[] for _ in self._rewards]
+        lines = [iter(line) for line in answered]
+        return [
+            combine(
+                sample,
+                [unseen[place] if place in unseen else next(line) for line in lines],
+                self._rewards,
+                self._config,
+            )
+            for place, sample in enumerate(samples)
+        ]
+
+    def close(self) -> None:
+        """End every process; closed already, do nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.close()
+            process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Its workers die with it: the kernel sees to that.
+            processes.kill_with_group(process.pid)
+            process.wait()
+            process.stdout.close()
+
+    def _ask(self, packed: Sequence[bytes]) -> list[list[Outcome]]:
+        requests, replies = self._channels()
+        try:
+            frames.write(requests, pickle.dumps(packed))
+            reply = frames.read(replies)
+        except BrokenPipeError:
+            reply = None
+        except BaseException:
+            self.close()  # KeyboardInterrupt: the answer is still under way, and nobody will read it
+            raise
+        if reply is None:
+            raise RunStopped(f"The reward processes died{self._how()}. Read {self.log_path}, then start the run again.")
+        return [[Outcome(**outcome) for outcome in line] for line in json.loads(reply)]
+
+    def _channels(self) -> tuple[int, int]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    def _wait_until_ready(self) -> None:
+        requests, replies = self._channels()
+        workers = self._config.workers
+        setup: dict[str, Any] = {
+            "rewards": [(reward.label, reward.model_dump()) for reward in self._rewards],
+            "base": str(self._base.resolve()),
+            "timeout_seconds": self._config.timeout_seconds,
+            "batch_size": self._config.batch_size,
+            "workers": min(os.cpu_count() or 1, _AUTO_WORKERS) if workers == "auto" else workers,
+        }
+        seconds = self._config.start_timeout_seconds
+        deadline = time.monotonic() + seconds
+        building = ""
+        try:
+            frames.write(requests, pickle.dumps(setup))
+            while (reply := frames.read(replies, deadline)) is not None:
+                match json.loads(reply):
+                    case {"building": str(name)}:
+                        building = name
+                    case {"mistake": str(mistake)}:
+                        raise ConfigError(mistake)
+                    case _:
+                        return
+        except BrokenPipeError:
+            pass
+        except TimeoutError:
+            raise ConfigError(
+                f"reward {building}: its file is still being imported after {seconds:g} s. Move slow work into the "
+                "first call, or raise start_timeout_seconds."
+            ) from None
+        raise ConfigError(
+            f"reward {building}: importing its file ended the process{self._how()}. Read {self.log_path}, and import "
+            "the file in a Python of your own."
+        )
+
+    def _how(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" with signal {-code}" if code < 0 else f" with exit code {code}"

@@ -1,0 +1,60 @@
+"""From the sections of the configuration, as plain dicts, to what a worker calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.rewards.signatures import Bound, Concurrent, Each
+
+_GRACE_SECONDS = 5.0
+"""Beyond a reward's own limits, for starting and ending what it runs."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """One reward, ready to be called."""
+
+    name: str
+    bound: Bound
+    seconds: float
+    """Longest time for one sample."""
+
+
+def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> Scorer:
+    """Make a reward of its section; a user's file is imported here.
+
+    Raises:
+        CannotStart: It cannot work in this environment.
+    """
+    own_seconds = 0.0
+    bound: Bound
+    match section["kind"]:
+        case "path":
+            from holdfast.rewards.load import load_callable
+            from holdfast.rewards.signatures import bind
+
+            function, wants_kwargs = load_callable(section["path"], base, name, section["kwargs"])
+            bound = bind(function, section["kwargs"] if wants_kwargs else {}, name)
+        case "math":
+            from holdfast.rewards.mathematics import MathReward
+
+            bound = Each(MathReward.checked(section["column"], name))
+        case "judge":
+            from holdfast.rewards.judge import Judge
+
+            judge = Judge.of(section, name)
+            bound, own_seconds = Concurrent(judge), judge.seconds
+        case "code":
+            from holdfast.rewards.code import CodeReward
+
+            code = CodeReward(section["column"], section["grade"], section["timeout_seconds"], section["memory_mib"])
+            bound, own_seconds = Each(code), code.timeout_seconds
+        case _:
+            from holdfast.rewards.rules import rule
+
+            bound = Each(rule(section))
+    longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
+    return Scorer(name, bound, longest)

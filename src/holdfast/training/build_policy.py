@@ -1,0 +1,108 @@
+"""Build a policy's run: every check that can fail before step 1 fails here, on all ranks alike, with nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.data.candidates import Tokenise
+from holdfast.data.chat import RowTokeniser
+from holdfast.data.prompts import prompt_tokeniser
+from holdfast.data.rows import Source
+from holdfast.errors import ConfigError
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from holdfast.rollout.engine import RolloutEngine
+from holdfast.training.build import Live, begin, build_model, first_rank_first, open_exchange, parts_of_run, together
+from holdfast.training.engines import build_engine, stop_tokens
+from holdfast.training.losses import policy_objective
+from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
+from holdfast.training.reference import build_reference
+from holdfast.training.run import Evaluation
+from holdfast.training.sources import OpenedData, first_sequences, open_data, prompt_stream
+from holdfast.types import Prompt
+
+
+def build_policy_run(
+    config: GRPOConfig, base: Path, world: World, score: Score, live: Live | None = None
+) -> PolicyRun:
+    """Return a run that is ready for its first step; nothing has been written.
+
+    Args:
+        config: The run.
+        base: The YAML's directory.
+        world: The ranks.
+        score: Scores completions.
+        live: Objects in the place of what the configuration names.
+
+    Raises:
+        UserError: Anything that can be known now; the same error on all ranks.
+    """
+    live = live or Live()
+    started = begin(config, base, world, live)
+    exchange = started.exchange
+    measured = _measured(config, base, world, exchange, live)
+    tokenise = _tokeniser(measured, base)
+    stream = together(exchange, lambda: prompt_stream(config, started.data, tokenise, exchange, base))
+    policy = _policy(config, measured, started.data, tokenise, score)
+    reference = build_reference(config, base, world, exchange, policy, live)
+    return PolicyRun(**vars(policy), **parts_of_run(config, base, policy, started, stream), reference=reference)
+
+
+def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score: Score) -> PolicyEvaluation:
+    """Return a policy and what it is evaluated with.
+
+    Raises:
+        UserError: As `build_policy_run`.
+    """
+    exchange = open_exchange(config)
+    needs_training_rows = config.data.validation_split > 0
+    data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
+    measured = _measured(config, base, world, exchange, Live())
+    return _policy(config, measured, data, _tokeniser(measured, base), score)
+
+
+def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, live: Live) -> Evaluation:
+    objective = live.objective or together(exchange, lambda: policy_objective(config, base))
+    return build_model(config, base, world, exchange, live, objective)
+
+
+def _tokeniser(measured: Evaluation, base: Path) -> Tokenise[Prompt]:
+    config, tokenizer = measured.config, measured.origin.tokenizer
+    assert isinstance(config, GRPOConfig)
+    rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base))
+    longest = config.data.max_length - config.rollout.max_new_tokens
+    return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
+
+
+def _policy(
+    config: GRPOConfig, measured: Evaluation, data: OpenedData, tokenise: Tokenise[Prompt], score: Score
+) -> PolicyEvaluation:
+    parts = {name: value for name, value in vars(measured).items() if name not in {"config", "temperature"}}
+    return PolicyEvaluation(
+        **parts,
+        config=config,
+        temperature=config.rollout.temperature,
+        engine=together(measured.exchange, lambda: _engine(config, measured)),
+        score=score,
+        prompt_sets=tuple(
+            PromptSet(name, _reader(source, tokenise, config.evaluation.limit_samples, measured.exchange))
+            for name, source in data.evaluation.items()
+        ),
+    )
+
+
+def _reader(
+    source: Source, tokenise: Tokenise[Prompt], limit: int | None, exchange: ProcessExchange
+) -> Callable[[], Sequence[Prompt]]:
+    return lambda: first_sequences(source, tokenise, limit, exchange)
+
+
+def _engine(config: GRPOConfig, measured: Evaluation) -> RolloutEngine:
+    if not stop_tokens(measured.origin) and not config.rollout.stop:
+        raise ConfigError(
+            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. Give "
+            "the tokenizer an eos_token, or set rollout.stop."
+        )
+    return build_engine(measured, config.rollout.engine, config.rollout.rows)

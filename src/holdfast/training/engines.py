@@ -1,0 +1,53 @@
+"""Choose what samples from a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdfast.config.rollout import EngineKind
+from holdfast.errors import ConfigError
+from holdfast.models.build import Blueprint
+from holdfast.rollout.engine import RolloutEngine
+from holdfast.rollout.generation import TransformersEngine
+from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.stopping import Stops
+from holdfast.training.run import Evaluation
+
+
+def build_engine(measured: Evaluation, kind: EngineKind = "auto", rows: int = 512) -> RolloutEngine:
+    """Return an engine without weights: our own decoding where the model's attention allows it.
+
+    Raises:
+        ConfigError: The engine that was asked for cannot decode this model.
+    """
+    origin, tokenizer, device = measured.origin, measured.origin.tokenizer, measured.world.device
+    stops = Stops(
+        frozenset(stop_tokens(origin)), lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+    )
+    dtype = getattr(torch, measured.plan.compute_dtype)
+    can = origin.packed and not measured.policy.padded
+    if kind == "inprocess" and not can:
+        why = origin.family.why_not_packed or "its attention is not computed per document (model.attention)"
+        raise ConfigError(
+            f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
+        )
+    if can and kind != "transformers":
+        return InProcessEngine(origin, device, dtype, stops, rows=rows)
+    return TransformersEngine(origin, device, dtype, stops, pad_token(tokenizer), rows)
+
+
+def stop_tokens(origin: Blueprint) -> list[int]:
+    """Return every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
+    configured = getattr(origin.skeleton.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [origin.tokenizer.eos_token_id, *several] if token is not None})
+
+
+def pad_token(tokenizer: Any) -> int:
+    """Return a token to fill gaps with; what it is never matters, gaps are not read."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0

@@ -1,0 +1,108 @@
+"""Evaluate a policy by the rewards of its completions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.rollout import SamplingConfig
+from holdfast.rollout.sampling import mixed
+from holdfast.training.policy import PolicyEvaluation, PromptSet
+from holdfast.training.rollout_metrics import length_metrics, reward_metrics
+from holdfast.training.rollouts import rewards_of, sample_groups, score_groups, share_facts
+from holdfast.training.run import StepAbandoned
+from holdfast.types import Group
+
+
+def evaluate_policy(
+    run: PolicyEvaluation, label: str | None = None, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Return eval/<set>/<metric> for every evaluation set; all ranks call this together.
+
+    Completions are written to completions/<label>.<set>.jsonl; the label is the step by default. `interrupted` is asked
+    before every set, the same on all ranks; only finished sets are returned.
+    """
+    label = label or f"step-{run.state.step:08d}"
+    metrics: dict[str, float] = {}
+    for prompts in run.prompt_sets:
+        if interrupted():
+            break
+        try:
+            found, groups = _evaluate_set(run, prompts)
+        except StepAbandoned:
+            break
+        everyone = run.exchange.gather(groups)
+        if run.world.is_first:
+            name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
+            flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
+            write_groups(run.directory / "completions" / name, flat)
+        metrics |= {f"eval/{prompts.name}/{name}": value for name, value in found.items()}
+    return metrics
+
+
+def evaluation_sampling(run: PolicyEvaluation) -> SamplingConfig:
+    """Return how evaluations sample."""
+    given = run.config.evaluation.sampling
+    values = given.model_dump()
+    if given.max_new_tokens is None:
+        values["max_new_tokens"] = run.config.rollout.max_new_tokens
+    return SamplingConfig(**values)
+
+
+def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, float], list[Group]]:
+    options = run.config.evaluation
+    mine = prompts.read()
+    seeds = {
+        prompt.prompt_id: tuple(mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt))
+        for prompt in mine
+    }
+    groups = sample_groups(run, mine, evaluation_sampling(run), seeds)
+    groups, scored = score_groups(run, groups)
+    facts = share_facts(run, groups, scored)
+    rewards = rewards_of(facts)
+    solved = np.where(np.isfinite(rewards), rewards, -math.inf) >= options.success
+    metrics = {**reward_metrics(facts), **length_metrics(facts), "accuracy": float(solved.mean())}
+    if options.per_prompt > 1:
+        metrics[f"avg@{options.per_prompt}"] = metrics["reward"]
+        metrics |= {f"pass@{k}": pass_at(solved, k) for k in _powers_of_two(options.per_prompt)}
+    return metrics, groups
+
+
+def pass_at(solved: NDArray[np.bool_], k: int) -> float:
+    """Estimate without bias the probability that at least one of k completions solves a prompt.
+
+    Chen et al., "Evaluating large language models trained on code" (arXiv:2107.03374), eq. 1.
+
+    Args:
+        solved: [P, G]
+        k: At most G.
+    """
+    total, right = solved.shape[1], solved.sum(axis=1)
+    missed = [math.comb(total - int(count), k) / math.comb(total, k) for count in right]
+    return 1.0 - float(np.mean(missed)) if missed else 0.0
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return sorted({2**power for power in range(largest.bit_length()) if 2**power <= largest} | {largest})
+
+
+def write_groups(path: Path, groups: Sequence[Group]) -> None:
+    """Write one JSON object per completion."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            for trajectory in group.trajectories:
+                line = {
+                    "sample_id": trajectory.sample_id,
+                    "prompt": group.prompt.text,
+                    "completion": trajectory.completion,
+                    "reward": trajectory.reward,
+                    "rewards": dict(trajectory.rewards),
+                    "finish": trajectory.finish.value,
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")

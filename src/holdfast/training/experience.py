@@ -1,0 +1,171 @@
+"""From scored groups to mini-batches: advantages, packs, and the log-probabilities that a loss compares with.
+
+Advantages are computed on groups, before packing; nothing that packing reorders can change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.advantages.group import advantages
+from holdfast.config.grpo import GRPOConfig
+from holdfast.data.assembly import Layout, assemble
+from holdfast.data.candidates import Candidates, Known
+from holdfast.data.packing import to_device
+from holdfast.models.policy import PolicyModel
+from holdfast.objectives.entropy import entropy_threshold
+from holdfast.objectives.policy import PolicyGradient
+from holdfast.training.build import layout_of
+from holdfast.training.policy import PolicyRun
+from holdfast.training.rollouts import GroupFact, Rollout, rewards_of, trained_tokens
+from holdfast.types import Batch, Example, MiniBatch, Scores, Trajectory
+
+COLUMNS: Mapping[str, Any] = {"advantages": np.float32, "sampler_logprobs": np.float32}
+"""What every token of a rollout carries."""
+
+
+def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
+    """Return the rollout with the advantage of every completion on each of its tokens."""
+    if not rollout.facts:
+        return rollout
+    with run.phase("advantage"):
+        found = batch_advantages(run.config, rollout.facts)
+        row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
+        groups = []
+        for group in rollout.groups:
+            values = found[row[group.prompt.prompt_id]]
+            trajectories = tuple(
+                replace(trajectory, advantages=np.where(trajectory.loss_mask, np.float32(value), np.float32(0)))
+                for trajectory, value in zip(group.trajectories, values, strict=True)
+            )
+            groups.append(replace(group, trajectories=trajectories))
+    return replace(rollout, groups=tuple(groups))
+
+
+def batch_advantages(config: GRPOConfig, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+    """Return [P, G] advantages of all groups of a step, the same on every rank."""
+    parts = {
+        section.label: np.array(
+            [[_number(fact.parts.get(section.label)) for fact in group.completions] for group in facts], dtype=np.float64
+        )
+        for section in config.reward
+    }
+    greedy = np.array([fact.greedy for fact in facts])
+    weights = {section.label: section.weight for section in config.reward}
+    return advantages(config.advantage, rewards_of(facts), parts, weights, greedy)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
+    """Return the mini-batches of one pass, each over its own prompts; all ranks call this together.
+
+    Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks.
+    """
+    count = run.config.updates.mini_batches
+    layout = replace(layout_of(run), columns=COLUMNS, constant_length=run.config.rollout.max_new_tokens)
+    with run.phase("pack"):
+        size = -(-len(rollout.facts) // count)
+        return [
+            _mini_batch(run, rollout, rollout.facts[start : start + size], layout)
+            for start in (number * size for number in range(count))
+        ]
+
+
+def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
+    wanted = {fact.prompt_id for fact in facts}
+    mine = {
+        (group.prompt.prompt_id, place): _example(trajectory, group.prompt.source)
+        for group in rollout.groups
+        if group.prompt.prompt_id in wanted
+        for place, trajectory in enumerate(group.trajectories)
+    }
+    groups = run.config.groups
+    known = [
+        Known(fact.prompt_id, place, completion.tokens, trained_tokens(completion, groups), fact.owner)
+        for fact in facts
+        for place, completion in enumerate(fact.completions)
+    ]
+    return assemble(Candidates(mine, known), run.exchange, run.config.data, layout)
+
+
+def _example(trajectory: Trajectory, source: str) -> Example:
+    assert trajectory.advantages is not None
+    carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
+    return Example(
+        sample_id=trajectory.sample_id,
+        prompt_id=trajectory.prompt_id,
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.loss_mask,
+        source=source,
+        per_token={**carried, **trajectory.per_token},
+        model_inputs=trajectory.model_inputs,
+    )
+
+
+@torch.no_grad()
+def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+    """Add the log-probabilities that the objective compares with, and no others; all ranks call this together.
+
+    On-policy without a KL term there is nothing to add, and no forward pass is made.
+    """
+    objective = run.objective
+    several = run.config.updates.count > 1
+    masked = isinstance(objective, PolicyGradient) and objective.needs_entropy_mask
+    result = list(mini_batches)
+    if several or masked:
+        with run.phase("proximal"):
+            result = [_scored(run, run.policy, part, "proximal_logprobs", entropy=masked) for part in result]
+    if masked:
+        share = run.config.entropy.top_quantile
+        result = [_with_entropy_mask(run, part, share, keep_proximal=several) for part in result]
+    if run.reference is not None:
+        with run.phase("reference"):
+            result = [_scored(run, run.reference, part, "reference_logprobs") for part in result]
+    return result
+
+
+def _scored(
+    run: PolicyRun, model: PolicyModel, mini_batch: MiniBatch, name: str, *, entropy: bool = False
+) -> MiniBatch:
+    """Add a model's log-probabilities, and perhaps entropies, to every trained token."""
+    batches = []
+    for micro_batch in mini_batch.micro_batches:
+        batch = to_device(micro_batch, run.world.device)
+        scores = model(batch, temperature=run.temperature, entropy=entropy)
+        assert isinstance(scores, Scores)
+        added = {name: _spread(batch, scores.logprobs)}
+        if scores.entropy is not None:
+            added["entropy"] = _spread(batch, scores.entropy)
+        batches.append(replace(batch, per_token={**batch.per_token, **added}))
+    return replace(mini_batch, micro_batches=tuple(batches))
+
+
+def _spread(batch: Batch, values: Tensor) -> Tensor:
+    """[N] values of scored tokens -> [B, T]"""
+    spread = values.new_zeros(batch.tokens.numel())
+    spread[batch.scored] = values.detach()
+    return spread.view_as(batch.tokens)
+
+
+def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, keep_proximal: bool) -> MiniBatch:
+    """Mark the tokens of highest entropy among all of the update's."""
+    mine = [batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches]
+    threshold = entropy_threshold(np.concatenate([part for told in run.exchange.gather(mine) for part in told]), share)
+    batches = []
+    for batch in mini_batch.micro_batches:
+        kept = {name: values for name, values in batch.per_token.items() if name != "entropy"}
+        if not keep_proximal:
+            del kept["proximal_logprobs"]
+        kept["entropy_mask"] = batch.per_token["entropy"] >= threshold
+        batches.append(replace(batch, per_token=kept))
+    return replace(mini_batch, micro_batches=tuple(batches))

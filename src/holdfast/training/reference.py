@@ -1,0 +1,93 @@
+"""The reference policy: the model as it was at the start of the run, frozen, built like the policy itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.data.packing import pack, to_device
+from holdfast.data.weights import Share
+from holdfast.errors import ModelError
+from holdfast.models.build import blueprint
+from holdfast.models.policy import PolicyModel
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from holdfast.parallel.plan import ShardPlan
+from holdfast.training.build import Live, build_policy, first_rank_first
+from holdfast.training.run import Evaluation
+from holdfast.types import Example, Scores
+
+_PROBE_TOKENS = 24
+
+
+def build_reference(
+    config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, policy: Evaluation, live: Live
+) -> PolicyModel | None:
+    """Return the reference policy, or None where no KL term needs one.
+
+    Raises:
+        ModelError: It is not the policy's twin: not frozen, on another device, sharded otherwise, or of other numbers.
+    """
+    kind = config.reference.kind
+    if kind == "none" or config.kl.coefficient == 0:
+        return None
+    frozen = config.model.model_copy(update={"freeze": [".*"]})
+    offload = config.parallel.cpu_offload or kind == "offloaded"
+    twin = config.model_copy(
+        update={"model": frozen, "parallel": config.parallel.model_copy(update={"cpu_offload": offload})}
+    )
+    origin = first_rank_first(
+        exchange, lambda: blueprint(frozen, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer)
+    )
+    if world.is_first:
+        where = "in host memory" if kind == "offloaded" else "sharded like the policy"
+        print(f"reference policy: {where}, for kl.coefficient={config.kl.coefficient:g}; its plan:", flush=True)
+    reference, plan = build_policy(twin, origin, world, exchange)
+    reference.padded = policy.policy.padded
+    reference.eval()
+    with exchange.together():
+        _check_place(reference, plan, world.device)
+    _check_numbers(reference, policy, exchange)
+    return reference
+
+
+def _check_place(reference: PolicyModel, plan: ShardPlan, device: torch.device) -> None:
+    expected = "cpu" if plan.cpu_offload else device.type
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            raise ModelError(f"The reference policy would be trained: {name} requires a gradient. Please report this.")
+        if parameter.device.type != expected:
+            raise ModelError(f"{name} of the reference policy is on {parameter.device.type}, not on {expected}.")
+        if plan.sharded and not isinstance(parameter, DTensor):
+            raise ModelError(f"{name} of the reference policy is not sharded, although its plan says so.")
+
+
+@torch.no_grad()
+def _check_numbers(reference: PolicyModel, policy: Evaluation, exchange: ProcessExchange) -> None:
+    """Compare both on one sequence: they hold the same weights, so every bit is the same."""
+    found = [_probe(model, policy) for model in (policy.policy, reference)]
+    differ = not torch.equal(found[0], found[1])
+    if any(exchange.gather(differ)):
+        gap = float((found[0] - found[1]).abs().max())
+        raise ModelError(
+            f"The reference policy gives other log-probabilities than the policy it was copied from (by {gap:.1e}), so "
+            "its KL would be wrong from the first step. Please report the architecture."
+        )
+
+
+def _probe(model: PolicyModel, policy: Evaluation) -> Tensor:
+    vocabulary = int(policy.origin.skeleton.config.get_text_config().vocab_size)
+    tokens = torch.arange(_PROBE_TOKENS).mul(7919).remainder(vocabulary).numpy()
+    example = Example(0, 0, tokens, tokens >= 0)
+    example.loss_mask[0] = False
+    batch = to_device(pack([example], [Share(1.0, 1.0)], padded=model.padded), policy.world.device)
+    was_training = model.training
+    model.eval()
+    scores = model(batch)
+    model.train(was_training)
+    assert isinstance(scores, Scores)
+    return scores.logprobs

@@ -1,0 +1,92 @@
+"""What a rollout says in numbers: pure functions of facts that all ranks share, so all ranks get the same."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from holdfast.advantages.group import flat_groups
+from holdfast.training.rollouts import GroupFact, Rollout, rewards_of
+from holdfast.types import Finish
+
+_SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
+_LAST = {"learning_rate", "num_tokens", "optim/skipped_steps"}
+
+
+def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
+    """Return rewards, lengths and faults of a step's completions under TRL's names.
+
+    They speak of all completions that were sampled, also those that are not trained on.
+
+    - reward, reward_std: mean over completions; mean over groups of the standard deviation within a group.
+    - rewards/NAME/mean and rewards/NAME/std: of each reward and its parts, before weights.
+    - frac_reward_zero_std: share of groups whose rewards are all alike.
+    - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length.
+    - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way.
+    - rollout/groups, rollout/trained_groups: sampled, and trained on.
+    """
+    facts = rollout.sampled
+    metrics = {**reward_metrics(facts), **length_metrics(facts), **rollout.counted}
+    if facts:
+        metrics["frac_reward_zero_std"] = float(np.mean(flat_groups(rewards_of(facts), tolerance)))
+    faults = Counter(completion.fault for group in facts for completion in group.completions)
+    for kind in ("timeout", "error", "nan", "none"):
+        metrics[f"reward/{kind}"] = float(faults[kind])
+    metrics["rollout/groups"] = float(len(facts))
+    metrics["rollout/trained_groups"] = float(len(rollout.facts))
+    return metrics
+
+
+def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return means and standard deviations of rewards; those of completions without a reward are left out."""
+    rewards = rewards_of(facts) if facts else np.empty((0, 0))
+    scored = np.isfinite(rewards)
+    metrics = {"reward": float(rewards[scored].mean()) if scored.any() else 0.0}
+    spreads = [float(np.std(row[kept], ddof=1)) for row, kept in zip(rewards, scored, strict=True) if kept.sum() > 1]
+    metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
+    completions = [completion for group in facts for completion in group.completions]
+    for name in sorted({name for completion in completions for name in completion.parts}):
+        values = [value for completion in completions if (value := completion.parts.get(name)) is not None]
+        if values:
+            metrics[f"rewards/{name}/mean"] = float(np.mean(values))
+            metrics[f"rewards/{name}/std"] = float(np.std(values))
+    return metrics
+
+
+def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return completions/* of a rollout or an evaluation."""
+    completions = [completion for group in facts for completion in group.completions]
+    if not completions:
+        return {}
+    lengths = [completion.length for completion in completions]
+    ended = [completion.length for completion in completions if completion.finish is Finish.STOP]
+    return {
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": float(np.mean(ended)) if ended else 0.0,
+    }
+
+
+def of_several_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return one line for the updates of a step: means, but sums of what was worked on and the last of what counts on.
+
+    `data/order_hash` folds all of them, so it differs if any update differs.
+    """
+    names = list(dict.fromkeys(name for line in updates for name in line))
+    joined = {}
+    for name in names:
+        values = [line[name] for line in updates if name in line]
+        if name == "data/order_hash":
+            joined[name] = float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
+        elif name in _LAST:
+            joined[name] = values[-1]
+        elif name in _SUMMED:
+            joined[name] = math.fsum(values)
+        else:
+            joined[name] = math.fsum(values) / len(values)
+    return joined

@@ -1,0 +1,311 @@
+"""From prompts to scored groups, and what every rank must know of all of them.
+
+A completion's seed is made of the run's seed, the step, the prompt and its place in the group, so a rollout that was
+broken off is sampled again exactly. Which groups are trained on is decided from facts that all ranks share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.advantages.group import flat_groups
+from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
+from holdfast.data.prompts import PromptBatch
+from holdfast.rewards.base import Sample, Scored
+from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.sampling import mixed
+from holdfast.training.policy import PolicyEvaluation, PolicyRun, publish
+from holdfast.training.run import StepAbandoned
+from holdfast.types import Finish, Group, Prompt, Trajectory
+
+
+_MESSAGES = 3
+"""Failed rewards that are named per step; all are counted."""
+
+
+class CompletionFact(NamedTuple):
+    """What all ranks know of one completion."""
+
+    reward: float
+    """NaN if it was not scored."""
+    parts: Mapping[str, float | None]
+    length: int
+    tokens: int
+    """With its prompt."""
+    finish: Finish
+    fault: str | None
+    drop: str | None
+
+
+class GroupFact(NamedTuple):
+    """What all ranks know of one group."""
+
+    prompt_id: int
+    owner: int
+    """The rank that holds it."""
+    completions: tuple[CompletionFact, ...]
+    greedy: float = math.nan
+    """Reward of the greedy completion, where the advantage needs one."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups of a step that are trained on."""
+
+    groups: tuple[Group, ...]
+    """This rank's."""
+    facts: tuple[GroupFact, ...]
+    """Of all ranks' groups, by prompt."""
+    sampled: tuple[GroupFact, ...]
+    """Likewise, those that were left out included."""
+    counted: Mapping[str, float]
+    """What reading the prompts counted."""
+    messages: tuple[str, ...]
+    """What went wrong with rewards, over all ranks."""
+
+
+def next_rollout(run: PolicyRun) -> Rollout | None:
+    """Sample and score the groups of the next step; None when the prompts have ended.
+
+    Raises:
+        StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
+    """
+    groups_config, wanted = run.config.groups, run.config.data.batch_size
+    before = run.stream.state()
+    found: list[Rollout] = []
+    kept = 0
+    try:
+        for round_ in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
+            rows = wanted if round_ == 0 else math.ceil((wanted - kept) * groups_config.oversample)
+            with run.phase("data"):
+                batch: PromptBatch | None = run.stream.next(run.state.step, rows)
+            if batch is None:
+                break
+            found.append(_one_round(run, batch))
+            kept += len(found[-1].facts)
+            if kept >= wanted:
+                break
+    except StepAbandoned:
+        run.stream.load_state(before)
+        raise
+    if not found:
+        return None
+    rollout = _joined(found, wanted)
+    run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    return rollout
+
+
+def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
+    config = run.config
+    seed = config.seed if config.rollout.seed is None else config.rollout.seed
+    seeds = {
+        prompt.prompt_id: tuple(
+            mixed(seed, run.state.step, prompt.prompt_id, place) for place in range(config.rollout.group_size)
+        )
+        for prompt in batch.mine
+    }
+    groups = sample_groups(run, batch.mine, config.rollout, seeds)
+    groups, scored = score_groups(run, groups)
+    facts = share_facts(run, groups, scored)
+    if config.advantage.needs_greedy:
+        facts = _with_greedy(run, batch.mine, facts)
+    kept = {fact.prompt_id for fact in select(facts, config.groups, config.advantage.tolerance)}
+    trimmed = [_without_dropped(fact, config.groups) for fact in facts if fact.prompt_id in kept]
+    mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
+    told = run.exchange.gather([item.message for item in scored if item.message][:8])
+    return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, tuple(line for lines in told for line in lines))
+
+
+def _with_greedy(run: PolicyRun, prompts: Sequence[Prompt], facts: Sequence[GroupFact]) -> list[GroupFact]:
+    """Complete every prompt once more, greedily, and note what that earns."""
+    sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
+    groups = sample_groups(run, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
+    rewarded, scored = score_groups(run, groups)
+    earned = {fact.prompt_id: fact.completions[0].reward for fact in share_facts(run, rewarded, scored)}
+    return [fact._replace(greedy=earned[fact.prompt_id]) for fact in facts]
+
+
+def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
+    """Return the first `wanted` groups of all rounds; more are sampled where prompts are drawn in excess."""
+    facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:wanted]
+    kept = {fact.prompt_id for fact in facts}
+    counted: dict[str, float] = {}
+    for part in rounds:
+        for name, value in part.counted.items():
+            counted[name] = counted.get(name, 0.0) + value
+    return Rollout(
+        tuple(group for part in rounds for group in part.groups if group.prompt.prompt_id in kept),
+        tuple(facts),
+        tuple(sorted((fact for part in rounds for fact in part.sampled), key=lambda fact: fact.prompt_id)),
+        counted | {"rollout/rounds": float(len(rounds))},
+        tuple(line for part in rounds for line in part.messages),
+    )
+
+
+def sample_groups(
+    run: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Mapping[int, tuple[int, ...]]
+) -> list[Group]:
+    """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
+
+    Args:
+        run: The policy.
+        prompts: To complete.
+        sampling: How.
+        seeds: By prompt id, one per completion.
+
+    Raises:
+        StepAbandoned: A rank was asked to stop; the same on all ranks.
+    """
+    with run.phase("rollout"):
+        publish(run)
+        requests = [Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id]) for prompt in prompts]
+        sampled = generate(run.engine, requests, sampling, run.interrupted)
+        aborted = any(completion.finish is Finish.ABORT for completion in sampled)
+        if any(run.exchange.gather(aborted)):
+            raise StepAbandoned
+        by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
+        of_id = {prompt.prompt_id: prompt for prompt in prompts}
+        for completion in sampled:
+            prompt = of_id[completion.request_id]
+            seed = seeds[prompt.prompt_id][completion.place]
+            trajectory = trajectory_of(prompt, completion, seed, sampling, run.origin.tokenizer)
+            by_prompt[prompt.prompt_id].append(trajectory)
+    return [Group(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
+
+
+def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: SamplingConfig, tokenizer: Any) -> Trajectory:
+    """Return a prompt and its completion as one sequence."""
+    size, chosen = prompt.tokens.size, sampled.tokens.size
+    logprobs = np.concatenate([np.zeros(size, np.float32), sampled.logprobs])
+    versions = np.concatenate([np.full(size, -1, np.int32), np.full(chosen, sampled.weights_version, np.int32)])
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sample_id=prompt.prompt_id * 2**20 + sampled.place,
+        seed=seed,
+        temperature=sampling.temperature,
+        tokens=np.concatenate([prompt.tokens, sampled.tokens]),
+        loss_mask=np.arange(size + chosen) >= size,
+        sampler_logprobs=logprobs,
+        weights_versions=versions,
+        finish=sampled.finish,
+        completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
+        model_inputs=prompt.model_inputs,
+    )
+
+
+def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
+    """Return this rank's groups with their rewards, and what scoring said of each completion."""
+    with run.phase("reward"):
+        samples = [_sample_of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+        scored = run.score(samples)
+    following = iter(scored)
+    rewarded = []
+    for group in groups:
+        found = [(trajectory, next(following)) for trajectory in group.trajectories]
+        trajectories = tuple(
+            replace(trajectory, reward=item.reward, rewards=dict(item.parts)) for trajectory, item in found
+        )
+        rewarded.append(replace(group, trajectories=trajectories))
+    return rewarded, scored
+
+
+def _sample_of(prompt: Prompt, trajectory: Trajectory) -> Sample:
+    return Sample(
+        sample_id=trajectory.sample_id,
+        prompt=prompt.text,
+        completion=trajectory.completion,
+        prompt_tokens=prompt.tokens.tolist(),
+        completion_tokens=trajectory.tokens[trajectory.loss_mask].tolist(),
+        finish=trajectory.finish.value,
+        row=prompt.row,
+    )
+
+
+def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
+    """Return what all ranks know of all groups, by prompt; the same on every rank."""
+    following = iter(scored)
+    mine = [
+        GroupFact(
+            group.prompt.prompt_id,
+            run.world.rank,
+            tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
+        )
+        for group in groups
+    ]
+    return sorted((fact for facts in run.exchange.gather(mine) for fact in facts), key=lambda fact: fact.prompt_id)
+
+
+def _fact(trajectory: Trajectory, scored: Scored) -> CompletionFact:
+    return CompletionFact(
+        math.nan if scored.reward is None else scored.reward,
+        dict(scored.parts),
+        trajectory.completion_length,
+        trajectory.tokens.size,
+        trajectory.finish,
+        scored.fault,
+        scored.drop,
+    )
+
+
+def rewards_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+    """Return the rewards of groups of one size, [P, G]; NaN where a completion was not scored."""
+    return np.array([[fact.reward for fact in group.completions] for group in facts], dtype=np.float64)
+
+
+def select(facts: Sequence[GroupFact], config: GroupsConfig, tolerance: float) -> list[GroupFact]:
+    """Return the groups that are trained on: a pure function of what all ranks know."""
+    if not facts:
+        return []
+    flat = flat_groups(rewards_of(facts), tolerance)
+    return [
+        fact
+        for fact, is_flat in zip(facts, flat, strict=True)
+        if not (is_flat and config.flat != "keep")
+        and not any(completion.drop == "group" for completion in fact.completions)
+        and (config.between is None or _between(fact, config.between))
+    ]
+
+
+def trained_tokens(fact: CompletionFact, config: GroupsConfig) -> int:
+    """Return how many tokens of a completion are trained."""
+    was_cut = fact.finish is Finish.LENGTH and config.truncated != "keep"
+    return 0 if was_cut or math.isnan(fact.reward) else fact.length
+
+
+def _between(fact: GroupFact, between: BetweenConfig) -> bool:
+    values = [completion.parts.get(between.reward) for completion in fact.completions]
+    known = [value for value in values if value is not None]
+    if not known:
+        return False
+    mean = float(np.mean(known))
+    return (between.low is None or mean > between.low) and (between.high is None or mean < between.high)
+
+
+def _without_dropped(fact: GroupFact, config: GroupsConfig) -> GroupFact:
+    """Take rewards that count for no baseline out of it."""
+    return fact._replace(
+        completions=tuple(
+            completion._replace(reward=math.nan)
+            if completion.drop is not None or (completion.finish is Finish.LENGTH and config.truncated == "drop")
+            else completion
+            for completion in fact.completions
+        )
+    )
+
+
+def _trained_part(group: Group, config: GroupsConfig) -> Group:
+    """Mask completions that are not trained: those without a reward, and perhaps those that were cut."""
+
+    def masked(trajectory: Trajectory) -> Trajectory:
+        was_cut = trajectory.finish is Finish.LENGTH and config.truncated != "keep"
+        if trajectory.reward is not None and not was_cut:
+            return trajectory
+        return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
+
+    return replace(group, trajectories=tuple(masked(trajectory) for trajectory in group.trajectories))

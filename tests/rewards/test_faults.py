@@ -1,0 +1,299 @@
+"""Reward functions that hang, die, print and fork: what is counted, who is named, what is left of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError, RunStopped
+from tests.rewards.conftest import Start, is_alive, sample, samples, user, wait_for
+
+SLEEPS = """
+    import os, subprocess, sys, time
+    from pathlib import Path
+    def note(pid): (Path(__file__).parent / f"pid-{pid}").touch()
+"""
+
+
+def noted(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def test_a_hung_sample_is_killed_and_named_and_the_others_are_unaffected(start: Start) -> None:
+    pool = start("""
+        import time
+        def reward(completion):
+            if completion.startswith("slow"): time.sleep(60)
+            return len(completion)
+        """, timeout_seconds=0.5)  # fmt: skip
+    asked = samples("a", "slow " * 30, "cc", "slow too", "e", "ff", "g", "hh")
+
+    found = pool.score(asked)
+
+    assert [each.reward for each in found] == [1.0, None, 2.0, None, 1.0, 2.0, 1.0, 2.0]
+    assert [each.fault for each in found] == [None, "timeout", None, "timeout", None, None, None, None]
+    assert found[1].drop == "sample"
+    assert found[1].message == f"reward reward gave no answer in 0.5 s; sample 1: {('slow ' * 30)[:80]!r}"
+
+
+def test_a_hung_sample_of_a_batch_is_found_by_asking_one_by_one(start: Start) -> None:
+    pool = start("""
+        import time
+        def reward(completions):
+            if "slow" in completions: time.sleep(60)
+            return [len(each) for each in completions]
+        """, timeout_seconds=0.3, batch_size=3)  # fmt: skip
+
+    found = pool.score(samples("a", "slow", "cc", "d"))
+
+    assert [(each.reward, each.fault) for each in found] == [(1, None), (None, "timeout"), (2, None), (1, None)]
+
+
+@pytest.mark.parametrize("pause", ["await asyncio.sleep(60)", "time.sleep(60)"])
+def test_a_hung_coroutine_is_found(start: Start, pause: str) -> None:
+    pool = start(f"""
+        import asyncio, time
+        async def reward(completion):
+            if completion == "slow": {pause}
+            return len(completion)
+        """, timeout_seconds=0.4)  # fmt: skip
+
+    found = pool.score(samples("a", "slow", "cc", "d"))
+
+    assert [(each.reward, each.fault) for each in found] == [(1, None), (None, "timeout"), (2, None), (1, None)]
+
+
+def test_a_timeout_can_drop_the_group_or_stand_for_a_value(start: Start) -> None:
+    source = "import time\ndef reward(completion): time.sleep(60)"
+
+    group = start(source, timeout_seconds=0.2, on_timeout="drop_group").score([sample()])[0]
+    value = start(source, user(weight=2.0), timeout_seconds=0.2, on_timeout={"value": -1.0}).score([sample()])[0]
+
+    assert (group.reward, group.fault, group.drop) == (None, "timeout", "group")
+    assert (value.reward, value.fault, value.drop, value.parts) == (-2.0, "timeout", None, {"reward": -1.0})
+
+
+def test_each_sample_has_its_own_time(start: Start) -> None:
+    """Together they take longer than the limit of one."""
+    pool = start("import time\ndef reward(completion): time.sleep(0.2); return 1", workers=1, timeout_seconds=0.5)
+
+    assert [each.reward for each in pool.score(samples(*"abcd"))] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("death", "said"),
+    [
+        ("os._exit(3)", "killed its worker (exit code 3)"),
+        ("os.kill(os.getpid(), 11)", "killed its worker (signal 11)"),
+        ("os.kill(os.getpid(), 9)", "killed its worker (signal 9, perhaps for want of memory)"),
+        ("os.closerange(3, 100)", "killed its worker"),
+    ],
+)
+@pytest.mark.parametrize("form", ["def reward(completion): return act([completion])[0]",
+                                  "def reward(completions): return act(completions)",
+                                  "async def reward(completion): return act([completion])[0]"])  # fmt: skip
+def test_a_dead_worker_is_an_error_of_its_sample_and_is_replaced(
+    start: Start, form: str, death: str, said: str
+) -> None:
+    pool = start(f"""
+        import os
+        def act(completions):
+            if "die" in completions: {death}
+            return [len(each) for each in completions]
+        {form}
+        """, workers=1)  # fmt: skip
+
+    found = pool.score(samples("a", "bb", "die", "cc", "d"))
+    again = pool.score(samples("a", "bb"))
+
+    assert [each.reward for each in found] == [1.0, 2.0, None, 2.0, 1.0]
+    assert [each.reward for each in again] == [1.0, 2.0]
+    assert found[2].fault == "error"
+    assert said in found[2].message
+
+
+def test_what_a_hung_function_started_dies_with_it(start: Start, tmp_path: Path) -> None:
+    """Also a grandchild that started a session of its own."""
+    pool = start(SLEEPS + """
+    def reward(completion):
+        note(os.getpid())
+        for own_session in (False, True):
+            note(subprocess.Popen(["sleep", "600"], start_new_session=own_session).pid)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            note(subprocess.Popen(["sleep", "600"]).pid)
+        time.sleep(600)
+    """, timeout_seconds=0.5)  # fmt: skip
+
+    found = pool.score([sample()])[0]
+
+    assert found.fault == "timeout"
+    assert len(noted(tmp_path)) == 4
+    assert not [pid for pid in noted(tmp_path) if is_alive(pid)]
+
+
+def test_a_fork_bomb_ends_with_its_sample(start: Start, tmp_path: Path) -> None:
+    pool = start(SLEEPS + """
+    def reward(completion):
+        if completion != "bomb": return 1
+        for generation in range(5):
+            os.fork()
+        note(os.getpid())
+        time.sleep(600)
+    """, timeout_seconds=2)  # fmt: skip
+
+    found = pool.score(samples("bomb", "good"))
+
+    assert [(each.reward, each.fault) for each in found] == [(None, "timeout"), (1.0, None)]
+    assert len(noted(tmp_path)) == 32
+    assert not [pid for pid in noted(tmp_path) if is_alive(pid)]
+
+
+def test_a_child_that_comes_back_from_a_function_gives_no_second_answer(start: Start) -> None:
+    pool = start("import os\ndef reward(completion): os.fork(); return len(completion)", workers=1)
+
+    assert [each.reward for each in pool.score(samples("a", "bb", "ccc"))] == [1.0, 2.0, 3.0]
+
+
+def test_what_a_finished_function_leaves_running_ends_with_the_pool(start: Start, tmp_path: Path) -> None:
+    pool = start(SLEEPS + """
+    def reward(completion):
+        note(subprocess.Popen(["sleep", "600"]).pid)
+        return 1
+    """)  # fmt: skip
+    pool.score([sample()])
+    running = [is_alive(pid) for pid in noted(tmp_path)]
+
+    pool.close()
+
+    assert running == [True]
+    assert not is_alive(noted(tmp_path)[0])
+
+
+def test_megabytes_of_print_go_to_the_log(start: Start) -> None:
+    pool = start("""
+        import os, sys
+        print("while imported")
+        def reward(completion):
+            print("x" * 3_000_000)
+            os.write(1, b"\\0straight to the descriptor" * 1000)
+            os.system("echo from a shell")
+            print("to stderr", file=sys.stderr)
+            print(input() if False else sys.stdin.read())
+            return len(completion)
+        """)  # fmt: skip
+
+    found = pool.score(samples("a", "bb", "ccc"))
+
+    log = pool.log_path.read_bytes()
+    assert [each.reward for each in found] == [1.0, 2.0, 3.0]
+    assert len(log) > 9_000_000
+    for text in (b"while imported", b"straight to the descriptor", b"from a shell", b"to stderr"):
+        assert text in log
+
+
+def test_the_log_has_a_longest_length(start: Start) -> None:
+    pool = start("import os\ndef reward(completion):\n    for _ in range(70): os.write(1, b'x' * (1 << 20))\n    return 1")
+
+    pool.score([sample()])
+    pool.score([sample()])
+
+    assert pool.log_path.stat().st_size <= 71 << 20
+
+
+def test_a_function_that_closes_its_output_still_scores(start: Start) -> None:
+    pool = start("import sys\ndef reward(completion): sys.stdout.close(); return 1", workers=1)
+
+    assert [each.reward for each in pool.score(samples("a", "b"))] == [1.0, 1.0]
+
+
+def test_answers_keep_the_order_of_the_samples(start: Start) -> None:
+    pool = start("""
+        import time
+        def reward(sample_id):
+            time.sleep(0.02 * (7 - sample_id % 8))
+            return sample_id
+        """, workers=4)  # fmt: skip
+
+    assert [each.reward for each in pool.score(samples(*"abcdefghijklmnop"))] == list(range(16))
+
+
+def test_random_rewards_repeat_for_any_number_of_workers(start: Start) -> None:
+    source = """
+        import random, numpy
+        def reward(completion): return {"reward": random.random() + numpy.random.rand(), "hash": hash("text")}
+        """
+    first, second = start(source, workers=1), start(source, workers=3)
+
+    once = [each.parts for each in first.score(samples(*"abcdef"))]
+    again = [each.parts for each in first.score(samples(*"abcdef"))]
+    elsewhere = [each.parts for each in second.score(samples(*"abcdef"))]
+
+    assert once == again == elsewhere
+    assert len({part["reward"] for part in once}) == 6
+
+
+def test_no_samples_are_no_work(start: Start) -> None:
+    assert start("def reward(completion): return 1").score([]) == []
+
+
+def test_slow_imports_take_no_time_from_samples(start: Start) -> None:
+    pool = start("import time\ntime.sleep(0.8)\ndef reward(completion): return 1", timeout_seconds=0.3)
+
+    assert pool.score([sample()])[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("\n\nimport no_such_library\ndef reward(completion): return 1",
+         r"my.py raises when it is imported: ModuleNotFoundError: No module named 'no_such_library' \(line 3\). "
+         "Correct the file, or install what it needs"),
+        ("def reward(completion) return 1", r"SyntaxError: .*\(line 1\)"),
+        ("raise SystemExit(2)", "raises when it is imported: SystemExit: 2"),
+        ("import os; os._exit(5)", "importing its file ended the process with exit code 5. Read .*rewards-.*log"),
+        ("import os; os.kill(os.getpid(), 11)", "ended the process with signal 11"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(60,), name='poll', daemon=True).start()",
+         r"starts a thread when it is imported \(poll\).*Start it on the first call"),
+        ("import time; time.sleep(600)", "still being imported after 1 s.*raise start_timeout_seconds"),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_import_is_told_in_a_paragraph(start: Start, source: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)^reward reward: .*{said}"):
+        start(source, start_timeout_seconds=1)
+
+
+def test_a_missing_file_is_told_with_the_places_searched(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        start("", user("gone/file.py:f"))
+
+    assert f"there is no file gone/file.py beside the YAML ({tmp_path}) or in {Path.cwd()}" in str(raised.value)
+
+
+def test_workers_come_back_after_a_silent_death_between_requests(start: Start, tmp_path: Path) -> None:
+    pool = start(SLEEPS + """
+    def reward(completion):
+        note(os.getpid())
+        return 1
+    """, workers=1)  # fmt: skip
+    pool.score([sample()])
+    (pid,) = noted(tmp_path)
+    os.kill(pid, 9)
+    assert wait_for(lambda: not is_alive(pid))
+
+    assert pool.score([sample()])[0].reward == 1.0
+    assert len(noted(tmp_path)) == 2
+
+
+def test_the_death_of_the_keeper_stops_the_run_with_a_sentence(start: Start) -> None:
+    pool = start("import os, time\ndef reward(completion): os.kill(os.getppid(), 9); time.sleep(60)")
+    begun = time.monotonic()
+
+    with pytest.raises(RunStopped, match=r"The reward processes died with signal 9\. Read .*then start the run again"):
+        pool.score([sample()])
+
+    assert time.monotonic() - begun < 10

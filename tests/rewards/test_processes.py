@@ -1,0 +1,146 @@
+"""What the processes behind a pool cost, hold, and leave behind when their rank ends in any way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rewards.conftest import Start, is_alive, samples, wait_for
+
+RANK = """
+    import os, sys, time
+    from pathlib import Path
+    from holdfast.config.reward import RewardPoolConfig, UserRewardConfig
+    from holdfast.rewards.base import Sample
+    from holdfast.rewards.pool import RewardPool
+
+    here = Path(sys.argv[1])
+    config = RewardPoolConfig(workers=2, timeout_seconds=600)
+    with RewardPool([UserRewardConfig(path="my.py:reward")], config, here, here) as pool:
+        if len(sys.argv) > 2 and os.fork() == 0:
+            (here / "holder").write_text(str(os.getpid()))
+            time.sleep(600)
+            os._exit(0)
+        try:
+            pool.score([Sample(i, "", "", [], [], "stop", {}) for i in range(2)])
+        except KeyboardInterrupt:
+            (here / "interrupted").touch()
+            time.sleep(600)
+"""
+HANGS = """
+    import os, subprocess, time
+    from pathlib import Path
+    def reward(sample_id):
+        pids = [os.getppid(), os.getpid()]
+        for own_session in (False, True):
+            pids.append(subprocess.Popen(["sleep", "600"], start_new_session=own_session).pid)
+        (Path(__file__).parent / f"made-{sample_id}").write_text(" ".join(map(str, pids)))
+        (Path(__file__).parent / f"pids-{sample_id}").touch()
+        time.sleep(600)
+"""
+
+
+class Rank:
+    """A process that scores two samples that hang."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        (folder / "my.py").write_text(textwrap.dedent(HANGS))
+        (folder / "rank.py").write_text(textwrap.dedent(RANK))
+        self.folder = folder
+        self.process = subprocess.Popen([sys.executable, str(folder / "rank.py"), str(folder), *arguments])
+        assert wait_for(lambda: len(list(folder.glob("pids-*"))) == 2, 30)
+        self.pids = {int(pid) for made in folder.glob("made-*") for pid in made.read_text().split()}
+
+    def alive(self) -> list[int]:
+        return [pid for pid in self.pids if is_alive(pid)]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        holder = self.folder / "holder"
+        for pid in [*self.alive(), *([int(holder.read_text())] if holder.exists() else [])]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    made = Rank(tmp_path, *getattr(request, "param", ()))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("rank", [(), ("a child holds the pipes open",)], indirect=True)
+def test_a_killed_rank_leaves_no_process(rank: Rank) -> None:
+    assert len(rank.alive()) == 7  # the keeper, two workers, two children of each
+
+    rank.process.send_signal(signal.SIGKILL)
+
+    assert wait_for(lambda: not rank.alive(), 5), rank.alive()
+
+
+def test_an_interrupted_score_leaves_no_process(rank: Rank) -> None:
+    assert len(rank.alive()) == 7
+
+    rank.process.send_signal(signal.SIGINT)
+
+    assert wait_for((rank.folder / "interrupted").exists, 5)
+    assert rank.alive() == []
+
+
+def test_a_signal_of_a_scheduler_to_all_processes_leaves_the_keeper_to_its_rank(rank: Rank) -> None:
+    """The rank still wants to save; the keeper replaces its workers."""
+    keeper = {int(made.read_text().split()[0]) for made in rank.folder.glob("made-*")}
+    for made in rank.folder.glob("pids-*"):
+        made.unlink()
+
+    for pid in [*keeper, *rank.pids]:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGTERM)
+
+    assert wait_for((rank.folder / "pids-0").exists) or rank.process.poll() is not None
+    assert all(is_alive(pid) for pid in keeper) or rank.process.poll() == 0
+
+
+def test_a_worker_holds_no_heavy_library(start: Start) -> None:
+    pool = start("""
+        import sys
+        HEAVY = ("torch", "numpy", "transformers", "pydantic", "tenacity", "asyncio", "subprocess")
+        def reward(completion):
+            return {"reward": 0, **{name: name in sys.modules for name in HEAVY}}
+        """)  # fmt: skip
+
+    parts = dict(pool.score(samples("a"))[0].parts)
+
+    assert not any(parts.values()), parts
+
+
+def test_the_worker_module_imports_fast_and_alone() -> None:
+    code = """
+import sys, time
+before = time.process_time()
+import holdfast.rewards.worker
+print(time.process_time() - before, sorted({"torch", "numpy", "transformers", "pydantic"} & set(sys.modules)))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    seconds, heavy = said.split(" ", 1)
+    assert heavy.strip() == "[]"
+    assert float(seconds) < 0.3
+
+
+def test_a_pool_starts_and_closes_twice(start: Start) -> None:
+    pool = start("def reward(completion): return 1")
+    pool.start()
+    pool.close()
+    pool.close()
+
+    pool.start()
+
+    assert pool.score(samples("a"))[0].reward == 1.0
