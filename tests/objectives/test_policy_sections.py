@@ -1,4 +1,4 @@
-"""The sections that describe a policy's loss: their defaults become the papers' losses, and nonsense is refused by name."""
+"""The sections that describe a policy's loss: what they become, and what they refuse by name."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ def known(values: list[Row]) -> list[float]:
 
 
 def grpo(rows: list[Row], epsilon: float) -> list[list[float]]:
-    return [
-        [0.0 if r is None else (r - statistics.mean(known([row]))) / (statistics.stdev(known([row])) + epsilon) for r in row]
-        for row in rows
-    ]  # fmt: skip
+    result = []
+    for row in rows:
+        mean, spread = statistics.mean(known([row])), statistics.stdev(known([row]))
+        result.append([0.0 if r is None else (r - mean) / (spread + epsilon) for r in row])
+    return result
 
 
 def dr_grpo(rows: list[Row]) -> list[list[float]]:
