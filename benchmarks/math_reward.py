@@ -11,11 +11,21 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from measure import heading
 
 ROWS = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def forms_of(golds: Sequence[str], solutions: Sequence[str]) -> dict[str, list[str]]:
+    return {
+        "written": list(solutions),
+        "boxed": [rf"So it is $\boxed{{{gold}.0}}$." for gold in golds],
+        "spelled": [f"She has {gold} of them. The final answer is ${gold}$. I hope it is correct." for gold in golds],
+        "wrong": [f"#### {int(gold) + 1}" for gold in golds],
+    }
 
 
 def main() -> None:
@@ -24,29 +34,19 @@ def main() -> None:
 
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROWS
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    golds = [final_answer(row["answer"]) for row in rows]
-    forms = {
-        "written": [row["answer"] for row in rows],
-        "boxed": [rf"So it is $\boxed{{{gold}.0}}$." for gold in golds],
-        "spelled": [
-            f"She has {gold} of them left. The final answer is ${gold}$. I hope it is correct." for gold in golds
-        ],
-        "wrong": [f"#### {int(gold) + 1}" for gold in golds],
-    }
+    solutions = [row["answer"] for row in rows]
     print(heading("math-verify"))
     print("| form | rows | score 1 | CPU seconds | ms per row |")
     print("|---|---|---|---|---|")
     reward = MathReward.checked("answer", "math")
     is_right = True
-    for form, completions in forms.items():
+    for form, completions in forms_of([final_answer(text) for text in solutions], solutions).items():
+        samples = [Sample(0, "", text, [], [], "stop", row) for text, row in zip(completions, rows, strict=True)]
         start = time.process_time()
-        scores = [
-            reward(Sample(place, "", completion, [], [], "stop", row))
-            for place, (completion, row) in enumerate(zip(completions, rows, strict=True))
-        ]
+        scores = [reward(sample) for sample in samples]
         seconds = time.process_time() - start
         is_right &= scores == [0.0 if form == "wrong" else 1.0] * len(rows)
-        ones = sum(score == 1.0 for score in scores)
+        ones = scores.count(1.0)
         print(f"| {form} | {len(rows)} | {ones} | {seconds:.1f} | {1000 * seconds / len(rows):.2f} |", flush=True)
     sys.exit(0 if is_right else 1)
 

@@ -12,4 +12,9 @@ from typing import Any
 def short_and_right(completion: str, completion_tokens: list[int], answer: str, longest: int = 100) -> dict[str, Any]:
     right = float(completion.strip().endswith(answer))
     short = float(len(completion_tokens) <= longest)
-    return {"reward": right * (0.5 + 0.5 * short), "right": right, "short": short, "metrics": {"letters": len(completion)}}
+    return {
+        "reward": right * (0.5 + 0.5 * short),
+        "right": right,
+        "short": short,
+        "metrics": {"letters": len(completion)},
+    }

@@ -197,7 +197,9 @@ def test_megabytes_of_print_go_to_the_log(start: Start) -> None:
 
 
 def test_the_log_has_a_longest_length(start: Start) -> None:
-    pool = start("import os\ndef reward(completion):\n    for _ in range(70): os.write(1, b'x' * (1 << 20))\n    return 1")
+    pool = start(
+        "import os\ndef reward(completion):\n    for _ in range(70): os.write(1, b'x' * (1 << 20))\n    return 1"
+    )
 
     pool.score([sample()])
     pool.score([sample()])

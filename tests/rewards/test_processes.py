@@ -94,18 +94,21 @@ def test_an_interrupted_score_leaves_no_process(rank: Rank) -> None:
     assert rank.alive() == []
 
 
-def test_a_signal_of_a_scheduler_to_all_processes_leaves_the_keeper_to_its_rank(rank: Rank) -> None:
-    """The rank still wants to save; the keeper replaces its workers."""
-    keeper = {int(made.read_text().split()[0]) for made in rank.folder.glob("made-*")}
-    for made in rank.folder.glob("pids-*"):
-        made.unlink()
+def test_the_signals_of_a_scheduler_end_workers_and_not_the_keeper(start: Start) -> None:
+    """A rank that saves before it ends still wants its rewards."""
+    pool = start("import os\ndef reward(completion): return {'reward': 1, 'own': os.getpid(), 'keeper': os.getppid()}",
+                 workers=1)  # fmt: skip
+    before = pool.score(samples("a"))[0].parts
+    worker, keeper = int(before["reward/own"] or 0), int(before["reward/keeper"] or 0)
 
-    for pid in [*keeper, *rank.pids]:
-        if is_alive(pid):
-            os.kill(pid, signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(keeper, number)
+    os.kill(worker, signal.SIGTERM)
+    assert wait_for(lambda: not is_alive(worker))
 
-    assert wait_for((rank.folder / "pids-0").exists) or rank.process.poll() is not None
-    assert all(is_alive(pid) for pid in keeper) or rank.process.poll() == 0
+    after = pool.score(samples("a"))[0].parts
+    assert after["reward/keeper"] == keeper
+    assert after["reward/own"] != worker
 
 
 def test_a_worker_holds_no_heavy_library(start: Start) -> None:

@@ -59,7 +59,13 @@ def test_a_reward_that_cannot_work_is_refused_with_the_reason(reward: Any, said:
 
 
 def test_a_refused_key_is_not_repeated_in_the_message() -> None:
-    judge = {"kind": "judge", "url": "http://h", "model": "m", "prompt": "{completion}", "api_key_variable": "sk-secret"}
+    judge = {
+        "kind": "judge",
+        "url": "http://h",
+        "model": "m",
+        "prompt": "{completion}",
+        "api_key_variable": "sk-secret",
+    }
 
     with pytest.raises(ConfigError) as raised:
         read(judge)

@@ -52,7 +52,8 @@ def test_a_batched_function_gets_lists(start: Start) -> None:
     pool = start("""
         def reward(completions, completion_ids, finish, sample_id, level, scale):
             assert finish == ["stop"] * 3 and level == [1, 1, 1]
-            return [scale * len(text) + 100 * i + len(ids) for text, ids, i in zip(completions, completion_ids, sample_id)]
+            each = zip(completions, completion_ids, sample_id)
+            return [scale * len(text) + 100 * place + len(ids) for text, ids, place in each]
         """, user(kwargs={"scale": 10}))  # fmt: skip
 
     found = pool.score(samples("a", "bb", "ccc", level=1))

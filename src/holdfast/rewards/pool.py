@@ -73,14 +73,14 @@ class RewardPool:
         try:
             self._wait_until_ready()
         except BaseException:
-            self.close()
+            self._end(0.0)
             raise
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Return the reward of each sample, in their order.
 
         Raises:
-            RunStopped: The process that keeps the workers died, which no reward function can cause.
+            RunStopped: The process that keeps the workers died.
         """
         assert self._process is not None
         packed: list[bytes] = []
@@ -104,6 +104,9 @@ class RewardPool:
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""
+        self._end(_CLOSE_SECONDS)
+
+    def _end(self, patience_seconds: float) -> None:
         process, self._process = self._process, None
         if process is None:
             return
@@ -111,7 +114,7 @@ class RewardPool:
         assert process.stdout is not None
         try:
             process.stdin.close()
-            process.wait(_CLOSE_SECONDS)
+            process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
             pass
         finally:
