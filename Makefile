@@ -17,8 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/holdfast sft examples/sft_sort.yaml
-	$(BIN)/holdfast eval runs/sft_sort/exports/final
+	$(BIN)/holdfast demo
 
 lint: setup
 	$(BIN)/ruff check .

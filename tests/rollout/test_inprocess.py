@@ -1,4 +1,4 @@
-"""Tokens sampled in this process: their log-probabilities are the model's own, and their draws depend on seeds alone."""
+"""Tokens sampled in this process: their log-probabilities are the model's own, their draws depend on seeds alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def requests(count: int = 3, group: int = 4, *, shortest: int = 3) -> list[Reque
     ]
 
 
-def own_logprobs(model: Any, prompt: np.ndarray[Any, Any], sampled: Sampled, temperature: float) -> np.ndarray[Any, Any]:
+def own_logprobs(
+    model: Any, prompt: np.ndarray[Any, Any], sampled: Sampled, temperature: float
+) -> np.ndarray[Any, Any]:
     """Score a completion by transformers' own forward of the whole sequence."""
     tokens = torch.tensor(np.concatenate([prompt, sampled.tokens]))[None]
     with torch.no_grad():
@@ -196,7 +198,9 @@ def test_weights_of_the_right_dtype_are_shared_and_not_copied() -> None:
     assert held == {parameter.data_ptr() for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"top_k": 5, "repetition_penalty": 1.7}, {"top_p": 0.6, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0}, {"top_k": 5, "repetition_penalty": 1.7}, {"top_p": 0.6, "min_p": 0.1}]
+)
 def test_transformers_own_loop_gives_the_same_completions(sampling: dict[str, float]) -> None:
     model, asked = reference("qwen3"), requests(5)
     options = SamplingConfig(max_new_tokens=24, **sampling)

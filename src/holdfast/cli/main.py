@@ -98,6 +98,17 @@ def prove(
     )
 
 
+@app.command("demo")
+def run_demo(
+    directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Of both runs.")] = 0,
+) -> None:
+    """Show the main job on the CPU: SFT, GRPO, a rank killed on the way, resume, verification, export."""
+    from holdfast.cli.demo import demo
+
+    raise typer.Exit(demo(directory, seed))
+
+
 @app.command()
 def version() -> None:
     """Print the versions that decide a run's numbers."""

@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from holdfast.config.verbs import load_run
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited
 from holdfast.launch.local import resolve_ranks
 
-PHASES = ("data", "forward_backward", "optimizer")
-COMPARED = ("loss", "grad_norm", "data/order_hash", "learning_rate")
+PHASES = {
+    "sft": ("data", "forward_backward", "optimizer"),
+    "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
+}
+"""What a step passes through, by verb."""
+COMPARED = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """As `parallel.mesh` reads them; repeated here because that module imports torch."""
 
@@ -71,7 +74,7 @@ def prove(
         steps,
         kill_at,
         chosen.randrange(ranks),
-        chosen.choice(PHASES),
+        chosen.choice(PHASES[loaded.config.verb]),
         every,
         break_,
     )
@@ -138,7 +141,7 @@ def _compare(straight: Path, broken: Path) -> int:
 
 def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> str | None:
     for line, other in zip(one, two, strict=False):
-        for name in COMPARED:
+        for name in (name for name in COMPARED if name in line):
             if line[name] != other[name] or line["step"] != other["step"]:
                 return f"step {line['step']}: {name} is {line[name]!r} straight and {other[name]!r} after the resume"
     if len(one) != len(two):

@@ -61,8 +61,8 @@ class GRPOConfig(TrainingConfig):
         if self.rollout.group_size < least:
             yield (
                 "rollout.group_size",
-                f"{self.rollout.group_size}, but advantage: {self.advantage.kind} compares at least {least} completions "
-                "of a prompt; raise it, to 8 for example",
+                f"{self.rollout.group_size}, but advantage: {self.advantage.kind} compares at least {least} "
+                "completions of a prompt; raise it, to 8 for example",
             )
         room = self.data.max_length - self.rollout.max_new_tokens
         if room < 1:

@@ -125,5 +125,5 @@ class ReferenceConfig(Section):
     """Where the reference policy lives: the model at start, frozen. Only a KL term needs one."""
 
     kind: Literal["auto", "none", "sharded", "offloaded"] = "auto"
-    """`sharded`: like the policy; `offloaded`: in host memory, gathered unit by unit; `auto`: sharded if a KL term needs
-    it, else none."""
+    """`sharded`: like the policy; `offloaded`: in host memory, gathered unit by unit; `auto`: sharded if a KL term
+    needs it, else none."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.load import Loaded, from_mapping, load
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import Loaded, from_mapping, load
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import parse_file
 
@@ -28,7 +28,9 @@ def load_run(path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
     Raises:
         ConfigError: As `load`.
     """
-    named = dict(parse_file(path).values) | {override.partition(".")[0].partition("=")[0]: None for override in overrides}
+    named = dict(parse_file(path).values) | {
+        override.partition(".")[0].partition("=")[0]: None for override in overrides
+    }
     return load(path, overrides, ROOTS[verb_of(named)])
 
 

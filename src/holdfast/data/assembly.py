@@ -87,7 +87,9 @@ def _order_hash(known: Sequence[Known]) -> float:
     return float(xxhash.xxh3_64_intdigest(places.tobytes()) >> 12)
 
 
-def _move(found: Candidates[Example], exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[int, Example]:
+def _move(
+    found: Candidates[Example], exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]
+) -> dict[int, Example]:
     """Send every sequence to the rank that trains it; return this rank's, by unit."""
     outgoing = []
     for rank_packs in packs:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.config.data import PromptDataConfig
 from holdfast.data.candidates import CandidateReader, Candidates
 from holdfast.data.chat import RowTokeniser, Tokenised
+from holdfast.data.exchange import Exchange
 from holdfast.data.rows import Row
 from holdfast.data.stream import BatchStream, Limits
-from holdfast.config.data import PromptDataConfig
-from holdfast.data.exchange import Exchange
 from holdfast.errors import DataError
 from holdfast.types import Prompt
 

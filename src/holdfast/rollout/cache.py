@@ -76,7 +76,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped
         longest = max(self.lengths) + 1
         if longest > self._room:
             more = max(_ROOM, self._room // 2)
-            self._held = {layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self._held.items()}
+            self._held = {
+                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self._held.items()
+            }
             self._room += more
         device = next(iter(self._held.values()))[0].device
         self._view = _View(tuple(self.lengths), device)

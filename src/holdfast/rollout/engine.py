@@ -120,7 +120,12 @@ class ScriptedEngine:
         ended = len(tokens) > 0 and tokens[-1] in self._stops
         finish = Finish.STOP if ended else Finish.LENGTH if len(tokens) > 0 else Finish.ABORT
         return Sampled(
-            request.request_id, place, np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), finish, self.version
+            request.request_id,
+            place,
+            np.asarray(tokens, np.int64),
+            np.asarray(logprobs, np.float32),
+            finish,
+            self.version,
         )
 
     def sleep(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +80,7 @@ class TransformersEngine:
             logits_processor=[drawing],
             stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
             # A model's own generation settings must not change what is drawn.
-            **{"temperature": None, "top_k": None, "top_p": None, "repetition_penalty": None},
+            temperature=None, top_k=None, top_p=None, repetition_penalty=None,
         )
         logprobs = torch.stack(drawing.logprobs, 1).tolist()
         return [
@@ -89,9 +88,7 @@ class TransformersEngine:
             for number, (request, place) in enumerate(rows)
         ]
 
-    def _sampled(
-        self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops
-    ) -> Sampled:
+    def _sampled(self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:
         end, limit = stops.end(tokens, 0), self._sampling.max_new_tokens
         finish = Finish.STOP if end is not None else Finish.LENGTH if len(tokens) >= limit else Finish.ABORT
         kept = np.asarray(tokens[:end], np.int64)

@@ -92,7 +92,9 @@ class InProcessEngine:
             ended = decoding.take(stops, abort=interrupted())
             done += [self._sampled(row, finish) for row, finish in ended]
             if interrupted():
-                done += [self._aborted(request, place) for request in self._waiting for place in range(len(request.seeds))]
+                done += [
+                    self._aborted(request, place) for request in self._waiting for place in range(len(request.seeds))
+                ]
                 self._waiting.clear()
             decoding = decoding.remaining()
         return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
@@ -160,7 +162,7 @@ class _Decoding:
         self._pending: list[tuple[Tensor, Tensor]] = []
         """Tokens and log-probabilities of the steps since the last look."""
         self._done: set[int] = set()
-        self._seen = self._prompt_tokens(requests)
+        self._seen = self._prompt_tokens()
         of_row = [number for number, request in enumerate(requests) for _ in request.seeds]
         lengths = [len(request.prompt) for request in requests]
         ends = np.cumsum(lengths)
@@ -191,7 +193,7 @@ class _Decoding:
         spans = [(ends[number] - lengths[number], ends[number]) for number in of_row]
         return RowCache(cache, spans), output.last_hidden_state[0]
 
-    def _prompt_tokens(self, requests: Sequence[Request]) -> Tensor | None:
+    def _prompt_tokens(self) -> Tensor | None:
         """Return [rows, V], which tokens stand in each row; None where no option asks for it."""
         if self._sampling.repetition_penalty == 1.0:
             return None

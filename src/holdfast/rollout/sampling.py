@@ -72,7 +72,9 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     steps = inside.double().cumsum(-1)
     place = torch.searchsorted(steps, left, right=True)
     # The two sums round differently: the number may lie past the last token of its block that has any probability.
-    last = (inside > 0).long().mul(torch.arange(1, inside.shape[1] + 1, device=logits.device)).amax(-1, keepdim=True) - 1
+    last = (inside > 0).long().mul(torch.arange(1, inside.shape[1] + 1, device=logits.device)).amax(
+        -1, keepdim=True
+    ) - 1
     tokens = (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
     chosen = weights.gather(1, tokens[:, None]).squeeze(1)
     return tokens, (chosen.double().log() - ends[:, -1].log()).to(logits.dtype)

@@ -1,4 +1,4 @@
-"""Build a policy's run: every check that can fail before step 1 fails here, on all ranks alike, with nothing written."""
+"""Build a policy's run: what can fail before step 1 fails here, on all ranks alike, with nothing written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from holdfast.training.sources import OpenedData, first_sequences, open_data, pr
 from holdfast.types import Prompt
 
 
-def build_policy_run(
-    config: GRPOConfig, base: Path, world: World, score: Score, live: Live | None = None
-) -> PolicyRun:
+def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score, live: Live | None = None) -> PolicyRun:
     """Return a run that is ready for its first step; nothing has been written.
 
     Args:
@@ -102,7 +100,7 @@ def _reader(
 def _engine(config: GRPOConfig, measured: Evaluation) -> RolloutEngine:
     if not stop_tokens(measured.origin) and not config.rollout.stop:
         raise ConfigError(
-            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. Give "
-            "the tokenizer an eos_token, or set rollout.stop."
+            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
+            "Give the tokenizer an eos_token, or set rollout.stop."
         )
     return build_engine(measured, config.rollout.engine, config.rollout.rows)

@@ -86,7 +86,9 @@ class Checkpoints:
         try:
             self._start(known=known)
             if run.world.is_first:
-                directory.create(run.directory, run.config, run.config.verb)  # again, now that nothing can be refused any more
+                directory.create(
+                    run.directory, run.config, run.config.verb
+                )  # again, now that nothing can be refused any more
             self._held = hold(run.policy)
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
             self._emergency.start()

@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -101,10 +100,12 @@ class Emergency:
     def _save(self) -> Manifest | None:
         if not self._taken.acquire(blocking=False):
             return None  # the main thread raised too, while the watching one was at it, or the other way round
-        with suppress(CheckpointError, RuntimeError):  # the error that is being raised counts, not this one
+        try:
             moment = self._agreed_moment()
             return None if moment is None else self._write(moment, self._ranks)
-        return None
+        except (CheckpointError, RuntimeError) as error:  # the error that is being raised counts, not this one
+            print(f"the last whole step could not be saved before the error: {error}", flush=True)
+            return None
 
     def _agreed_moment(self) -> Moment | None:
         """Wait until all ranks stand at the same whole step; None if they do not come to."""

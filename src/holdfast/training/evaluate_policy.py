@@ -58,7 +58,9 @@ def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, 
     options = run.config.evaluation
     mine = prompts.read()
     seeds = {
-        prompt.prompt_id: tuple(mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt))
+        prompt.prompt_id: tuple(
+            mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)
+        )
         for prompt in mine
     }
     groups = sample_groups(run, mine, evaluation_sampling(run), seeds)

@@ -53,7 +53,8 @@ def batch_advantages(config: GRPOConfig, facts: Sequence[GroupFact]) -> NDArray[
     """Return [P, G] advantages of all groups of a step, the same on every rank."""
     parts = {
         section.label: np.array(
-            [[_number(fact.parts.get(section.label)) for fact in group.completions] for group in facts], dtype=np.float64
+            [[_number(fact.parts.get(section.label)) for fact in group.completions] for group in facts],
+            dtype=np.float64,
         )
         for section in config.reward
     }

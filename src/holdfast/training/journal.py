@@ -11,8 +11,9 @@ from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
 from holdfast.training.run import Run
 
-
 SAMPLES = "samples.jsonl"
+_NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "/mean_terminated_length")
+"""Numbers of an evaluation that stand in metrics.jsonl and are left out on the screen."""
 
 
 class Journal:
@@ -64,7 +65,8 @@ class Journal:
             self._screen.update(step, line)
         self._tell()
         if evaluated and self._run.world.is_first:
-            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in evaluated.items())
+            told = {name: value for name, value in evaluated.items() if not name.endswith(_NOT_TOLD)}
+            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())
             self._screen.say(f"evaluation at step {step}: {text}")
 
     def _tell(self) -> None:

@@ -24,7 +24,6 @@ from holdfast.training.policy import PolicyEvaluation, PolicyRun, publish
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
-
 _MESSAGES = 3
 """Failed rewards that are named per step; all are counted."""
 

@@ -139,7 +139,12 @@ def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[st
 
 
 def training_stream(
-    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[Example], exchange: Exchange, layout: Layout, base: Path
+    config: TrainingConfig,
+    data: OpenedData,
+    tokenise: Tokenise[Example],
+    exchange: Exchange,
+    layout: Layout,
+    base: Path,
 ) -> SampleStream:
     """Return the endless stream of training batches."""
     reader = _training_rows(config, data, tokenise, exchange, base)

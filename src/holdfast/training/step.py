@@ -45,9 +45,7 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             set_last_micro_batch(run.policy, run.plan, last=index == len(mini_batch.micro_batches) - 1)
             batch = to_device(micro_batch, run.world.device)
-            output = run.policy(
-                batch, run.objective, temperature=run.temperature, entropy=run.config.metrics.entropy
-            )
+            output = run.policy(batch, run.objective, temperature=run.temperature, entropy=run.config.metrics.entropy)
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
             part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(run, batch, output)

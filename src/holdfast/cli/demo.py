@@ -1,0 +1,142 @@
+"""`holdfast demo`: the main job from nothing, on the CPU, with a rank killed on the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.errors import RunStopped
+
+KILL_AT = 34
+"""Step of the second run at which a rank is killed: some steps after a checkpoint."""
+
+_LOOK_SECONDS = 0.05
+_ACCURACY = "eval/held_out/accuracy"
+
+
+def demo(directory: Path, seed: int) -> int:
+    """Train on wrong demonstrations, then by rewards, kill a rank, verify, export, and say what came of it.
+
+    Args:
+        directory: Everything is written below it; what an earlier demo left there is removed.
+        seed: Of both runs.
+
+    Raises:
+        RunStopped: A part of it failed; its own words were printed.
+    """
+    began = time.monotonic()
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("sft", "grpo"):
+        if (directory / name / "run.json").exists():
+            shutil.rmtree(directory / name)
+        (directory / f"{name}.yaml").write_text(files("holdfast.cli").joinpath(f"demo_{name}.yaml").read_text())
+    common = (f"run.dir={directory}", f"seed={seed}")
+    _say("1/5  SFT on 2 FSDP ranks: demonstrations of sorted digits, 70% of them wrong")
+    _run("sft", str(directory / "sft.yaml"), *common)
+    _say(f"2/5  GRPO from there, rewarded by a verifier; a rank gets SIGKILL at step {KILL_AT}")
+    killed = _run_and_kill("grpo", str(directory / "grpo.yaml"), *common)
+    run = directory / "grpo"
+    _say("3/5  every byte of the newest checkpoint, checked again")
+    _run("checkpoint", "verify", str(run))
+    _say("4/5  the export, loaded by plain transformers")
+    export = run / "exports" / "final"
+    accuracy = _output("-m", "holdfast.cli.plain_completion", str(export), "100").split()[-1]
+    print(f"right answers to 100 new questions: {accuracy}")
+    _say("5/5  summary")
+    for line in _summary(run, killed, float(accuracy), time.monotonic() - began):
+        print(line)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"\n=== {text}", flush=True)
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "holdfast.cli.main", *arguments]
+
+
+def _run(*arguments: str) -> None:
+    code = subprocess.run(_command(*arguments), check=False).returncode
+    if code:
+        raise RunStopped(f"`holdfast {' '.join(arguments)}` ended with exit code {code}.")
+
+
+def _output(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RunStopped(f"`python {' '.join(arguments)}` ended with exit code {done.returncode}.")
+    return done.stdout
+
+
+def _run_and_kill(*arguments: str) -> int:
+    """Run a command, kill one of its ranks when it reaches a step, and return the rank's process id."""
+    metrics = Path(arguments[2].removeprefix("run.dir=")) / arguments[0] / "metrics.jsonl"
+    process = subprocess.Popen(_command(*arguments))
+    killed = 0
+    try:
+        while process.poll() is None:
+            if not killed and _steps(metrics) >= KILL_AT:
+                victim = _ranks(process.pid)[-1]
+                print(f"\nkill -9 {victim.pid}: rank 1 is gone", flush=True)
+                victim.send_signal(signal.SIGKILL)
+                killed = victim.pid
+            time.sleep(_LOOK_SECONDS)
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    if process.returncode:
+        raise RunStopped(f"`holdfast {' '.join(arguments)}` ended with exit code {process.returncode}.")
+    if not killed:
+        raise RunStopped(f"The run ended before a rank could be killed at step {KILL_AT}.")
+    return killed
+
+
+def _ranks(launcher: int) -> list[psutil.Process]:
+    """Return the ranks below a launcher, by rank: they are started in order."""
+    children = psutil.Process(launcher).children(recursive=True)
+    ranks = [child for child in children if "holdfast.cli.worker" in child.cmdline()]
+    return sorted(ranks, key=lambda child: int(child.environ().get("RANK", "0")))
+
+
+def _steps(metrics: Path) -> int:
+    return metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
+
+
+def _summary(run: Path, killed: int, plain: float, seconds: float) -> Sequence[str]:
+    from holdfast.metrics.sink import METRICS, read_metrics
+    from holdfast.report.curve import line_plot
+
+    lines = read_metrics(run / METRICS)
+    steps = [line for line in lines if "reward" in line]
+    held_out = [(float(line["step"]), line[_ACCURACY]) for line in lines if _ACCURACY in line]
+    rewards = [(float(line["step"]), line["reward"]) for line in steps]
+    plot = run / "reward.svg"
+    curves = {"reward, sampled": rewards, "accuracy, held out": held_out}
+    plot.write_text(line_plot("GRPO after wrong demonstrations", curves, horizontal="step"), encoding="utf-8")
+    first, last = _mean(steps[:1]), _mean(steps[-5:])
+    return [
+        f"sampled reward       {first:.2f} at the first step -> {last:.2f} over the last five",
+        f"held-out accuracy    {held_out[0][1]:.3f} after SFT -> {held_out[-1][1]:.3f} after GRPO "
+        f"({plain:.2f} by plain transformers on other questions)",
+        f"killed and resumed   rank 1 (process {killed}) at step {KILL_AT}; all {len(steps)} steps are there",
+        f"the run              {run}",
+        f"the model            {run / 'exports' / 'final'}",
+        f"the plot             {plot}",
+        f"time                 {seconds:.0f} s on {os.cpu_count()} cores",
+    ]
+
+
+def _mean(lines: Sequence[dict[str, Any]]) -> float:
+    return sum(float(line["reward"]) for line in lines) / max(1, len(lines))
