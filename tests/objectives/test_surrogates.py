@@ -124,18 +124,18 @@ def test_a_clip_ends_the_gradient_only_in_the_direction_of_the_advantage(
 
 
 def test_clipped_shares_count_by_the_sign_of_the_advantage() -> None:
-    ratios = np.array([0.5, 0.5, 1.5, 1.5, 5.0, 1.0])
-    advantages = np.array([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
-    actions = Actions(torch.zeros(6), torch.tensor(np.log(ratios)), torch.tensor(advantages), tokens_of(draw()))
+    ratios = np.array([0.5, 0.5, 1.5, 1.5, 5.0, 1.0, 5.0, 1.0])
+    advantages = np.array([1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0])
+    actions = Actions(torch.zeros(8), torch.tensor(np.log(ratios)), torch.tensor(advantages), tokens_of(draw()))
 
     shares = means(Clip(0.2, 0.2, 3.0).sums(actions))
 
     assert shares == pytest.approx(
         {
-            "clip_ratio/low_mean": 1 / 6,
-            "clip_ratio/high_mean": 1 / 6,
-            "clip_ratio/region_mean": 2 / 6,
-            "clip_ratio/dual_mean": 1 / 6,
+            "clip_ratio/low_mean": 1 / 8,
+            "clip_ratio/high_mean": 2 / 8,
+            "clip_ratio/region_mean": 3 / 8,
+            "clip_ratio/dual_mean": 1 / 8,
         }
     )
 

@@ -23,7 +23,7 @@ def entropy_threshold(entropies: NDArray[np.floating], top_quantile: float) -> f
     """
     if entropies.size == 0:
         return -math.inf
-    # 0.2 * 15 is a little more than 3 in floating point, and must not become 4.
+    # 0.07 * 100 is a little more than 7 in floating point, and must not become 8.
     trained = max(1, math.ceil(round(top_quantile * entropies.size, 9)))
     place = entropies.size - trained
     return float(np.partition(entropies.ravel(), place)[place])

@@ -16,8 +16,8 @@ from holdfast.objectives.base import Tokens
 from holdfast.objectives.ratios import LIMIT, bounded_exp, sum_to_go
 
 LARGEST = 10.0
-"""Bound of k3 in a loss, in nats: one token of probability 0 must not outweigh a batch. A token that the reference finds
-e^2.6 times likelier is there, and has no gradient; that is the one bias of the importance-weighted k3."""
+"""Bound of k3 in a loss, in nats: one token of probability 0 must not outweigh a batch. A token is there, and has no
+gradient, where the reference finds it e^2.6 times likelier; that is the one bias of the importance-weighted k3."""
 
 
 def kl_estimate(estimator: KLEstimator, logprobs: Tensor, reference: Tensor) -> Tensor:

@@ -104,12 +104,8 @@ class PolicyGradient:
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
         """Return [n] terms, differentiable in `logprobs` and, with a bonus, in `entropy`."""
         actions = self._actions(logprobs, tokens)
-        keep = self._kept(actions)
-        weights = keep
-        if self.needs_sampler:
-            weights = weights * correct(self.correction, self._mismatch(actions), tokens).weights
-        # The zero of a dropped token is written, not multiplied: 0 x inf would be NaN.
-        terms = torch.where(weights > 0, self.surrogate.terms(actions) * weights, 0.0)
+        # Ratios are bounded, so what a weight of 0 drops is finite: 0 x inf would be NaN.
+        terms = self.surrogate.terms(actions) * self._weights(actions)
         if self.needs_reference and self.kl.where == "loss":
             reference = carried("reference_logprobs", logprobs, tokens)
             terms = terms + self.kl.coefficient * kl_terms(self.kl, logprobs, reference, actions.log_ratio)
@@ -156,9 +152,12 @@ class PolicyGradient:
             advantages = shaped_advantages(self.kl, self.kl.coefficient, advantages, proximal, reference, tokens)
         return Actions(logprobs, log_ratio_to_proximal(logprobs, tokens), advantages, tokens)
 
-    def _kept(self, actions: Actions) -> Tensor:
-        """Return [N], 1 where the surrogate counts and 0 where it is dropped."""
-        return (self._entropy_mask(actions) & self._on_policy(actions)).to(actions.logprobs.dtype)
+    def _weights(self, actions: Actions) -> Tensor:
+        """Return [N] constants that multiply the surrogate; 0 where it is dropped."""
+        kept = (self._entropy_mask(actions) & self._on_policy(actions)).to(actions.logprobs.dtype)
+        if not self.needs_sampler:
+            return kept
+        return kept * correct(self.correction, self._mismatch(actions), actions.tokens).weights
 
     def _entropy_mask(self, actions: Actions) -> Tensor:
         if not self.needs_entropy_mask:
@@ -169,8 +168,8 @@ class PolicyGradient:
         if self.off_policy_mask.max_kl is None:
             return torch.ones_like(actions.logprobs, dtype=torch.bool)
         sampler = carried("sampler_logprobs", actions.logprobs, actions.tokens)
-        max_kl, logprobs = self.off_policy_mask.max_kl, actions.logprobs.detach()
-        return kept_by_policy(max_kl, logprobs, sampler, actions.advantages, actions.tokens)
+        max_kl = self.off_policy_mask.max_kl
+        return kept_by_policy(max_kl, actions.logprobs, sampler, actions.advantages, actions.tokens)
 
     def _mismatch(self, actions: Actions) -> Mismatch:
         proximal = proximal_logprobs(actions.logprobs, actions.tokens)
