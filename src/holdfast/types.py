@@ -144,6 +144,9 @@ class Batch:
     """[N] int64, flat positions (row * T + t) of the tokens in `loss_mask`, ascending"""
     lengths: tuple[tuple[int, ...], ...]
     """Per row, the lengths of its documents from left to right; padding is a document of its own at the end."""
+    branches: tuple[tuple[int, ...], ...]
+    """Per document of a packed row, the lengths of the sequences' own parts if they share its head, else empty: a head
+    of P tokens and branches of 3 and 2 make one document of P + 5. Branches see the head and themselves."""
     sample_ids: tuple[int, ...]
     """Sample id of each sequence, in the order of `sequence_ids`."""
     prompt_ids: tuple[int, ...]

@@ -109,8 +109,8 @@ def test_documents_cover_every_row_from_left_to_right(examples: list[Example], p
     batch = pack(examples, [ONE] * len(examples), padded=padded)
 
     assert [sum(lengths) for lengths in batch.lengths] == [batch.tokens.shape[1]] * batch.tokens.shape[0]
-    for (row, start, end), each in zip(places(batch), examples, strict=True):
-        assert batch.tokens[row, start:end].tolist() == each.tokens.tolist()
+    for (row, place), each in zip(places(batch), examples, strict=True):
+        assert batch.tokens[row, place].tolist() == each.tokens.tolist()
 
 
 def test_a_trained_first_token_is_refused() -> None:

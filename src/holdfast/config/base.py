@@ -115,6 +115,21 @@ class ByKind:
         return str(found)
 
 
+class OneOrSeveral:
+    """Lets one item stand for a list of one, in the file and in the JSON schema."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_as_list, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        several = handler(schema)
+        return {"anyOf": [several["items"], several]}
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
 def kind_of(model: type[BaseModel]) -> str | None:
     """Return the kind of a member of a tagged union; None for any other section."""
     field = model.model_fields.get("kind")

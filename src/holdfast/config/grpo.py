@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from holdfast.config.base import Mistake
+from holdfast.config.base import Mistake, OneOrSeveral
 from holdfast.config.data import PromptDataConfig
 from holdfast.config.metrics import PolicyEvaluationConfig
 from holdfast.config.policy import (
@@ -26,10 +26,6 @@ from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig
 from holdfast.config.runs import TrainingConfig
 
 
-def _as_list(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else [value]
-
-
 class GRPOConfig(TrainingConfig):
     """Reinforcement learning from rewards of sampled completions: GRPO and its kin.
 
@@ -40,7 +36,7 @@ class GRPOConfig(TrainingConfig):
     verb = "grpo"
     data: PromptDataConfig
     rollout: RolloutConfig = RolloutConfig()
-    reward: Annotated[list[Reward], BeforeValidator(_as_list), Field(min_length=1)]
+    reward: Annotated[list[Reward], Field(min_length=1), OneOrSeveral()]
     """One reward or several; several are summed by their weights."""
     rewards: RewardPoolConfig = RewardPoolConfig()
     advantage: AdvantageConfig = GRPOAdvantageConfig()

@@ -13,8 +13,8 @@ import xxhash
 from holdfast.config.data import DataConfig
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
-from holdfast.data.packing import pack
-from holdfast.data.planning import plan_packs
+from holdfast.data.packing import Head, pack
+from holdfast.data.planning import Unit, plan_packs, plan_units
 from holdfast.data.weights import shares
 from holdfast.types import Example, MiniBatch
 
@@ -31,6 +31,8 @@ class Layout:
     """Cost of a token pair in attention relative to a token elsewhere."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Values that every token carries, and their dtypes: the batch of an idle rank has them too."""
+    shares_heads: bool = False
+    """Whether sequences of one draw are laid down with their common head once."""
     constant_length: int | None = None
     """The constant of that average; default: data.max_length."""
 
@@ -41,25 +43,34 @@ def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig,
     trained = [sequence.trained for sequence in known]
     constant = layout.constant_length or config.max_length
     share = shares(config.average, trained, [sequence.draw for sequence in known], constant)
-    plan = plan_packs(
+    units = plan_units(
         [sequence.tokens for sequence in known],
+        [sequence.head if layout.shares_heads else 0 for sequence in known],
+        [sequence.draw for sequence in known],
+        config.tokens_per_micro_batch,
+    )
+    plan = plan_packs(
+        [unit.tokens for unit in units],
         budget=config.tokens_per_micro_batch,
         ranks=exchange.size,
         padded=layout.padded,
         attention_share=layout.attention_share,
     )
-    held = _move(found, exchange, plan.packs)
+    packs = [[[units[number] for number in pack_] for pack_ in of_rank] for of_rank in plan.packs]
+    held = _move(found, exchange, packs)
     micro_batches = tuple(
         pack(
-            [held[unit] for unit in units],
-            [share[unit] for unit in units],
+            [held[index] for unit in units_of_pack for index in unit.members],
+            [share[index] for unit in units_of_pack for index in unit.members],
             padded=layout.padded,
             pad_token=layout.pad_token,
             dtype=layout.dtype,
             columns=layout.columns,
+            heads=[Head(len(unit.members), unit.head) for unit in units_of_pack],
         )
-        for units in plan.packs[exchange.rank]
+        for units_of_pack in packs[exchange.rank]
     )
+    forwarded = sum(unit.tokens for unit in units)
     tokens = sum(sequence.tokens for sequence in known)
     capacity = plan.micro_batches * exchange.size * config.tokens_per_micro_batch
     counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
@@ -74,7 +85,7 @@ def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig,
             "data/rows": float(found.rows),
             "data/tokens": float(tokens),
             "data/mean_length": tokens / max(1, len(known)),
-            "data/fill": tokens / capacity,
+            "data/fill": forwarded / capacity,
             "data/micro_batches": float(plan.micro_batches),
             "data/order_hash": _order_hash(known),
         },
@@ -88,14 +99,14 @@ def _order_hash(known: Sequence[Known]) -> float:
 
 
 def _move(
-    found: Candidates[Example], exchange: Exchange, packs: tuple[tuple[tuple[int, ...], ...], ...]
+    found: Candidates[Example], exchange: Exchange, packs: Sequence[Sequence[Sequence[Unit]]]
 ) -> dict[int, Example]:
-    """Send every sequence to the rank that trains it; return this rank's, by unit."""
+    """Send every sequence to the rank that trains it; return this rank's, by index."""
     outgoing = []
-    for rank_packs in packs:
-        units = sorted(unit for units in rank_packs for unit in units)
-        mine = [unit for unit in units if found.known[unit].owner == exchange.rank]
-        outgoing.append({unit: found.mine[(found.known[unit].draw, found.known[unit].part)] for unit in mine})
+    for of_rank in packs:
+        wanted = sorted(index for units in of_rank for unit in units for index in unit.members)
+        mine = [index for index in wanted if found.known[index].owner == exchange.rank]
+        outgoing.append({index: found.mine[(found.known[index].draw, found.known[index].part)] for index in mine})
     held: dict[int, Example] = {}
     for received in exchange.swap(outgoing):
         held |= received

@@ -27,6 +27,8 @@ class Known(NamedTuple):
     trained: int
     owner: int
     """The rank that holds it."""
+    head: int = 0
+    """Its first tokens that all sequences of its draw have in common, and none of which is trained."""
 
 
 @dataclass

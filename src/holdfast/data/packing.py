@@ -6,9 +6,9 @@ everything else gathers by it. `unpack` is the exact inverse of `pack`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,15 @@ from holdfast.data.weights import Share
 from holdfast.types import Batch, Example
 
 
+class Head(NamedTuple):
+    """First tokens that neighbouring sequences have in common."""
+
+    members: int
+    """How many sequences."""
+    tokens: int
+    """How many tokens; for one sequence alone it does not matter."""
+
+
 def pack(
     examples: Sequence[Example],
     shares: Sequence[Share],
@@ -27,6 +36,7 @@ def pack(
     pad_token: int = 0,
     dtype: torch.dtype = torch.float32,
     columns: Mapping[str, Any] | None = None,
+    heads: Sequence[Head] | None = None,
 ) -> Batch:
     """Build one micro-batch, in the order given.
 
@@ -38,12 +48,15 @@ def pack(
         pad_token: A token the embedding knows.
         dtype: Dtype of the weights.
         columns: Names and dtypes of what tokens carry, for a batch without sequences; others say it themselves.
+        heads: Which neighbours share their first tokens; those are laid down once. Not with `padded`.
 
     Raises:
         ValueError: A sequence cannot be taken apart again as it was, or its first token is trained: nothing predicts
             it.
     """
     _refuse_what_would_change(examples)
+    if heads is not None and any(head.members > 1 for head in heads):
+        return _pack_branches(examples, shares, heads, pad_token, dtype)
     rows = _rows(examples, padded)
     width = max(1, *(sum(lengths) for lengths in rows))
     filled = _Columns.empty(len(rows), width, pad_token, examples, columns or {})
@@ -55,6 +68,52 @@ def pack(
             start += length
             index += 1
         filled.position_ids[row, start:] = np.arange(width - start)
+    lengths = tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows)
+    return _batch(filled, examples, shares, dtype, lengths, tuple(() for _ in lengths[0]))
+
+
+def _pack_branches(
+    examples: Sequence[Example], shares: Sequence[Share], heads: Sequence[Head], pad_token: int, dtype: torch.dtype
+) -> Batch:
+    """Lay each head down once, and what its sequences have of their own after it, one after the other."""
+    members = iter(range(len(examples)))
+    documents = [
+        (head.tokens if head.members > 1 else 0, [next(members) for _ in range(head.members)]) for head in heads
+    ]
+    own = [[examples[index].tokens.size - size for index in group] for size, group in documents]
+    lengths = tuple(size + sum(parts) for (size, _), parts in zip(documents, own, strict=True))
+    filled = _Columns.empty(1, sum(lengths), pad_token, examples, {})
+    start = 0
+    for (size, group), length in zip(documents, lengths, strict=True):
+        after = start + size
+        for index in group:
+            example = examples[index]
+            if size and not np.array_equal(example.tokens[:size], examples[group[0]].tokens[:size]):
+                raise ValueError(
+                    f"sample {example.sample_id} does not begin like sample {examples[group[0]].sample_id}"
+                )
+            if size and example.loss_mask[:size].any():
+                raise ValueError(f"sample {example.sample_id}: a token of the shared head would be trained")
+            if index == group[0]:
+                filled.put((0, slice(start, after + example.tokens.size - size)), index, example, shares[index].weight)
+            else:
+                filled.put_branch(
+                    slice(after, after + example.tokens.size - size), start, index, example, shares[index]
+                )
+            after += example.tokens.size - size
+        start += length
+    branches = tuple(tuple(parts) if size else () for (size, _), parts in zip(documents, own, strict=True))
+    return _batch(filled, examples, shares, dtype, (lengths,), branches)
+
+
+def _batch(
+    filled: _Columns,
+    examples: Sequence[Example],
+    shares: Sequence[Share],
+    dtype: torch.dtype,
+    lengths: tuple[tuple[int, ...], ...],
+    branches: tuple[tuple[int, ...], ...],
+) -> Batch:
     return Batch(
         tokens=_tensor(filled.tokens),
         position_ids=_tensor(filled.position_ids)[None],
@@ -63,7 +122,8 @@ def pack(
         loss_mask=_tensor(filled.loss_mask),
         weights=_tensor(filled.weights).to(dtype),
         scored=_tensor(np.flatnonzero(filled.loss_mask)),
-        lengths=tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows),
+        lengths=lengths,
+        branches=branches,
         sample_ids=tuple(example.sample_id for example in examples),
         prompt_ids=tuple(example.prompt_id for example in examples),
         sources=tuple(example.source for example in examples),
@@ -103,31 +163,46 @@ def unpack(batch: Batch) -> list[Example]:
             sample_id=batch.sample_ids[index],
             prompt_id=batch.prompt_ids[index],
             source=batch.sources[index],
-            tokens=batch.tokens[row, start:end].numpy(),
-            loss_mask=batch.loss_mask[row, start:end].numpy(),
-            per_token={name: values[row, start:end].numpy() for name, values in batch.per_token.items()},
+            tokens=batch.tokens[row, place].numpy(),
+            loss_mask=batch.loss_mask[row, place].numpy(),
+            per_token={name: values[row, place].numpy() for name, values in batch.per_token.items()},
         )
-        for index, (row, start, end) in enumerate(places(batch))
+        for index, (row, place) in enumerate(places(batch))
     ]
 
 
 def split_tokens(batch: Batch, values: Tensor) -> list[Tensor]:
-    """Cut a [B, T] tensor into one [L] view per sequence, in packing order."""
-    return [values[row, start:end] for row, start, end in places(batch)]
+    """Cut a [B, T] tensor into one [L] tensor per sequence, in packing order; a view where the sequence is whole."""
+    return [values[row, place] for row, place in places(batch)]
 
 
-def places(batch: Batch) -> list[tuple[int, int, int]]:
-    """Return (row, start, end) of every sequence; padding is left out."""
-    result = []
+def places(batch: Batch) -> list[tuple[int, slice | NDArray[np.int64]]]:
+    """Return (row, places in it) of every sequence; padding is left out."""
+    if any(batch.branches):
+        return [(0, place) for place in _branch_places(batch)]
+    result: list[tuple[int, slice | NDArray[np.int64]]] = []
     remaining = len(batch.sample_ids)
     for row, lengths in enumerate(batch.lengths):
         start = 0
         members = min(1, remaining) if batch.is_padded else min(len(lengths), remaining)
         for length in lengths[:members]:
-            result.append((row, start, start + length))
+            result.append((row, slice(start, start + length)))
             start += length
         remaining -= members
     return result
+
+
+def _branch_places(batch: Batch) -> Iterator[slice | NDArray[np.int64]]:
+    start = 0
+    for length, own in zip(batch.lengths[0], batch.branches, strict=True):
+        if not own:
+            yield slice(start, start + length)
+        head = np.arange(start, start + length - sum(own))
+        after = start + head.size
+        for part in own:
+            yield np.concatenate([head, np.arange(after, after + part)])
+            after += part
+        start += length
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -176,6 +251,13 @@ class _Columns:
             },
         )
 
+    def put_branch(self, own: slice, head: int, index: int, example: Example, share: Share) -> None:
+        """Write what a sequence has of its own; its head stands at `head` already."""
+        size = example.tokens.size - (own.stop - own.start)
+        self.put((0, own), index, _tail(example, size), share.weight)
+        self.position_ids[0, own] += size
+        self.predictor_index[0, own.start] = head + size - 1
+
     def put(self, where: tuple[int, slice], index: int, example: Example, weight: float) -> None:
         """Write one sequence to a stretch of a row."""
         row, stretch = where
@@ -188,6 +270,12 @@ class _Columns:
         self.weights[where] = weight * example.loss_mask
         for name, values in example.per_token.items():
             self.per_token[name][where] = values
+
+
+def _tail(example: Example, start: int) -> Example:
+    """Return what follows the first tokens of a sequence."""
+    carried = {name: values[start:] for name, values in example.per_token.items()}
+    return replace(example, tokens=example.tokens[start:], loss_mask=example.loss_mask[start:], per_token=carried)
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,38 @@ class PackPlan:
     def micro_batches(self) -> int:
         """Forward passes per rank."""
         return len(self.packs[0])
+
+
+class Unit(NamedTuple):
+    """Sequences that are packed together because they share their first tokens; mostly one alone."""
+
+    members: tuple[int, ...]
+    """Indices into the mini-batch."""
+    head: int
+    """Tokens they share; 0 for one alone."""
+    tokens: int
+    """Tokens they take together."""
+
+
+def plan_units(lengths: Sequence[int], heads: Sequence[int], draws: Sequence[int], budget: int) -> list[Unit]:
+    """Put neighbours of one draw into units of at most `budget` tokens, each head counted once per unit.
+
+    Args:
+        lengths: Tokens of each sequence.
+        heads: Tokens it shares with the others of its draw; 0 where nothing is shared.
+        draws: Its draw; sequences of one draw follow each other.
+        budget: Most tokens of a unit; no sequence is longer.
+    """
+    units: list[Unit] = []
+    last: int | None = None
+    for index, (length, head, draw) in enumerate(zip(lengths, heads, draws, strict=True)):
+        open_unit = units[-1] if units and head and draw == last else None
+        if open_unit is not None and open_unit.tokens + length - head <= budget:
+            units[-1] = Unit((*open_unit.members, index), head, open_unit.tokens + length - head)
+        else:
+            units.append(Unit((index,), head, length))
+        last = draw
+    return units
 
 
 def plan_packs(

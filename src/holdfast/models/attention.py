@@ -9,7 +9,7 @@ one product per document (documents of equal length that lie next to each other 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -45,19 +45,23 @@ class Documents:
     """Tokens of each, on the host."""
     offsets: Tensor
     """[documents + 1] int32 on the device: where each starts, and the end of the last"""
+    branches: tuple[tuple[int, ...], ...]
+    """Of each: lengths of the parts that share its head and do not see each other; empty if it is one sequence."""
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> Documents:
+    def of(
+        cls, lengths: tuple[int, ...], device: torch.device, branches: tuple[tuple[int, ...], ...] | None = None
+    ) -> Documents:
         """Lay documents of these lengths side by side."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lengths, ends.to(device, non_blocking=True))
+        return cls(lengths, ends.to(device, non_blocking=True), branches or tuple(() for _ in lengths))
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, documents, length) for each run of neighbours of equal length."""
+    def runs(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        """Yield (start, documents, length, branches) for each run of neighbours of equal shape."""
         start = 0
-        for length, run in groupby(self.lengths):
+        for (length, branches), run in groupby(zip(self.lengths, self.branches, strict=True)):
             count = len(list(run))
-            yield start, count, length
+            yield start, count, length, branches
             start += count * length
 
 
@@ -110,19 +114,49 @@ def packed_attention(
     plain = softcap is None and sinks is None
     if plain and not dropout and flash_takes(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
         return _flash(query, key, value, documents, scaling, window, dropout), None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = _mask(q.shape[2], k.shape[2], window, query.device)
+        if not plain:
+            return _explicit(q, k, v, mask, scaling, dropout, softcap, sinks)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
     parts = []
-    for start, count, length in documents.runs():
-        rows = slice(start, start + count * length)
-        q, k, v = (_stack(tensor[:, :, rows], count, length) for tensor in (query, key, value))
-        mask = _window_mask(length, window, query.device)
-        if plain:
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-            )
+    for start, count, length, branches in documents.runs():
+        q, k, v = (tensor[:, :, start : start + count * length] for tensor in (query, key, value))
+        if branches:
+            for place in range(0, count * length, length):
+                document = slice(place, place + length)
+                parts += _branched(attend, q[:, :, document], k[:, :, document], v[:, :, document], branches)
         else:
-            out = _explicit(q, k, v, mask, scaling, dropout, softcap, sinks)
-        parts.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
+            out = attend(*(_stack(tensor, count, length) for tensor in (q, k, v)))
+            parts.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
+
+
+def _branched(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    branches: tuple[int, ...],
+) -> list[Tensor]:
+    """Attend within a head, and from each branch to the head and itself; return [1, part, heads, size] each.
+
+    Branches run side by side, as long as the longest: what a shorter one has too much is cut off again.
+    """
+    head = query.shape[2] - sum(branches)
+    longest, count = max(branches), len(branches)
+    starts = torch.tensor([head + sum(branches[:number]) for number in range(count)], device=query.device)
+    places = (starts[:, None] + torch.arange(longest, device=query.device)).clamp_(max=query.shape[2] - 1)
+    own = [tensor[0][:, places].transpose(0, 1) for tensor in (query, key, value)]  # [branches, heads, longest, size]
+    shared = [tensor[:, :, :head].expand(count, -1, -1, -1) for tensor in (key, value)]
+    out = attend(own[0], *(torch.cat(pair, 2) for pair in zip(shared, own[1:], strict=True)))
+    parts = [attend(query[:, :, :head], key[:, :, :head], value[:, :, :head])] if head else []
+    parts += [out[number : number + 1, :, :length] for number, length in enumerate(branches)]
+    return [part.transpose(1, 2) for part in parts]
 
 
 def _documents(module: nn.Module, options: Mapping[str, Any]) -> Documents:
@@ -152,16 +186,17 @@ def _stack(tensor: Tensor, count: int, length: int) -> Tensor:
     return tensor.squeeze(0).view(heads, count, length, size).transpose(0, 1)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return [length, length], True where a query may see a key, or None for plain causal attention.
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return [queries, keys], True where a query may see a key, or None for plain causal attention.
 
-    A query sees itself and the window - 1 tokens before it, as in transformers and Mistral 7B (arXiv:2310.06825).
+    The queries are the last of the keys. A query sees itself and the window - 1 tokens before it, as in transformers
+    and Mistral 7B (arXiv:2310.06825).
     """
-    if window is None or window >= length:
+    if queries == keys and (window is None or window >= keys):
         return None
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
-    return (distance >= 0) & (distance < window)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
 
 
 def _explicit(
@@ -184,7 +219,7 @@ def _explicit(
     scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    length = query.shape[2]
+    length = key.shape[2]
     visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
@@ -222,10 +257,60 @@ def _flash(
 
     if dropout:
         raise ModelError("torch's variable-length attention has no dropout. Set model.dropout: false.")
-    arguments, options = flash_call(query, key, value, documents, scaling, window, groups=_flash_takes_groups())
+    call = flash_call if not any(documents.branches) else branched_flash_call
+    arguments, options = call(query, key, value, documents, scaling, window, groups=_flash_takes_groups())
     out = varlen_attn(*arguments, **options)
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def branched_flash_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    window: int | None,
+    *,
+    groups: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `varlen_attn` where branches share a head; arguments as in `flash_call`.
+
+    Keys and values of a head are repeated for each of its branches; queries are not. The kernel aligns the last query
+    with the last key, so a branch sees its head and itself.
+    """
+    places, query_lengths, key_lengths = key_places(documents)
+    index = places.to(query.device, non_blocking=True)
+    key, value = key[:, :, index], value[:, :, index]
+    arguments, options = flash_call(query, key, value, documents, scaling, window, groups=groups)
+    offsets = [
+        torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device, non_blocking=True)
+        for lengths in (query_lengths, key_lengths)
+    ]
+    return (*arguments[:3], *offsets, max(query_lengths), max(key_lengths)), options
+
+
+def key_places(documents: Documents) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return where the keys of each run of queries lie, [all keys] int64, and how many queries and keys each run has.
+
+    A run is a whole document, or a head, or one of its branches.
+    """
+    places, queries, keys, start = [], [], [], 0
+    for length, branches in zip(documents.lengths, documents.branches, strict=True):
+        head = length - sum(branches)
+        shared = torch.arange(start, start + head)
+        if head:
+            places.append(shared)
+            queries.append(head)
+            keys.append(head)
+        after = start + head
+        for part in branches:
+            places += [shared, torch.arange(after, after + part)]
+            queries.append(part)
+            keys.append(head + part)
+            after += part
+        start += length
+    return torch.cat(places), tuple(queries), tuple(keys)
 
 
 def flash_call(

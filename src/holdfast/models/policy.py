@@ -80,7 +80,7 @@ class PolicyModel(nn.Module):
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
             inputs["attention_mask"] = visible
         else:
-            inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device)
+            inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
         positions = batch.position_ids
         output = backbone_of(self.language_model)(
             input_ids=batch.tokens,

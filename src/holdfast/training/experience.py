@@ -73,7 +73,12 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks.
     """
     count = run.config.updates.mini_batches
-    layout = replace(layout_of(run), columns=COLUMNS, constant_length=run.config.rollout.max_new_tokens)
+    layout = replace(
+        layout_of(run),
+        columns=COLUMNS,
+        constant_length=run.config.rollout.max_new_tokens,
+        shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
+    )
     with run.phase("pack"):
         size = -(-len(rollout.facts) // count)
         return [
@@ -92,7 +97,14 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
     }
     groups = run.config.groups
     known = [
-        Known(fact.prompt_id, place, completion.tokens, trained_tokens(completion, groups), fact.owner)
+        Known(
+            fact.prompt_id,
+            place,
+            completion.tokens,
+            trained_tokens(completion, groups),
+            fact.owner,
+            completion.tokens - completion.length,
+        )
         for fact in facts
         for place, completion in enumerate(fact.completions)
     ]
