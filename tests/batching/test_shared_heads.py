@@ -100,10 +100,10 @@ def test_loss_and_every_gradient_are_those_of_whole_sequences(kind: str) -> None
 
     together, apart = result(model, shared()), result(model, pack(FLAT, SHARES, dtype=torch.float64))
 
-    assert_close(together[0].loss, apart[0].loss, rtol=1e-12, atol=1e-12)
-    assert_close(together[0].scores.logprobs, apart[0].scores.logprobs, rtol=1e-10, atol=1e-10)
+    assert_close(together[0].loss, apart[0].loss, rtol=1e-9, atol=1e-9)
+    assert_close(together[0].scores.logprobs, apart[0].scores.logprobs, rtol=1e-8, atol=1e-8)
     assert together[1].keys() == apart[1].keys()
-    # transformers' norms compute in float32 whatever the model does, so a head's gradient is rounded once, not by branch.
+    # transformers' norms and routers compute in float32 whatever the model does, and round in another order here.
     for name, gradient in together[1].items():
         assert float((gradient - apart[1][name]).norm()) <= 1e-6 * float(apart[1][name].norm()), name
 

@@ -131,7 +131,8 @@ def plan_shards(
     _refuse_scalars(parameters)
     groups = _groups(modules, blocks, config)
     _refuse_split_ties(parameters, groups)
-    storage = {parameter.dtype for parameter in parameters if parameter.trainable}
+    trained = any(parameter.trainable for parameter in parameters)
+    storage = {parameter.dtype for parameter in parameters if parameter.trainable or not trained}
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     one_dtype = {parameter.dtype for parameter in parameters if parameter.shape} == {compute}

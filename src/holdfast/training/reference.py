@@ -35,14 +35,15 @@ def build_reference(
     kind = config.reference.kind
     if kind == "none" or config.kl.coefficient == 0:
         return None
-    frozen = config.model.model_copy(update={"freeze": [".*"]})
     offload = config.parallel.cpu_offload or kind == "offloaded"
-    twin = config.model_copy(
-        update={"model": frozen, "parallel": config.parallel.model_copy(update={"cpu_offload": offload})}
-    )
+    model = config.model.model_copy(update={"frozen_dtype": "same"})
+    parallel = config.parallel.model_copy(update={"cpu_offload": offload})
+    twin = config.model_copy(update={"model": model, "parallel": parallel})
     origin = first_rank_first(
-        exchange, lambda: blueprint(frozen, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer)
+        exchange,
+        lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer),
     )
+    origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
     if world.is_first:
         where = "in host memory" if kind == "offloaded" else "sharded like the policy"
         print(f"reference policy: {where}, for kl.coefficient={config.kl.coefficient:g}; its plan:", flush=True)

@@ -1,0 +1,137 @@
+"""What rank pools run: a policy's steps with a reward in this process, and what they did to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
+from holdfast.models.policy import PolicyModel
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor
+from holdfast.recipes.grpo import grpo_step
+from holdfast.rewards.base import Sample, Scored
+from holdfast.training.build import Live
+from holdfast.training.build_policy import build_policy_run
+
+
+def prompts_of(count: int) -> list[dict[str, str]]:
+    """Return prompts of uneven lengths."""
+    return [{"prompt": "copy " + "abcdefghij"[: 1 + number * 7 % 9] + "=", "answer": "a"} for number in range(count)]
+
+
+def settings(directory: str, **sections: Any) -> dict[str, Any]:
+    """Return a small run's tree; sections are merged over the defaults."""
+    tree: dict[str, Any] = {
+        "steps": 3,
+        "model": {"path": directory, "dtype": "float64"},
+        "data": {"path": "rows", "batch_size": 4, "max_length": 48, "shuffle": False},
+        "rollout": {"group_size": 4, "max_new_tokens": 10, "show": 0},
+        "reward": "exact",
+        "optim": {"kind": "sgd", "lr": 0.5, "schedule": "constant", "clip_norm": None},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values if isinstance(values, dict) else values
+    return tree
+
+
+def even_share(sample: Sample) -> float:
+    """Return the share of even token ids: a reward that a policy can move, and that any completion has."""
+    return sum(token % 2 == 0 for token in sample.completion_tokens) / len(sample.completion_tokens)
+
+
+def flat(sample: Sample) -> float:  # noqa: ARG001 - a reward
+    """Return 1 whatever was said."""
+    return 1.0
+
+
+REWARDS = {"even_share": even_share, "flat": flat}
+
+
+def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward: str = "even_share") -> dict[str, Any]:
+    """Train and return metrics, final parameters, what was sampled, and how often models were called."""
+    seen: list[list[tuple[int, tuple[int, ...], tuple[int, ...], str, float]]] = []
+
+    def score(samples: Sequence[Sample]) -> list[Scored]:
+        values = [REWARDS[reward](sample) for sample in samples]
+        mine = [
+            (sample.sample_id, tuple(sample.prompt_tokens), tuple(sample.completion_tokens), sample.finish, value)
+            for sample, value in zip(samples, values, strict=True)
+        ]
+        seen.append(sorted(item for part in run.exchange.gather(mine) for item in part))
+        return [Scored(value, {"exact": value}) for value in values]
+
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    calls = {"policy": 0, "reference": 0}
+    _count(run.policy, calls, "policy")
+    if run.reference is not None:
+        _count(run.reference, calls, "reference")
+    lines, forwards = [], []
+    for _ in range(steps):
+        before = dict(calls)
+        metrics = grpo_step(run)
+        assert metrics is not None
+        lines.append(metrics)
+        forwards.append({name: calls[name] - before[name] for name in calls})
+    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
+    return {
+        "lines": lines,
+        "parameters": final,
+        "sampled": seen,
+        "forwards": forwards,
+        "state": run.state.as_plain(),
+    }
+
+
+def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:
+    def add(*_: Any) -> None:
+        calls[name] += 1
+
+    model.register_forward_pre_hook(add)
+
+
+def by_hand(model: Any, sampled: list[list[Any]], lr: float, temperature: float = 1.0) -> dict[str, Any]:
+    """Make the same updates with plain transformers: GRPO's loss at ratio 1, averaged over tokens.
+
+    Args:
+        model: A transformers model in float64.
+        sampled: Of each step (sample id, prompt, completion, finish, reward), as `train` returns them.
+        lr: Of plain gradient descent.
+        temperature: That tokens were sampled at.
+    """
+    losses, norms = [], []
+    for step in sampled:
+        groups: dict[int, list[Any]] = {}
+        for item in step:
+            groups.setdefault(item[0] // 2**20, []).append(item)
+        total: Any = 0.0
+        tokens = sum(len(item[2]) for item in step)
+        for members in groups.values():
+            rewards = torch.tensor([item[4] for item in members], dtype=torch.float64)
+            spread = rewards.std()
+            for item, reward in zip(members, rewards, strict=True):
+                advantage = 0.0 if spread == 0 else float((reward - rewards.mean()) / (spread + 1e-6))
+                whole = torch.tensor([item[1] + item[2]])
+                logits = model(input_ids=whole).logits[0, :-1] / temperature
+                chosen = logits.log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)[len(item[1]) - 1 :]
+                total = total - ((chosen - chosen.detach()).exp() * advantage).sum()
+        loss = total / tokens
+        model.zero_grad()
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.stack([(g**2).sum() for g in found.values()]).sum().sqrt()))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in found:
+                    parameter.sub_(lr * found[name])
+    return {
+        "losses": losses,
+        "norms": norms,
+        "parameters": {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
+    }

@@ -1,0 +1,136 @@
+"""A policy's step is the paper's, whatever the split; and it makes no forward pass that its loss does not need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.grpo_cases import by_hand, prompts_of, settings, train
+from tests.tiny import tiny_directory, tiny_model
+
+ROWS = prompts_of(12)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)
+
+
+SPLITS = [
+    pytest.param(1, {}, id="1 rank"),
+    pytest.param(1, {"rollout": {"shared_prefix": "off"}}, id="1 rank, prompts repeated"),
+    pytest.param(1, {"data": {"packing": "none"}}, id="1 rank, padded, transformers' generate"),
+    pytest.param(2, {}, id="2 ranks"),
+    pytest.param(2, {"data": {"tokens_per_micro_batch": 48}}, id="2 ranks, groups cut over packs"),
+    pytest.param(2, {"rollout": {"rows": 5}}, id="2 ranks, few rows decoded together"),
+    pytest.param(4, {"parallel": {"replicate": 2}}, id="2 copies of 2 ranks"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "changes"), SPLITS)
+def test_every_split_makes_the_updates_of_the_paper(
+    pools: Any, llama: Path, ranks: int, changes: dict[str, Any]
+) -> None:
+    tree = settings(str(llama))
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+
+    found = pools(ranks).run(train, tree, ROWS)[0]
+    expected = by_hand(tiny_model("llama", tie_word_embeddings=True).double(), found["sampled"], lr=0.5)
+
+    losses, norms = ([line[name] for line in found["lines"]] for name in ("loss", "grad_norm"))
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-8)  # near 0: advantages sum to 0
+    np.testing.assert_allclose(norms, expected["norms"], rtol=1e-6)
+    assert set(found["parameters"]) == set(expected["parameters"])
+    for name, parameter in expected["parameters"].items():
+        np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_what_is_sampled_does_not_depend_on_the_number_of_ranks(pools: Any, llama: Path) -> None:
+    one, two, four = (pools(ranks).run(train, settings(str(llama)), ROWS)[0]["sampled"] for ranks in (1, 2, 4))
+
+    assert [[item[:4] for item in step] for step in one] == [[item[:4] for item in step] for step in two]
+    assert [[item[:4] for item in step] for step in one] == [[item[:4] for item in step] for step in four]
+    assert len({item[2] for step in one for item in step}) > 40, "completions must differ"
+
+
+def test_the_reward_rises(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), steps=25, rollout={"group_size": 8, "max_new_tokens": 8}, optim={"lr": 3.0})
+
+    lines = pools(2).run(train, tree, ROWS, 25)[0]["lines"]
+
+    assert np.mean([line["reward"] for line in lines[:3]]) < 0.62
+    assert np.mean([line["reward"] for line in lines[-3:]]) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("sections", "policy", "reference"),
+    [
+        pytest.param({}, 1, 0, id="on-policy: the update's own forward and no other"),
+        pytest.param({"kl": {"coefficient": 0.1}}, 1, 1, id="KL: one of the reference"),
+        pytest.param({"updates": {"passes": 2}}, 3, 0, id="two passes: one for the proximal policy"),
+        pytest.param({"updates": {"mini_batches": 2}}, 4, 0, id="two mini-batches: one each, and one before each"),
+        pytest.param({"correction": {"kind": "truncate"}}, 1, 0, id="correction on-policy: none"),
+        pytest.param({"entropy": {"top_quantile": 0.5}}, 2, 0, id="tokens of high entropy: one to know them"),
+    ],
+)
+def test_forward_passes_are_those_the_loss_needs(
+    pools: Any, llama: Path, sections: dict[str, Any], policy: int, reference: int
+) -> None:
+    found = pools(2).run(train, settings(str(llama), **sections), ROWS, 2)
+
+    for outcome in found:
+        assert outcome["forwards"] == [{"policy": policy, "reference": reference}] * 2
+
+
+def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(pools: Any, llama: Path) -> None:
+    for line in pools(2).run(train, settings(str(llama)), ROWS)[0]["lines"]:
+        assert line["clip_ratio/region_mean"] == 0.0
+        assert line["ratio/deviation_mean"] == 0.0
+        assert line["sampling/sampling_logp_difference/mean"] < 1e-5
+
+
+def test_several_passes_start_from_ratio_one_and_then_leave_it(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), updates={"passes": 2}, optim={"lr": 0.5})
+
+    found = pools(2).run(train, tree, ROWS, 2)[0]
+
+    assert all(1e-5 < line["ratio/deviation_mean"] < 0.5 for line in found["lines"])
+    assert found["state"]["updates"] == 4
+    assert found["state"]["step"] == 2
+
+
+def test_the_reference_starts_as_the_policy_and_stays(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), kl={"coefficient": 0.1}, optim={"lr": 3.0})
+
+    lines = pools(2).run(train, tree, ROWS)[0]["lines"]
+
+    assert lines[0]["kl"] == 0.0
+    assert 1e-6 < lines[1]["kl"] < lines[2]["kl"]
+
+
+def test_a_step_of_flat_groups_runs_and_trains_nothing(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), groups={"flat": "drop"})
+    start = tiny_model("llama", tie_word_embeddings=True).double().state_dict()
+
+    found = pools(2).run(train, tree, ROWS, 2, "flat")[0]
+
+    for line in found["lines"]:
+        assert line["frac_reward_zero_std"] == 1.0
+        assert line["rollout/trained_groups"] == 0.0
+        assert (line["loss"], line["grad_norm"]) == (0.0, 0.0)
+    for name, parameter in found["parameters"].items():
+        np.testing.assert_array_equal(parameter, start[name].numpy(), err_msg=name)
+
+
+def test_flat_groups_are_sampled_again_up_to_the_cap(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), groups={"flat": "resample", "max_rounds": 3})
+
+    found = pools(2).run(train, tree, ROWS, 1, "flat")[0]["lines"][0]
+
+    assert found["rollout/rounds"] == 3.0
+    assert found["rollout/groups"] == 12.0
+    assert found["rollout/trained_groups"] == 0.0
