@@ -98,6 +98,17 @@ def prove(
     )
 
 
+@app.command()
+def replay(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step to make again.")],
+) -> None:
+    """Make one recorded step again, on one CPU process, and compare its loss and gradient; exit 1 if they differ."""
+    from holdfast.cli.replay import replay as replay_step
+
+    raise typer.Exit(replay_step(directory, step))
+
+
 @app.command("demo")
 def run_demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),

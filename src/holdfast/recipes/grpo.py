@@ -18,9 +18,10 @@ from holdfast.training.evaluate_policy import evaluate_policy
 from holdfast.training.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy import PolicyRun
+from holdfast.training.recorder import record
 from holdfast.training.rewards import open_rewards
 from holdfast.training.rollout_metrics import of_several_updates, rollout_metrics
-from holdfast.training.rollouts import next_rollout
+from holdfast.training.rollouts import Rollout, next_rollout
 from holdfast.training.samples import tell_samples
 from holdfast.training.step import train_step
 
@@ -38,8 +39,11 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
     run.objective = controlled_objective(run)
     rollout = next_rollout(run)
-    if rollout is None:
-        return None
+    return None if rollout is None else learn(run, rollout)
+
+
+def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
+    """Compare the completions of each prompt, and update the policy on them."""
     rollout = with_advantages(run, rollout)
     mini_batches = score_rollout(run, pack_rollout(run, rollout))
     updates = mini_batches * run.config.updates.passes
@@ -47,5 +51,6 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     for number, mini_batch in enumerate(updates):
         lines.append(train_step(run, mini_batch, ends_step=number == len(updates) - 1))
     metrics = of_several_updates(lines) | rollout_metrics(rollout, run.config.advantage.tolerance)
+    record(run, rollout, metrics)
     tell_samples(run, rollout)
     return metrics | measured(run, metrics)

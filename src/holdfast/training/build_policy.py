@@ -45,7 +45,9 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     stream = together(exchange, lambda: prompt_stream(config, started.data, tokenise, exchange, base))
     policy = _policy(config, measured, started.data, tokenise, score)
     reference = build_reference(config, base, world, exchange, policy, live)
-    return PolicyRun(**vars(policy), **parts_of_run(config, base, policy, started, stream), reference=reference)
+    return PolicyRun(
+        **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
+    )
 
 
 def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score: Score) -> PolicyEvaluation:

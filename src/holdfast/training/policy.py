@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.models.policy import PolicyModel
@@ -42,6 +43,8 @@ class PolicyEvaluation(Evaluation):
 class PolicyRun(PolicyEvaluation, Run):
     """Everything a step touches."""
 
+    base: Path
+    """Directory of the run's YAML, where its files are looked up."""
     reference: PolicyModel | None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
 

@@ -1,0 +1,58 @@
+"""Make a recorded step again, in one process, from the checkpoint before it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from holdfast.checkpoint.choose import Choice
+from holdfast.checkpoint.find import one
+from holdfast.config.grpo import GRPOConfig
+from holdfast.errors import ConfigError
+from holdfast.parallel.mesh import World
+from holdfast.recipes.grpo import learn
+from holdfast.training.build_policy import build_policy_run
+from holdfast.training.control_coefficients import controlled_objective
+from holdfast.training.directory import FOLDER
+from holdfast.training.recorder import COMPARED, read_record
+from holdfast.training.resume import resume
+
+TOLERANCE = 1e-3
+"""Largest difference, relative to the gradient norm: the sums of several ranks are rounded in another order."""
+
+
+def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[list[str], bool]:
+    """Return a line for each number that was compared, and whether all of them agree.
+
+    Args:
+        config: The run's, for one process.
+        directory: The run.
+        step: Counted from 1.
+        world: One process.
+
+    Raises:
+        ConfigError: The step was not kept, or there is no checkpoint right before it.
+    """
+    kept = read_record(directory, step)
+    before = directory / FOLDER / f"step-{step - 1:08d}"
+    if step > 1 and not before.exists():
+        raise ConfigError(
+            f"Step {step} is made again from the checkpoint of step {step - 1}, and {before} does not exist. Keep "
+            "checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
+        )
+    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
+        apart = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+        run = build_policy_run(apart, kept.base, world, lambda _: [])
+        if step > 1:
+            stored = one(str(before))
+            resume(
+                run, stored.storage, Choice(stored.name, stored.manifest, f"weights of step {step - 1}"), run.exchange
+            )
+        run.objective = controlled_objective(run)
+        metrics = learn(run, kept.rollout)
+        run.exchange.close()
+    scale = max(abs(kept.metrics["grad_norm"]), 1e-6)
+    found = {name: (kept.metrics[name], metrics[name]) for name in COMPARED}
+    return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in found.items()], all(
+        abs(then - now) <= TOLERANCE * scale for then, now in found.values()
+    )

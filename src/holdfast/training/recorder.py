@@ -1,0 +1,161 @@
+"""Keep what a step was made of, so that one process can make it again.
+
+rollouts/step-N.jsonl.gz holds a line about the step and one for each of its groups: everything between sampling and
+the update, and nothing that follows from the weights.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import ConfigError
+from holdfast.training.policy import PolicyRun
+from holdfast.training.rollouts import CompletionFact, GroupFact, Rollout
+from holdfast.types import Finish, Group, Prompt, Trajectory
+
+FOLDER = "rollouts"
+COMPARED = ("loss", "grad_norm")
+"""What a replay must reproduce."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as it was made."""
+
+    step: int
+    """Counted from 1, as in metrics.jsonl."""
+    base: Path
+    """Directory of the run's YAML."""
+    metrics: Mapping[str, float]
+    rollout: Rollout
+
+
+def record_path(directory: Path, step: int) -> Path:
+    """Return where a step is kept."""
+    return directory / FOLDER / f"step-{step:08d}.jsonl.gz"
+
+
+def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> None:
+    """Write the step that was just made, if `rollout.record` asks for it; all ranks call this together."""
+    if not run.config.rollout.record:
+        return
+    everyone = run.exchange.gather([_group_line(group) for group in rollout.groups])
+    if not run.world.is_first:
+        return
+    lines = {line["prompt_id"]: line for part in everyone for line in part}
+    head = {
+        "step": run.state.step,
+        "base": str(run.base),
+        "metrics": {name: metrics[name] for name in COMPARED},
+    }
+    path = record_path(run.directory, run.state.step)
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    with gzip.open(beside, "wt", encoding="utf-8", compresslevel=3) as file:
+        file.write(json.dumps(head) + "\n")
+        for fact in rollout.facts:
+            file.write(json.dumps(lines[fact.prompt_id] | {"facts": _fact_lines(fact)}) + "\n")
+    beside.replace(path)
+
+
+def _group_line(group: Group) -> dict[str, Any]:
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "prompt": group.prompt.tokens.tolist(),
+        "source": group.prompt.source,
+        "completions": [
+            {
+                "sample_id": trajectory.sample_id,
+                "seed": trajectory.seed,
+                "temperature": trajectory.temperature,
+                "tokens": trajectory.tokens[group.prompt.tokens.size :].tolist(),
+                "trained": bool(trajectory.loss_mask.any()),
+                "sampler_logprobs": [float(value) for value in trajectory.sampler_logprobs[group.prompt.tokens.size :]],
+                "weights_version": int(trajectory.weights_versions[-1]),
+                "text": trajectory.completion,
+            }
+            for trajectory in group.trajectories
+        ],
+    }
+
+
+def _fact_lines(fact: GroupFact) -> dict[str, Any]:
+    return {
+        "greedy": None if math.isnan(fact.greedy) else fact.greedy,
+        "completions": [
+            {
+                "reward": None if math.isnan(completion.reward) else completion.reward,
+                "parts": dict(completion.parts),
+                "finish": completion.finish.value,
+            }
+            for completion in fact.completions
+        ],
+    }
+
+
+def read_record(directory: Path, step: int) -> Record:
+    """Read what `record` wrote.
+
+    Raises:
+        ConfigError: The step was not kept; the message names those that were.
+    """
+    path = record_path(directory, step)
+    if not path.exists():
+        kept = sorted(int(found.name[5:13]) for found in (directory / FOLDER).glob("step-*.jsonl.gz"))
+        there = f"kept are steps {kept[0]} to {kept[-1]}" if kept else "none was kept; set rollout.record: true"
+        raise ConfigError(f"{path} does not exist: {there}.")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        head, *lines = (json.loads(line) for line in file)
+    groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
+    return Record(head["step"], Path(head["base"]), head["metrics"], Rollout(groups, facts, facts, {}, ()))
+
+
+def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
+    tokens = np.asarray(line["prompt"], np.int64)
+    prompt = Prompt(line["prompt_id"], tokens, "", {}, line["source"])
+    told = line["facts"]["completions"]
+    trajectories = tuple(_trajectory(prompt, one, fact) for one, fact in zip(line["completions"], told, strict=True))
+    completions = tuple(
+        CompletionFact(
+            _number(fact["reward"]),
+            fact["parts"],
+            len(one["tokens"]),
+            tokens.size + len(one["tokens"]),
+            Finish(fact["finish"]),
+            None,
+            None,
+        )
+        for one, fact in zip(line["completions"], told, strict=True)
+    )
+    return Group(prompt, trajectories), GroupFact(prompt.prompt_id, 0, completions, _number(line["facts"]["greedy"]))
+
+
+def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
+    size, chosen = prompt.tokens.size, np.asarray(one["tokens"], np.int64)
+    own = np.arange(size + chosen.size) >= size
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sample_id=one["sample_id"],
+        seed=one["seed"],
+        temperature=one["temperature"],
+        tokens=np.concatenate([prompt.tokens, chosen]),
+        loss_mask=own & one["trained"],
+        sampler_logprobs=np.concatenate([np.zeros(size, np.float32), np.asarray(one["sampler_logprobs"], np.float32)]),
+        weights_versions=np.where(own, one["weights_version"], -1).astype(np.int32),
+        finish=Finish(fact["finish"]),
+        completion=one["text"],
+        reward=fact["reward"],
+        rewards=fact["parts"],
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
