@@ -6,12 +6,12 @@ the ratio 1 and knows no length normalisation. Use it with
     objective: {kind: path, path: losses/vespo.py:vespo}
     data: {average: token_mean}
 
-Deviation: the ratio is that of policy and proximal policy. Against the sampler use the `correction` of the objective.
+Deviations: the ratio is that of policy and proximal policy; against the sampler use the `correction` of the objective.
+The authors' code bounds the ratio to [1e-8, e^20], the paper and this file do not.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,8 @@ from torch import Tensor
 
 from holdfast.objectives.base import ratio
 from holdfast.objectives.policy import PolicyGradient
-from holdfast.objectives.ratios import LIMIT, sequence_sum
+from holdfast.objectives.ratios import sequence_sum
 from holdfast.objectives.surrogates import Actions
-
-SMALLEST = math.log(1e-8)
-"""Log ratio below which a sequence counts as forgotten, as in the authors' code."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,9 @@ class VESPO:
         return {"vespo/phi_seq_mean": ratio(weights.sum(), float(weights.numel()))}
 
     def _weights(self, actions: Actions) -> Tensor:
-        bounded = actions.log_ratio.detach().clamp(-LIMIT, LIMIT)
-        log_ratio = sequence_sum(bounded, actions.tokens).clamp(SMALLEST, LIMIT)
+        log_ratio = sequence_sum(actions.log_ratio.detach(), actions.tokens)
         k, rate = (by_sign(actions.advantages, *pair) for pair in (self.k, self.rate))
+        # No bound is needed: where exp overflows, the outer one is 0.
         return (rate + k * log_ratio - rate * log_ratio.exp()).exp()
 
 

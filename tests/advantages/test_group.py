@@ -230,9 +230,9 @@ def test_a_reward_that_says_nothing_of_a_completion_moves_it_neither_way() -> No
 
 def test_rewards_that_cancel_leave_no_noise_behind() -> None:
     first = np.array([[0.1, 0.7, 0.3], [0.2, 0.9, 0.4]])
-    config = GRPOAdvantageConfig(combine="normalise_then_sum")
+    config, weights = GRPOAdvantageConfig(combine="normalise_then_sum"), {"a": 0.1, "b": 0.2, "c": -0.3}
 
-    found = advantages(config, first - first, {"a": first, "b": -first}, {"a": 1.0, "b": 1.0})
+    found = advantages(config, 0 * first, dict.fromkeys("abc", first), weights)
 
     np.testing.assert_allclose(found, 0.0, atol=1e-9)
 

@@ -134,10 +134,9 @@ def gmpo(case: Case, low: float, high: float) -> Found:
 def vespo(case: Case, k: tuple[float, float], rate: tuple[float, float]) -> Found:
     by_logprob = np.empty_like(case.logprobs)
     for places in case.members():
-        log_ratio = min(max(sum(min(max(value, -20), 20) for value in case.log_ratio[places]), math.log(1e-8)), 20)
+        ratio = math.exp(sum(case.log_ratio[places]))
         for t in places:
             side = 0 if case.advantages[t] >= 0 else 1
-            ratio = math.exp(log_ratio)
             phi = ratio ** k[side] * math.exp(rate[side] * (1 - ratio))
             by_logprob[t] = -phi * case.advantages[t]
     return by_logprob * case.logprobs, by_logprob * case.weights
