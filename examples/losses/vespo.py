@@ -7,7 +7,7 @@ the ratio 1 and knows no length normalisation. Use it with
     data: {average: token_mean}
 
 Deviations: the ratio is that of policy and proximal policy; against the sampler use the `correction` of the objective.
-The authors' code bounds the ratio to [1e-8, e^20], the paper and this file do not.
+The authors' code bounds the ratio to [1e-8, e^20]; here nothing overflows without a bound.
 """
 
 from __future__ import annotations
