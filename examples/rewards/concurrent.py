@@ -1,6 +1,6 @@
 """A reward that waits for something, here for a pause. The completions of a batch wait side by side.
 
-rewards:
+reward:
   - {kind: path, path: concurrent.py:Reviewer, kwargs: {seconds: 0.2}}
 """
 

@@ -1,6 +1,6 @@
 """A reward with EasyR1's batch signature; it runs here and there unchanged.
 
-rewards:
+reward:
   - {kind: path, path: from_easyr1.py:compute_score, kwargs: {format_weight: 0.2}}
 """
 

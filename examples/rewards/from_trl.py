@@ -1,6 +1,6 @@
 """A reward with TRL's signature; it runs here and there unchanged.
 
-rewards:
+reward:
   - {kind: path, path: from_trl.py:ends_with_answer}
 """
 

@@ -1,6 +1,6 @@
 """A reward with verl's signature; it runs here and there unchanged.
 
-rewards:
+reward:
   - {kind: path, path: from_verl.py:compute_score}
 """
 

@@ -1,6 +1,6 @@
 """A reward of one completion, with named parts and a metric.
 
-rewards:
+reward:
   - {kind: path, path: one_completion.py:short_and_right, kwargs: {longest: 200}}
 """
 

@@ -65,6 +65,25 @@ while True: pass
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
+def test_what_code_leaves_running_ends_with_it(start: Start, tmp_path: Path) -> None:
+    note = f"Path({str(tmp_path)!r}, 'pid')"
+    first = f"""
+import subprocess
+from pathlib import Path
+{note}.write_text(str(subprocess.Popen(["/bin/sleep", "600"]).pid))
+"""
+    second = f"""
+from pathlib import Path
+stat = Path("/proc", {note}.read_text(), "stat")
+assert not stat.exists() or stat.read_text().split()[2] == "Z"
+"""
+    pool = start("", CodeConfig(), workers=1)
+
+    found = pool.score([sample(fenced(code), place, tests="pass") for place, code in enumerate((first, second))])
+
+    assert [each.reward for each in found] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("row", "said"), [({"tests": []}, "column tests holds no test"), ({}, "the row has no column tests")]
 )

@@ -84,12 +84,12 @@ def test_names_are_those_of_the_function_or_the_kind() -> None:
 def test_two_rewards_of_one_name_are_refused(tmp_path: Path) -> None:
     rewards = TypeAdapter(list[Reward]).validate_python(["exact", {"path": "my.py:exact"}])
 
-    with pytest.raises(ConfigError, match=r"two are called exact.*Give one of them a name"):
+    with pytest.raises(ConfigError, match=r"reward: two are called exact.*Give one of them a name"):
         RewardPool(rewards, RewardPoolConfig(), tmp_path, tmp_path)
 
 
 def test_no_reward_at_all_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rewards: there is none"):
+    with pytest.raises(ConfigError, match="reward: there is none"):
         RewardPool([], RewardPoolConfig(), tmp_path, tmp_path)
 
 

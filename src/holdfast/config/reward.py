@@ -1,4 +1,4 @@
-"""The `rewards` sections: what scores a completion, and what happens where a score cannot be had."""
+"""The `reward` and `rewards` sections: what scores a completion, and what happens where a score cannot be had."""
 
 from __future__ import annotations
 

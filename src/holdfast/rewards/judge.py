@@ -134,7 +134,7 @@ def _key(variable: str | None, name: str) -> str | None:
     key = os.path.expandvars(f"${{{variable}}}")
     if not key or key == f"${{{variable}}}":
         raise CannotStart(
-            f"reward {name}: the environment variable {variable} is not set, and rewards names it as the judge's key. "
+            f"reward {name}: the environment variable {variable} is not set, and it is named as the judge's key. "
             f"Export {variable}, or remove api_key_variable."
         )
     return key

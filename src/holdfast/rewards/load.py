@@ -30,8 +30,7 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
     if found is None:
         raise CannotStart(
-            f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct the path in "
-            "rewards."
+            f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
         )
     module = _import(found.resolve(), name)
     function: Any = getattr(module, function_name, None)

@@ -37,11 +37,10 @@ class RewardPool:
 
     def __init__(self, rewards: Sequence[Reward], config: RewardPoolConfig, base: Path, log_dir: Path) -> None:
         if not rewards:
-            raise ConfigError("rewards: there is none. Name at least one, for example rewards: [{kind: exact}].")
+            raise ConfigError("reward: there is none. Name at least one, for example reward: [exact].")
         if repeated := repeated_labels(rewards):
             raise ConfigError(
-                f"rewards: two are called {repeated[0]}, and metrics could not tell them apart. Give one of them a "
-                "name."
+                f"reward: two are called {repeated[0]}, and metrics could not tell them apart. Give one of them a name."
             )
         self._rewards, self._config, self._base = tuple(rewards), config, base
         self._process: subprocess.Popen[bytes] | None = None
@@ -155,7 +154,7 @@ class RewardPool:
         }
         seconds = self._config.start_timeout_seconds
         deadline = time.monotonic() + seconds
-        building = ""
+        building = self._rewards[0].label
         try:
             frames.write(requests, pickle.dumps(setup))
             while (reply := frames.read(replies, deadline)) is not None:
@@ -171,7 +170,7 @@ class RewardPool:
         except TimeoutError:
             raise ConfigError(
                 f"reward {building}: its file is still being imported after {seconds:g} s. Move slow work into the "
-                "first call, or raise start_timeout_seconds."
+                "first call, or raise rewards.start_timeout_seconds."
             ) from None
         raise ConfigError(
             f"reward {building}: importing its file ended the process{self._how()}. Read {self.log_path}, and import "
