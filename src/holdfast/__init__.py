@@ -1,7 +1,7 @@
 """Holdfast post-trains Hugging Face models on PyTorch FSDP2.
 
-`holdfast.sft(config, rows=..., model=...)` takes the same tree as the YAML file, with live objects. Names resolve on
-first use, so importing the package costs nothing.
+`holdfast.sft(config, rows=..., model=...)` and `holdfast.grpo(config, rows=..., rewards=...)` take the same trees as
+YAML files, with live objects. Names resolve on first use, so importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.api import sft
+    from holdfast.api import grpo, sft
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "sft"]
+__all__ = ["__version__", "grpo", "sft"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sft":
-        from holdfast.api import sft
+    if name in {"grpo", "sft"}:
+        from holdfast import api
 
-        return sft
+        return getattr(api, name)
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

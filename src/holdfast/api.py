@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Draft, Loaded, check, read
-from holdfast.config.runs import SFTConfig
+from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
 from holdfast.objectives.base import Objective
-from holdfast.parallel.mesh import joined
+from holdfast.parallel.mesh import World, joined
+from holdfast.recipes.grpo import grpo as run_grpo
 from holdfast.recipes.sft import sft as run_sft
 from holdfast.training.build import Live
 from holdfast.training.fit import Outcome
+
+Root = TypeVar("Root", bound=TrainingConfig)
+Rewards = Callable[..., object] | Sequence[Callable[..., object]] | Mapping[str, Callable[..., object]]
 
 GIVEN = "(given in Python)"
 """Stands in the recorded configuration where a live object was used."""
@@ -46,31 +51,121 @@ def sft(
         RunStopped: The run stopped before its end.
     """
     live = Live(rows, model, tokenizer, objective, tuple(observers))
-    tree = _checked(config, live)
+    return _run(SFTConfig, run_sft, config, live, {})
+
+
+def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
+    config: GRPOConfig | Mapping[str, Any] | str | Path,
+    *,
+    rows: Any = None,
+    rewards: Rewards | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    objective: Objective | None = None,
+    observers: Sequence[Callable[..., object]] = (),
+) -> Outcome:
+    """Train a policy by rewards in this process; under torchrun, as one of its ranks.
+
+    Args:
+        config: As in `sft`.
+        rows: Rows with prompts, instead of those that `data` names.
+        rewards: A function, several, or functions by name, instead of `reward`; each has weight 1. They are called in
+            this process: nothing ends one that hangs, and `rewards.timeout_seconds` does not hold for them. Their
+            parameters and answers are those of a reward file.
+        model: As in `sft`.
+        tokenizer: As in `sft`.
+        objective: As in `sft`.
+        observers: As in `sft`.
+
+    Raises:
+        UserError: What was asked for cannot work; nothing was written.
+        RunStopped: The run stopped before its end.
+    """
+    functions, sections = _live_rewards(rewards)
+    live = Live(rows, model, tokenizer, objective, tuple(observers), functions)
+    return _run(GRPOConfig, run_grpo, config, live, {"reward": sections} if sections else {})
+
+
+def _run(
+    root: type[Root],
+    recipe: Callable[[Root, Path, World, Live], Outcome],
+    config: TrainingConfig | Mapping[str, Any] | str | Path,
+    live: Live,
+    replaced: Mapping[str, Any],
+) -> Outcome:
+    """Check the tree, join the ranks and run.
+
+    Args:
+        root: Of the tree.
+        recipe: What runs.
+        config: The tree.
+        live: Objects in the place of what the tree names.
+        replaced: Sections that stand for live objects, instead of the tree's.
+    """
+    tree = _checked(root, config, live, replaced)
     wanted = tree.config.launch.ranks
     if not under_torchrun() and wanted not in {"auto", 1}:
         raise ConfigError(
             f"launch.ranks={wanted}, but a Python call is one process. Start the script with `torchrun "
-            f"--nproc-per-node {wanted} script.py`, or use `holdfast sft RUN.yaml`."
+            f"--nproc-per-node {wanted} script.py`, or use `holdfast {root.verb} RUN.yaml`."
         )
     with joined(tree.config.launch) as world:
-        return run_sft(tree.config, tree.base, world, live)
+        return recipe(tree.config, tree.base, world, live)
 
 
-def _checked(config: SFTConfig | Mapping[str, Any] | str | Path, live: Live) -> Loaded[SFTConfig]:
+def _checked(
+    root: type[Root],
+    config: TrainingConfig | Mapping[str, Any] | str | Path,
+    live: Live,
+    replaced: Mapping[str, Any],
+) -> Loaded[Root]:
     """Check the tree with live objects in the place of what it names."""
     if isinstance(config, str | Path):
-        draft, base = read(Path(config), [], SFTConfig), Path(config).resolve().parent
+        draft, base = read(Path(config), [], root), Path(config).resolve().parent
     else:
         draft, base = Draft(Document("config", dict(config))), Path.cwd()
     values = draft.document.values
+    values |= replaced
     if live.rows is not None:
         values["data"] = _without(values.get("data"), ("path", "synthetic", "sources")) | {"path": GIVEN}
     if live.model is not None:
         values["model"] = _live_model(values.get("model"), live)
     elif live.tokenizer is not None:
         values["model"] = _without(values.get("model"), ()) | {"tokenizer": GIVEN}
-    return Loaded(check(draft, SFTConfig), base)
+    return Loaded(check(draft, root), base)
+
+
+def _live_rewards(rewards: Rewards | None) -> tuple[tuple[Callable[..., object], ...], list[dict[str, str]]]:
+    """Return the functions, and the `reward` section that records them.
+
+    Raises:
+        ConfigError: There is none, or two have one name.
+    """
+    match rewards:
+        case None:
+            return (), []
+        case Mapping():
+            named = dict(rewards)
+        case Sequence():
+            labels = [_name(function, number) for number, function in enumerate(rewards, 1)]
+            named = dict(zip(labels, rewards, strict=True))
+            if twice := [label for label in named if labels.count(label) > 1]:
+                raise ConfigError(
+                    f"rewards: two are called {twice[0]}, and metrics could not tell them apart. Name them: "
+                    f"rewards={{'first': {twice[0]}, 'second': ...}}."
+                )
+        case _:
+            named = {_name(rewards, 1): rewards}
+    if not named:
+        raise ConfigError("rewards is empty: pass a function, several, or None for those that `reward` names.")
+    return tuple(named.values()), [
+        {"path": f"{GIVEN}.py:{name if name.isidentifier() else 'reward'}", "name": name} for name in named
+    ]
+
+
+def _name(function: Callable[..., object], number: int) -> str:
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return name if name.isidentifier() else f"reward_{number}"
 
 
 def _live_model(section: Any, live: Live) -> dict[str, Any]:

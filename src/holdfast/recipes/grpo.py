@@ -28,7 +28,7 @@ from holdfast.training.step import train_step
 
 def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
-    with open_rewards(config, base, world) as score:
+    with open_rewards(config, base, world, live) as score:
         run = build_policy_run(config, base, world, score, live)
         outcome = fit(run, grpo_step, evaluate_policy)
         run.exchange.close()

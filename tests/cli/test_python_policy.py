@@ -1,0 +1,93 @@
+"""`holdfast.grpo` from Python: live rewards, alone and as one rank of many."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import holdfast
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
+from holdfast.errors import ConfigError
+from tests.cli.conftest import TINY
+from tests.cli.test_python import said
+from tests.cli.warm import WarmPython, run
+
+SCRIPT = Path(__file__).parent / "live_policy_script.py"
+
+
+def settings(name: str, **sections: Any) -> dict[str, Any]:
+    return {
+        "steps": 3,
+        "run": {"name": name},
+        "model": {"dtype": "float64"},
+        "data": {"batch_size": 4, "max_length": 32, "shuffle": False},
+        "rollout": {"group_size": 4, "max_new_tokens": 8},
+        "optim": {"kind": "sgd", "lr": 0.5, "schedule": "constant"},
+        "launch": {"device": "cpu"},
+    } | sections
+
+
+def test_live_rewards_train_alone_and_under_torchrun_to_the_same_numbers(warm: WarmPython, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
+    script = [str(SCRIPT), json.dumps(TINY)]
+
+    alone = said(warm.run(*script, json.dumps(settings("alone")), cwd=tmp_path))[0]
+    ranks = said(run([*torchrun, warm.program, *script, json.dumps(settings("ranks"))], cwd=tmp_path))
+
+    assert [found["rank"] for found in ranks] == ["0", "1"]
+    assert [found["step"] for found in (alone, *ranks)] == [3, 3, 3]
+    assert [len(found["seen"]) for found in (alone, *ranks)] == [3, 3, 0]
+    assert ranks[0]["seen"] == pytest.approx(alone["seen"], rel=1e-12)
+    for name in ("loss", "grad_norm", "reward", "reward_std", "rewards/even/mean"):
+        assert ranks[1]["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-9, abs=1e-12), name
+    metrics = alone["metrics"]
+    assert metrics["rewards/half/mean"] == 0.5
+    assert metrics["reward"] == pytest.approx(metrics["rewards/even/mean"] + 0.5, rel=1e-12)
+    assert metrics["rewards/even/number/mean"] == 1.5, "step 3 asks the prompts of step 1 again: numbers 0 to 3"
+    assert metrics["grad_norm"] > 0
+
+
+def test_the_recorded_tree_names_live_rewards_and_is_valid(warm: WarmPython, tmp_path: Path) -> None:
+    warm.run(SCRIPT, json.dumps(TINY), json.dumps(settings("once", steps=1, reward="math")), cwd=tmp_path)
+
+    recorded = yaml.safe_load((tmp_path / "runs" / "once" / "config.resolved.yaml").read_text())
+
+    assert [(section["path"], section["weight"]) for section in recorded["reward"]] == [
+        ("(given in Python).py:even", 1.0),
+        ("(given in Python).py:half", 1.0),
+    ]
+    assert [section.label for section in from_mapping(recorded, GRPOConfig).reward] == ["even", "half"]
+
+
+def one(completion: str) -> float:  # noqa: ARG001 - a reward
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([], "rewards is empty: pass a function, several, or None for those that `reward` names."),
+        ({"a b": one}, "config: reward.0.name: 'a b' should be one word without a slash: metrics put it between "
+                       "slashes"),
+        ([one, one], "rewards: two are called one, and metrics could not tell them apart. Name them: "
+                     "rewards={'first': one, 'second': ...}."),
+    ],
+)  # fmt: skip
+def test_rewards_without_a_name_of_their_own_are_refused(rewards: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        holdfast.grpo(settings("x"), rows=[{"prompt": "a"}], rewards=rewards, model=object(), tokenizer=object())
+
+    assert said in str(raised.value)
+
+
+def test_a_python_call_for_several_ranks_names_the_verb_that_starts_them() -> None:
+    with pytest.raises(ConfigError, match=r"or use `holdfast grpo RUN\.yaml`\."):
+        holdfast.grpo(
+            settings("x", launch={"ranks": 2}), rows=[{"prompt": "a"}], rewards=one, model=object(), tokenizer=object()
+        )
