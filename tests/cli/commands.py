@@ -24,15 +24,15 @@ MARK = "TEST_RUN_MARK"
 
 
 class LiveRun:
-    """`holdfast sft run.yaml` at the head of a process group of its own, as a shell starts it."""
+    """`holdfast VERB run.yaml` at the head of a process group of its own, as a shell starts it."""
 
-    def __init__(self, directory: Path, name: str = "run") -> None:
+    def __init__(self, directory: Path, name: str = "run", verb: str = "sft") -> None:
         self.directory = directory / "runs" / name
         self._mark = f"{MARK}={directory}".encode()
         self._outputs = directory / "out.txt", directory / "err.txt"
         with self._outputs[0].open("w") as out, self._outputs[1].open("w") as err:
             self._process = subprocess.Popen(
-                [HOLDFAST, "sft", f"{name}.yaml"],
+                [HOLDFAST, verb, f"{name}.yaml"],
                 cwd=directory,
                 env={**os.environ, MARK: str(directory)},
                 stdout=out,

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
-
 from holdfast.config.data import SyntheticConfig
 from holdfast.data.synthetic import SyntheticSource, verify
 
 
 def main() -> None:
     """Print the share of right answers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
     directory, count = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     disable_progress_bar()

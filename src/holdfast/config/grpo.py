@@ -21,7 +21,7 @@ from holdfast.config.policy import (
     OffPolicyMaskConfig,
     PolicyObjective,
 )
-from holdfast.config.reward import Reward, RewardPoolConfig
+from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig, UpdatesConfig
 from holdfast.config.runs import TrainingConfig
 
@@ -80,5 +80,14 @@ class GRPOConfig(TrainingConfig):
                 f"{named} draws from another distribution than the policy's, which biases every update; leave it out, "
                 "or weigh tokens by correction: truncate",
             )
+        if self.objective.kind in {"gspo", "gspo_token"} and self.data.average != "sequence_mean":
+            yield (
+                "data.average",
+                f"{self.data.average} weighs sequences by their length, and objective: {self.objective.kind} is one "
+                "term per sequence; use sequence_mean",
+            )
+        repeated = repeated_labels(self.reward)
+        if repeated:
+            yield "reward", f"two rewards are called {repeated[0]}; give one of them a name"
         if self.data.batch_size_schedule:
             yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"

@@ -108,7 +108,8 @@ class FailureChannel:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._directory = directory
+        self.directory = directory
+        """Where our launcher and its ranks leave notes for each other; None without it."""
         self._kill = kill
         self._phase = ""
         self._step: int | None = None
@@ -150,11 +151,11 @@ class FailureChannel:
 
     def _write_in_place(self, name: str, text: str) -> None:
         """Overwrite a small file of fixed size without opening it again: about 2 µs, since phases change often."""
-        if self._directory is None:
+        if self.directory is None:
             return
         with contextlib.suppress(OSError):  # a full disk must not stop a run; the messages then lack the phase
             if name not in self._files:
-                self._files[name] = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT, 0o644)
+                self._files[name] = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT, 0o644)
             line = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES - 1) + b"\n"
             os.pwrite(self._files[name], line, 0)
 
@@ -185,9 +186,9 @@ class FailureChannel:
         return Failure(self._rank, kind, self._phase, type(error).__name__, message, self._step, time.time())
 
     def _write_file(self, failure: Failure) -> None:
-        if self._directory is None:
+        if self.directory is None:
             return
-        target = self._directory / f"failure-rank-{failure.rank}.json"
+        target = self.directory / f"failure-rank-{failure.rank}.json"
         staging = target.with_suffix(f".staging-{self._rank}")
         with contextlib.suppress(OSError):  # a full disk may be the very failure: the store carries the report too
             staging.write_text(json.dumps(asdict(failure)))
@@ -210,16 +211,16 @@ class FailureChannel:
         while True:
             failure = self._heard or self._first_in_files()
             waited = time.monotonic() - began
-            if failure is None and store_lives and (self._directory is None or waited >= _STORE_AFTER_SECONDS):
+            if failure is None and store_lives and (self.directory is None or waited >= _STORE_AFTER_SECONDS):
                 failure, store_lives = self._first_in_store(self._store)
             if failure is not None or waited >= wait_seconds:
                 return failure
             time.sleep(0.05)
 
     def _first_in_files(self) -> Failure | None:
-        if self._directory is None:
+        if self.directory is None:
             return None
-        found = [_parse(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
+        found = [_parse(_read(path)) for path in self.directory.glob("failure-rank-*.json")]
         others = [one for one in found if one is not None and one.kind != "peer" and one.rank != self._rank]
         return min(others, key=lambda one: one.time, default=None)
 
@@ -299,7 +300,7 @@ class FailureChannel:
 
     def _linger(self) -> None:
         """Stay until all ranks have heard: this one may host the store, or be the peer whose end they notice first."""
-        if self._world_size == 1 or self._directory is not None:
+        if self._world_size == 1 or self.directory is not None:
             return
         deadline = time.monotonic() + _LINGER_SECONDS  # a dead rank never hears
         with contextlib.suppress(RuntimeError):
@@ -318,7 +319,7 @@ class FailureChannel:
     def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
         # A connection of its own: a call that waits on the store's own connection would make this thread wait too.
         store: Store | None = None
-        if self._directory is None:
+        if self.directory is None:
             with contextlib.suppress(RuntimeError):
                 store = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
         while not stop.wait(_LOOK_SECONDS):

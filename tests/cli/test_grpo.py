@@ -1,0 +1,294 @@
+"""`holdfast grpo` as a user meets it: what it writes, what it refuses, and how it ends when it is asked to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from holdfast.metrics.sink import read_metrics
+from tests.cli.commands import LiveRun
+from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.warm import Done, WarmPython
+
+REWARDS = """
+import os, sys, time
+
+def even(completion_ids):
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+
+def constant(completion):
+    return 1.0
+
+def broken(completion):
+    raise ValueError("no such answer")
+
+def words(completion):
+    return "good"
+
+def hangs(completion, sample_id):
+    print("noise " * 1000)
+    if sample_id % 2:
+        time.sleep(600)
+    return 1.0
+
+def slow(completion):
+    time.sleep(3)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a policy's run that works on two ranks, with its prompts and rewards in the same directory."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"add {n}=", "answer": str(n)} for n in range(12)])
+    return tree | {
+        "steps": 3,
+        "reward": {"path": "rewards.py:even"},
+        "rollout": {"group_size": 4, "max_new_tokens": 8, "show_every": 2},
+        "optim": {"lr": 0.01},
+    }
+
+
+def grpo(warm: WarmPython, place: Path, tree: dict[str, Any], *overrides: str) -> Done:
+    write_run(place / "run.yaml", tree)
+    return warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", *overrides, cwd=place)
+
+
+def test_a_run_leaves_metrics_samples_and_a_model(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
+    evaluation = {"sets": {"held_out": {"path": "rows.jsonl"}}, "per_prompt": 4, "sampling": {"temperature": 1.0}}
+
+    done = grpo(warm, tmp_path, policy | {"evaluation": evaluation})
+
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "run"
+    lines = read_metrics(run / "metrics.jsonl")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    expected = {
+        "reward", "reward_std", "rewards/even/mean", "frac_reward_zero_std", "completions/mean_length",
+        "completions/clipped_ratio", "clip_ratio/region_mean", "timing/rollout", "timing/reward", "num_tokens",
+        "sampling/sampling_logp_difference/mean",
+    }  # fmt: skip
+    assert expected <= steps[0].keys()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    of_first = [sample for sample in samples if sample["step"] == 1]
+    assert len(of_first) == 16
+    assert np.mean([sample["reward"] for sample in of_first]) == pytest.approx(steps[0]["reward"], abs=1e-9)
+    assert sum(sample["advantage"] for sample in of_first) == pytest.approx(0, abs=1e-5)
+    assert [word in done.out for word in ("completions of step 1:", "best", "worst")] == [True] * 3
+    first, last = (line for line in lines if "eval/held_out/pass@4" in line)
+    assert first["step"] == 0
+    assert 0 <= first["eval/held_out/pass@1"] <= first["eval/held_out/pass@2"] <= first["eval/held_out/pass@4"] <= 1
+    assert last["step"] == 3
+    completions = (run / "completions" / "step-00000003.held_out.jsonl").read_text().splitlines()
+    assert len(completions) == 48
+    assert AutoModelForCausalLM.from_pretrained(run / "exports" / "final").config.hidden_size == TINY["hidden_size"]
+
+
+def test_the_proof_holds_for_rollouts(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
+    write_run(tmp_path / "run.yaml", policy | {"data": policy["data"] | {"batch_size": 2}})
+
+    done = warm.run(
+        "-m", "holdfast.cli.main", "prove", "run.yaml", "--steps", "5", "--kill-at", "4", "--seed", "3", cwd=tmp_path
+    )
+
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"killed: SIGKILL to rank [01] in phase \w+ of step 4", done.out)
+    assert done.out.splitlines()[-1] == "identical"
+
+
+def test_a_recorded_step_is_reproduced_by_one_process_and_a_changed_one_is_not(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    recorded = policy | {"rollout": policy["rollout"] | {"record": True}, "checkpoint": {"every_steps": 1}}
+    assert grpo(warm, tmp_path, recorded).code == 0
+
+    def replay(step: int) -> Done:
+        return warm.run("-m", "holdfast.cli.main", "replay", "runs/run", "--step", str(step), cwd=tmp_path)
+
+    for step in (1, 3):
+        done = replay(step)
+        assert done.code == 0, done.out + done.err
+        assert f"step {step} is reproduced" in done.out
+    assert "checkpoint.every_steps" not in replay(1).err
+    missing = replay(7)
+    assert missing.code == 2
+    assert "kept are steps 1 to 3" in missing.err
+
+    _flip_a_reward(tmp_path / "runs" / "run" / "rollouts" / "step-00000003.jsonl.gz")
+    done = replay(3)
+    assert done.code == 1
+    assert "step 3 cannot be reproduced" in done.out
+
+
+def _flip_a_reward(path: Path) -> None:
+    import gzip
+
+    head, first, *others = gzip.decompress(path.read_bytes()).decode().splitlines()
+    group = json.loads(first)
+    group["facts"]["completions"][0]["reward"] += 1.0
+    path.write_bytes(gzip.compress("\n".join([head, json.dumps(group), *others, ""]).encode()))
+
+
+def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command_makes_it_again(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    long = policy | {
+        "steps": 2,
+        "rollout": {"group_size": 2, "max_new_tokens": 4000, "temperature": 0.01, "show": 0},
+        "data": policy["data"] | {"max_length": 4100, "tokens_per_micro_batch": 8200, "batch_size": 2},
+        "evaluation": {"at_start": False},
+    }
+    write_run(tmp_path / "run.yaml", long)
+    run = LiveRun(tmp_path, verb="grpo")
+    try:
+        run.wait_for_step(1)
+        run.wait_for(lambda: "step 1" in (tmp_path / "out.txt").read_text())
+        run.terminate()
+        done, seconds = run.end()
+    finally:
+        run.close()
+
+    assert done.code == 3, done.err
+    assert "stopped by SIGTERM, after step 1" in done.out
+    assert seconds < 15
+    assert (run.directory / "checkpoints" / "step-00000001").is_dir()
+    assert [line["step"] for line in run.lines() if "loss" in line] == [1]
+    again = grpo(warm, tmp_path, long)
+    assert again.code == 0, again.err
+    assert "resuming from step 1" in again.out
+
+
+def test_sigterm_while_rewards_are_made_ends_in_time(tmp_path: Path, policy: dict[str, Any]) -> None:
+    slow = policy | {"reward": {"path": "rewards.py:slow"}, "rewards": {"batch_size": 1, "workers": 4}}
+    write_run(tmp_path / "run.yaml", slow)
+    run = LiveRun(tmp_path, verb="grpo")
+    try:
+        run.wait_for(lambda: "rehearsal" in (tmp_path / "out.txt").read_text())
+        run.terminate()
+        done, seconds = run.end(60)
+    finally:
+        run.close()
+
+    assert done.code == 3, done.err
+    assert seconds < 40
+    assert run.processes() == {}
+
+
+def nothing_imports(folder: Path, tree: dict[str, Any]) -> None:
+    (folder / "rewards.py").write_text("import a_module_that_is_not_there\ndef even(completion): return 1.0\n")
+
+
+def no_such_function(folder: Path, tree: dict[str, Any]) -> None:
+    tree["reward"] = {"path": "rewards.py:evn"}
+
+
+def a_group_of_one(folder: Path, tree: dict[str, Any]) -> None:
+    tree["rollout"]["group_size"] = 1
+
+
+def a_batch_that_cannot_be_dealt(folder: Path, tree: dict[str, Any]) -> None:
+    tree["updates"] = {"mini_batches": 3}
+
+
+def no_room_for_a_prompt(folder: Path, tree: dict[str, Any]) -> None:
+    tree["rollout"]["max_new_tokens"] = 32
+
+
+def a_prompt_over_budget(folder: Path, tree: dict[str, Any]) -> None:
+    write_rows(folder / "rows.jsonl", [{"prompt": "a" * 30, "answer": "1"}] * 12)
+    tree["data"]["overlong"] = "refuse"
+
+
+def only_prompts_over_budget(folder: Path, tree: dict[str, Any]) -> None:
+    write_rows(folder / "rows.jsonl", [{"prompt": "a" * 30, "answer": "1"}] * 12)
+
+
+def an_empty_evaluation_set(folder: Path, tree: dict[str, Any]) -> None:
+    (folder / "empty.jsonl").write_text("")
+    tree["evaluation"] = {"sets": {"none": {"path": "empty.jsonl"}}}
+
+
+def a_biased_sampler(folder: Path, tree: dict[str, Any]) -> None:
+    tree["rollout"]["top_p"] = 0.9
+
+
+def a_tokenizer_without_an_end(folder: Path, tree: dict[str, Any]) -> None:
+    from holdfast.data.characters import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder / "tokenizer")
+    tree["model"]["tokenizer"] = "tokenizer"
+    tree["model"]["config"] |= {"eos_token_id": None}
+
+
+REFUSED = [
+    (nothing_imports, "a_module_that_is_not_there"),
+    (no_such_function, "has no function evn"),
+    (a_group_of_one, "rollout.group_size: 1, but advantage: grpo compares at least 2 completions of a prompt"),
+    (a_batch_that_cannot_be_dealt, "data.batch_size=4 prompts cannot be dealt to 3 mini-batches alike"),
+    (no_room_for_a_prompt, "leaves no room for a prompt in data.max_length=32"),
+    (a_prompt_over_budget, "its prompt has 30 tokens"),
+    (only_prompts_over_budget, "overlong_dropped: 12"),
+    (an_empty_evaluation_set, "empty has no rows"),
+    (a_biased_sampler, "top_p draws from another distribution than the policy's"),
+    (a_tokenizer_without_an_end, "Nothing ends a completion"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), REFUSED, ids=[spoil.__name__ for spoil, _ in REFUSED])
+def test_what_cannot_work_is_one_paragraph_and_nothing_is_left(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], spoil: Callable[..., None], words: str
+) -> None:
+    spoil(tmp_path, policy)
+
+    done = grpo(warm, tmp_path, policy)
+
+    assert done.code == 2, done.out + done.err
+    assert words in done.err
+    assert done.err.count(words) == 1, "one rank speaks for all"
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"), [("broken", "reward/error"), ("words", "reward/error"), ("hangs", "reward/timeout")]
+)
+def test_rewards_that_fail_are_counted_and_named_and_the_run_goes_on(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], reward: str, fault: str
+) -> None:
+    failing = policy | {
+        "steps": 2,
+        "reward": {"path": f"rewards.py:{reward}"},
+        "rewards": {"timeout_seconds": 0.5},
+        "data": policy["data"] | {"batch_size": 2},
+    }
+
+    done = grpo(warm, tmp_path, failing)
+
+    assert done.code == 0, done.err
+    lines = [line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line[fault] for line in lines] == [4.0 if reward == "hangs" else 8.0] * 2
+    assert "warning: " in done.out
+    assert reward in done.out
+
+
+def test_a_constant_reward_trains_nothing_and_is_visible(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:constant"}})
+
+    assert done.code == 0, done.err
+    lines = [line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line]
+    assert [(line["reward"], line["frac_reward_zero_std"], line["grad_norm"]) for line in lines] == [
+        (1.0, 1.0, 0.0)
+    ] * 3
