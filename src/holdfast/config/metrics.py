@@ -7,9 +7,33 @@ from typing import Literal
 
 from pydantic import Field
 
-from holdfast.config.base import Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import AtLeastTwo, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.data import SourceConfig
 from holdfast.config.rollout import SamplingConfig
+
+
+class HealthConfig(Section):
+    """Alarms on the screen and in events.jsonl when a run looks wrong; they change nothing in it."""
+
+    enabled: bool = True
+    repeat_steps: PositiveInt = 50
+    """Steps for which an alarm rests after it sounded."""
+    lasting_steps: PositiveInt = 5
+    """Steps in a row that flat groups, truncation or low entropy last before they count."""
+    flat_reward_steps: AtLeastTwo = 20
+    """Steps in a row with one and the same mean reward."""
+    flat_groups: Fraction = 0.8
+    """Share of groups whose completions have one reward."""
+    truncated: Fraction = 0.3
+    """Share of completions cut at `rollout.max_new_tokens`."""
+    lowest_entropy: NonNegative = 0.01
+    """Nats per token; seen where the entropy is measured (`metrics.entropy`)."""
+    reward_faults: Fraction = 0.01
+    """Share of a step's completions whose reward timed out, raised or was no finite number."""
+    kl_jump: Positive = 10.0
+    """A KL this many times its median over the 20 steps before."""
+    gradient_spike: Positive = 10.0
+    """A gradient norm this many times its median over the 20 steps before."""
 
 
 class MetricsConfig(Section):
@@ -25,6 +49,7 @@ class MetricsConfig(Section):
     """Compute the mean entropy of the policy on trained tokens (one more pass over each logits chunk)."""
     peak_flops: Positive | None = None
     """Peak floating-point operations per second of one device, for MFU; default: looked up for known GPUs."""
+    health: HealthConfig = HealthConfig()
 
 
 class CompletionsConfig(Section):

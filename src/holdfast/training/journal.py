@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from holdfast.checkpoint.session import Saved
+from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
 from holdfast.training.run import Run
@@ -34,6 +35,7 @@ class Journal:
             if "tensorboard" in run.config.metrics.sinks:
                 self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
         self._samples: JsonlSink | None = None
+        self._health = Health(run.config.metrics.health)
         kind = run.config.metrics.progress if first else "off"
         self._screen = open_progress(kind, run.total_steps, run.state.step)
 
@@ -64,6 +66,10 @@ class Journal:
         if "loss" in line:
             self._screen.update(step, line)
         self._tell()
+        if "loss" in line:
+            for alarm, sentence in self._health.see(step, line).items():
+                self.event("health", alarm=alarm, text=sentence)
+                self.say(f"warning: {sentence}")
         if evaluated and self._run.world.is_first:
             told = {name: value for name, value in evaluated.items() if not name.endswith(_NOT_TOLD)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())

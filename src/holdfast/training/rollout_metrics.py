@@ -26,7 +26,7 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     - frac_reward_zero_std: share of groups whose rewards are all alike.
     - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length.
     - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way.
-    - rollout/groups, rollout/trained_groups: sampled, and trained on.
+    - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
     """
     facts = rollout.sampled
     metrics = {**reward_metrics(facts), **length_metrics(facts), **rollout.counted}
@@ -35,6 +35,7 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     faults = Counter(completion.fault for group in facts for completion in group.completions)
     for kind in ("timeout", "error", "nan", "none"):
         metrics[f"reward/{kind}"] = float(faults[kind])
+    metrics["rollout/completions"] = float(sum(len(group.completions) for group in facts))
     metrics["rollout/groups"] = float(len(facts))
     metrics["rollout/trained_groups"] = float(len(rollout.facts))
     return metrics

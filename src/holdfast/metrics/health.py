@@ -1,0 +1,152 @@
+"""Alarms for a run that goes wrong, each a sentence that says what is seen and what to try.
+
+An alarm looks at the last steps of one start of the run and changes nothing. A number that a run does not have raises
+none, so most are silent in supervised runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from holdfast.config.metrics import HealthConfig
+
+_USUAL_STEPS = 20
+"""Steps whose median is the usual value of a number."""
+_FEWEST_STEPS = 10
+"""Of them, before anything counts as unusual."""
+_SMALL_KL = 0.01
+"""Nats per token; a jump that stays below is no alarm, since a KL starts from 0."""
+_SAME = 1e-6
+"""Rewards within this range are one value."""
+
+Past = Sequence[Mapping[str, float]]
+"""Metrics of the last steps, the present one last."""
+
+
+class Health:
+    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for `repeat_steps`."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self._config = config
+        longest = max(config.flat_reward_steps, config.lasting_steps, _USUAL_STEPS + 1)
+        self._past: deque[Mapping[str, float]] = deque(maxlen=longest)
+        self._sounded: dict[str, int] = {}
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return the alarms of a step, by name."""
+        if not self._config.enabled:
+            return {}
+        self._past.append(metrics)
+        past = list(self._past)
+        found = {}
+        for name, alarm in _ALARMS.items():
+            last = self._sounded.get(name)
+            if last is not None and step - last < self._config.repeat_steps:
+                continue
+            if sentence := alarm(self._config, past):
+                found[name] = sentence
+                self._sounded[name] = step
+        return found
+
+
+def _flat_reward(config: HealthConfig, past: Past) -> str | None:
+    values = _last(past, "reward", config.flat_reward_steps)
+    if not values or max(values) - min(values) > _SAME:
+        return None
+    return (
+        f"the reward has been {values[-1]:.4g} in each of the last {len(values)} steps. What never changes teaches "
+        "nothing: read samples.jsonl, and score some of its completions by hand."
+    )
+
+
+def _flat_groups(config: HealthConfig, past: Past) -> str | None:
+    values = _last(past, "frac_reward_zero_std", config.lasting_steps)
+    if not values or min(values) <= config.flat_groups:
+        return None
+    return (
+        f"in {values[-1]:.0%} of the groups all completions have one reward, and for {len(values)} steps it has been "
+        f"more than {config.flat_groups:.0%}. Such groups teach nothing. Choose prompts that the policy solves "
+        "sometimes, raise rollout.group_size, or set groups.flat: resample."
+    )
+
+
+def _truncation(config: HealthConfig, past: Past) -> str | None:
+    values = _last(past, "completions/clipped_ratio", config.lasting_steps)
+    if not values or min(values) <= config.truncated:
+        return None
+    return (
+        f"{values[-1]:.0%} of the completions are cut at rollout.max_new_tokens, and for {len(values)} steps it has "
+        f"been more than {config.truncated:.0%}. Raise rollout.max_new_tokens, or look in samples.jsonl for "
+        "completions that do not end."
+    )
+
+
+def _low_entropy(config: HealthConfig, past: Past) -> str | None:
+    values = _last(past, "entropy", config.lasting_steps)
+    if not values or max(values) >= config.lowest_entropy:
+        return None
+    return (
+        f"the entropy is {values[-1]:.2g} nats per token, and for {len(values)} steps it was below "
+        f"{config.lowest_entropy:g}: the policy hardly explores. Lower optim.lr, raise objective.high, or set "
+        "entropy.coefficient."
+    )
+
+
+def _reward_faults(config: HealthConfig, past: Past) -> str | None:
+    faults = {kind: int(past[-1].get(f"reward/{kind}", 0)) for kind in ("timeout", "error", "nan")}
+    total = past[-1].get("rollout/completions", 0)
+    if not total or sum(faults.values()) <= config.reward_faults * total:
+        return None
+    named = ", ".join(f"{count} by {kind}" for kind, count in faults.items() if count)
+    return (
+        f"{sum(faults.values())} of {total:.0f} completions could not be scored ({named}). The lines above name some; "
+        "what the functions print is in logs/."
+    )
+
+
+def _kl_jump(config: HealthConfig, past: Past) -> str | None:
+    value, usual = _usual(past, "kl")
+    if not value > max(_SMALL_KL, config.kl_jump * usual):
+        return None
+    return (
+        f"the KL to the reference is {value:.2g} nats per token, and it was {usual:.2g} in the steps before. Lower "
+        "optim.lr, or raise kl.coefficient."
+    )
+
+
+def _gradient_spike(config: HealthConfig, past: Past) -> str | None:
+    value, usual = _usual(past, "grad_norm")
+    if not (usual > 0 and value > config.gradient_spike * usual):
+        return None
+    return (
+        f"the gradient norm is {value:.3g}, and it was {usual:.3g} in the steps before. If this comes again, lower "
+        "optim.lr or optim.clip_norm."
+    )
+
+
+_ALARMS: Mapping[str, Callable[[HealthConfig, Past], str | None]] = {
+    "flat_reward": _flat_reward,
+    "flat_groups": _flat_groups,
+    "truncation": _truncation,
+    "low_entropy": _low_entropy,
+    "reward_faults": _reward_faults,
+    "kl_jump": _kl_jump,
+    "gradient_spike": _gradient_spike,
+}
+
+
+def _last(past: Past, name: str, steps: int) -> list[float]:
+    """Return the last values of a metric; none if it is missing in one of the steps."""
+    values = [line[name] for line in past[-steps:] if name in line]
+    return values if len(values) == steps else []
+
+
+def _usual(past: Past, name: str) -> tuple[float, float]:
+    """Return a metric and its median over the steps before; NaN, of which no comparison holds, for what is unknown."""
+    before = [line[name] for line in past[-_USUAL_STEPS - 1 : -1] if name in line]
+    if name not in past[-1] or len(before) < _FEWEST_STEPS:
+        return math.nan, math.nan
+    return past[-1][name], median(before)

@@ -1,0 +1,115 @@
+"""An alarm sounds on the series it is for, at the step where the series turns, and is silent on a healthy run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.metrics import HealthConfig
+from holdfast.metrics.health import Health
+
+FOLDER = Path(__file__).parent
+Sounded = list[tuple[int, str]]
+
+
+def sounded(series: Iterable[Mapping[str, float]], **options: float) -> tuple[Sounded, list[str]]:
+    """Return (step, alarm) of all that sounded, and the sentences."""
+    health = Health(HealthConfig.model_validate(options))
+    found = [(step, name, text) for step, line in enumerate(series, 1) for name, text in health.see(step, line).items()]
+    return [(step, name) for step, name, _ in found], [text for *_, text in found]
+
+
+def column(name: str, *values: float) -> list[dict[str, float]]:
+    return [{name: value} for value in values]
+
+
+def recorded(name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_healthy_run_raises_no_alarm() -> None:
+    """Recorded: examples/grpo_sort.yaml with metrics.entropy=true, reward 0.25 to 0.93."""
+    assert sounded(recorded("healthy")) == ([], [])
+
+
+def test_a_collapse_is_seen_within_steps() -> None:
+    """Recorded: the same at a constant learning rate of 1e-3 with 16 prompts after 75% noise; reward 0 from step 3."""
+    found, _ = sounded(recorded("collapse"))
+
+    assert found == [(6, "flat_groups"), (9, "truncation"), (22, "flat_reward")]
+
+
+CASES = [
+    pytest.param(
+        column("reward", *[0.1 * step for step in range(5)], *[0.5] * 20), {}, [(25, "flat_reward")], id="reward flat"
+    ),
+    pytest.param(column("reward", *[0.5, 0.6] * 30), {}, [], id="reward moves"),
+    pytest.param(
+        column("frac_reward_zero_std", 0.9, 0.9, 0.9, 0.9, 0.8, *[0.85] * 5),
+        {},
+        [(10, "flat_groups")],
+        id="groups flat",
+    ),
+    pytest.param(column("frac_reward_zero_std", *[0.8] * 20), {}, [], id="groups at the border"),
+    pytest.param(
+        column("completions/clipped_ratio", 0.9, 0.1, *[0.31] * 5), {}, [(7, "truncation")], id="truncation lasts"
+    ),
+    pytest.param(column("completions/clipped_ratio", *[0.9, 0.9, 0.9, 0.9, 0.3] * 3), {}, [], id="truncation passes"),
+    pytest.param(column("entropy", 1.0, 0.1, *[0.009] * 5), {}, [(7, "low_entropy")], id="entropy gone"),
+    pytest.param(column("entropy", *[0.02] * 30), {}, [], id="entropy low"),
+    pytest.param(column("kl", *[0.001] * 10, 0.011), {}, [(11, "kl_jump")], id="KL jumps"),
+    pytest.param(column("kl", *[0.0] * 10, 0.0099), {}, [], id="KL starts"),
+    pytest.param(column("kl", *[0.001] * 9, 1.0), {}, [], id="KL, too few steps to know what is usual"),
+    pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 16.0), {}, [(21, "gradient_spike")], id="gradient spikes"),
+    pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 14.0), {}, [], id="gradient is large"),
+    pytest.param(column("grad_norm", *[0.0] * 20, 1.0), {}, [], id="gradient after flat groups"),
+    pytest.param(column("grad_norm", *[1.0] * 20, 4.0), {"gradient_spike": 3}, [(21, "gradient_spike")], id="options"),
+]
+
+
+@pytest.mark.parametrize(("series", "options", "expected"), CASES)
+def test_each_alarm_sounds_when_its_series_turns(
+    series: list[dict[str, float]], options: dict[str, float], expected: Sounded
+) -> None:
+    assert sounded(series, **options)[0] == expected
+
+
+def test_reward_faults_above_a_percent_are_counted_by_kind() -> None:
+    few = {"rollout/completions": 300.0, "reward/timeout": 1.0, "reward/error": 2.0, "reward/none": 50.0}
+    many = few | {"reward/nan": 1.0}
+
+    found, texts = sounded([few, many])
+
+    assert found == [(2, "reward_faults")]
+    assert texts[0].startswith("4 of 300 completions could not be scored (1 by timeout, 2 by error, 1 by nan).")
+
+
+def test_an_alarm_rests_after_it_sounded() -> None:
+    found, _ = sounded(column("completions/clipped_ratio", *[1.0] * 30), repeat_steps=10)
+
+    assert found == [(5, "truncation"), (15, "truncation"), (25, "truncation")]
+
+
+def test_alarms_can_be_turned_off() -> None:
+    assert sounded(recorded("collapse"), enabled=False) == ([], [])
+
+
+def test_sentences_say_what_is_seen_and_what_to_try() -> None:
+    texts = dict(zip(("flat_groups", "truncation", "flat_reward"), sounded(recorded("collapse"))[1], strict=True))
+
+    assert texts["flat_groups"] == (
+        "in 100% of the groups all completions have one reward, and for 5 steps it has been more than 80%. Such groups "
+        "teach nothing. Choose prompts that the policy solves sometimes, raise rollout.group_size, or set groups.flat: "
+        "resample."
+    )
+    assert texts["truncation"].startswith("98% of the completions are cut at rollout.max_new_tokens, and for 5 steps")
+    assert texts["flat_reward"].startswith("the reward has been 0 in each of the last 20 steps.")
+
+
+def test_the_numbers_of_a_supervised_step_raise_none() -> None:
+    line = {"loss": 2.0, "grad_norm": 1.0, "mean_token_accuracy": 0.5}
+
+    assert sounded([line | {"loss": 2.0 - step / 50} for step in range(60)]) == ([], [])
