@@ -55,7 +55,7 @@ class ResumeConfig(Section):
     """Frozen then, trained now: start without optimizer state."""
     changed: list[Literal["data", "files", "tokenizer", "model", "objective"]] = Field(default_factory=list)
     """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer, the model's
-    configuration, the loss and its average."""
+    configuration (and the weights a reference policy is loaded from), the loss with all that belongs to it."""
     hyperparameters: Literal["config", "checkpoint"] = "config"
     """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from holdfast.config.base import (
     ByKind,
+    Count,
     FunctionPath,
     Mistake,
     Pattern,
@@ -185,6 +186,26 @@ class CodeConfig(_RewardSection):
     """Most address space; more earns 0."""
 
 
+class ModelRewardConfig(_RewardSection):
+    """What a sequence-classification model says: one number for prompt and completion together.
+
+    Every rank holds the whole model, in the training processes and not in the reward workers.
+    """
+
+    kind: Literal["model"] = "model"
+    path: str
+    """A directory or hub name with a model for sequence classification and its tokenizer."""
+    output: Count | None = None
+    """Which of its outputs; default: the only one."""
+    sigmoid: bool = False
+    """Squash the number to between 0 and 1."""
+    max_length: PositiveInt = 2048
+    """Longest prompt and completion in its own tokens; what is longer loses its beginning."""
+    batch_size: PositiveInt = 16
+    """Texts in one forward pass."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
 Reward = Annotated[
     UserRewardConfig
     | ExactConfig
@@ -195,7 +216,8 @@ Reward = Annotated[
     | RepetitionConfig
     | OverlongConfig
     | JudgeConfig
-    | CodeConfig,
+    | CodeConfig
+    | ModelRewardConfig,
     ByKind("path"),
 ]
 

@@ -81,6 +81,18 @@ class RewardPool:
         Raises:
             RunStopped: The process that keeps the workers died.
         """
+        outcomes = self.outcomes(samples)
+        return [
+            combine(sample, [line[place] for line in outcomes], self._rewards, self._config)
+            for place, sample in enumerate(samples)
+        ]
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[list[Outcome]]:
+        """Return what each reward says of each sample: by reward, then by sample.
+
+        Raises:
+            RunStopped: As `score`.
+        """
         assert self._process is not None
         packed: list[bytes] = []
         unseen: dict[int, Outcome] = {}
@@ -91,15 +103,7 @@ class RewardPool:
                 unseen[place] = Outcome(fault="error", message=f"cannot be sent the row: {error}")
         answered = self._ask(packed) if packed else [[] for _ in self._rewards]
         lines = [iter(line) for line in answered]
-        return [
-            combine(
-                sample,
-                [unseen[place] if place in unseen else next(line) for line in lines],
-                self._rewards,
-                self._config,
-            )
-            for place, sample in enumerate(samples)
-        ]
+        return [[unseen[place] if place in unseen else next(line) for place in range(len(samples))] for line in lines]
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""

@@ -43,6 +43,12 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     measured = _measured(config, base, world, exchange, live)
     tokenise = _tokeniser(measured, base)
     stream = together(exchange, lambda: prompt_stream(config, started.data, tokenise, exchange, base))
+    if config.rollout.shared_prefix == "on" and measured.policy.padded:
+        why = measured.origin.family.why_not_packed or "data.packing or model.attention says so"
+        raise ConfigError(
+            f"rollout.shared_prefix: on, but {measured.origin.family.name} is trained with one sequence per row "
+            f"({why}), where nothing can be shared. Use auto."
+        )
     policy = _policy(config, measured, started.data, tokenise, score)
     reference = build_reference(config, base, world, exchange, policy, live)
     return PolicyRun(

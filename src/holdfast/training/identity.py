@@ -12,6 +12,8 @@ from typing import Any
 
 from holdfast.checkpoint.hashing import hash_bytes, hash_file
 from holdfast.config.algorithm import UserObjectiveConfig
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
@@ -23,6 +25,12 @@ _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
 
 
+_OF_POLICIES = ("reward", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
+_SAMPLED_BY = {
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
+}  # fmt: skip
+_EDGE = 2**20
+"""Bytes at either end of a weights file that stand for all of it."""
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -43,6 +51,11 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
     loss = {"objective": config.objective.model_dump_json(), "data.average": config.data.average}
+    if isinstance(config, GRPOConfig):
+        loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
+        loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+        if config.kl.coefficient > 0:
+            model["model.path"] = _weights_mark(origin)
     return {
         "data": data,
         "files": files,
@@ -51,6 +64,24 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
         | {"model.dropout": str(config.model.dropout)},
         "objective": loss,
     }
+
+
+def _weights_mark(origin: Blueprint) -> str:
+    """Return what tells the weights of a model's directory from others, without reading all of them.
+
+    The reference policy is loaded from there at every start, and a run whose reference changed is another run.
+    """
+    if origin.directory is None:
+        return "random"
+    files = sorted(origin.directory.glob("*.safetensors"))
+    return hash_bytes("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
+
+
+def _edges_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        first = opened.read(_EDGE)
+        opened.seek(max(0, file.stat().st_size - _EDGE))
+        return hash_bytes(first + opened.read(_EDGE))
 
 
 def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
@@ -68,6 +99,8 @@ def _user_files(config: TrainingConfig, base: Path) -> Iterator[tuple[str, Path]
     named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
     if isinstance(config.objective, UserObjectiveConfig):
         named.append(("objective.path", config.objective.path))
+    if isinstance(config, GRPOConfig):
+        named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if config.data.filter is not None:
         named.append(("data.filter", config.data.filter))
     named += [(f"data.{key}", path) for key in ("format", "chat_template") if (path := getattr(config.data, key))]

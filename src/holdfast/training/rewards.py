@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.reward import ModelRewardConfig, Reward, RewardPoolConfig
+from holdfast.models.reward_model import RewardModel
 from holdfast.parallel.mesh import World
+from holdfast.rewards.base import Outcome, Sample, Scored
+from holdfast.rewards.combine import combine
 from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.pool import RewardPool
 from holdfast.training.build import Live, open_exchange, together
@@ -36,12 +42,86 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     if section.workers == "auto":
         cores = len(os.sched_getaffinity(0)) // max(1, world.size)
         section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
-    pool = RewardPool(config.reward, section, base, run_directory(config) / "logs")
     exchange = open_exchange(config)
+    scorer = together(exchange, lambda: Scorer(config.reward, section, base, world, _logs(config, world)))
     try:
         with exchange.together():
-            pool.start()
+            scorer.start()
         exchange.close()
-        yield pool.score
+        yield scorer.score
     finally:
-        pool.close()
+        scorer.close()
+
+
+class Scorer:
+    """Rewards of both kinds: functions in processes of their own, and models in this one.
+
+    Args:
+        rewards: The sections.
+        config: The processes, and what a fault does.
+        base: The YAML's directory.
+        world: Where models compute.
+        logs: Where functions print.
+
+    Raises:
+        ModelError: A reward model cannot be loaded.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Reward], config: RewardPoolConfig, base: Path, world: World, logs: Path
+    ) -> None:
+        functions = [reward for reward in rewards if not isinstance(reward, ModelRewardConfig)]
+        self._models = {
+            reward.label: RewardModel(reward, base, world.device)
+            for reward in rewards
+            if isinstance(reward, ModelRewardConfig)
+        }
+        self._pool = RewardPool(functions, config, base, logs) if functions else None
+        self._functions = [reward.label for reward in functions]
+        self._rewards, self._config = tuple(rewards), config
+
+    def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            ConfigError: A function cannot work.
+        """
+        if self._pool is not None:
+            self._pool.start()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def score(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Return the reward of each sample, in their order."""
+        by_label: dict[str, list[Outcome]] = {}
+        if self._pool is not None:
+            by_label |= dict(zip(self._functions, self._pool.outcomes(samples), strict=True))
+        for label, model in self._models.items():
+            texts = [model.text(sample.prompt, sample.completion, sample.row) for sample in samples]
+            by_label[label] = [_outcome(score) for score in model.scores(texts)]
+        return [
+            combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
+            for place, sample in enumerate(samples)
+        ]
+
+
+def _outcome(score: float) -> Outcome:
+    if math.isfinite(score):
+        return Outcome(score)
+    return Outcome(fault="nan", message=f"gave {score}")
+
+
+def _logs(config: GRPOConfig, world: World) -> Path:
+    """Return where reward functions print: the run's logs, or where they wait until there is a run directory.
+
+    A run that is refused before its first step must leave nothing, so no directory is made for it here.
+    """
+    launched: Path | None = world.failure.directory
+    places = [run_directory(config), *([] if launched is None else [launched])]
+    for place in places:
+        if (place / "logs").is_dir():
+            return place / "logs"
+    return Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))

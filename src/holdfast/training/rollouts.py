@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import flat_groups
+from holdfast.config.policy import AdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.rewards.base import Sample, Scored
@@ -114,7 +115,7 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     facts = share_facts(run, groups, scored)
     if config.advantage.needs_greedy:
         facts = _with_greedy(run, batch.mine, facts)
-    kept = {fact.prompt_id for fact in select(facts, config.groups, config.advantage.tolerance)}
+    kept = {fact.prompt_id for fact in select(facts, config.groups, config.advantage)}
     trimmed = [_without_dropped(fact, config.groups) for fact in facts if fact.prompt_id in kept]
     mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
     told = run.exchange.gather([item.message for item in scored if item.message][:8])
@@ -257,11 +258,13 @@ def rewards_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
     return np.array([[fact.reward for fact in group.completions] for group in facts], dtype=np.float64)
 
 
-def select(facts: Sequence[GroupFact], config: GroupsConfig, tolerance: float) -> list[GroupFact]:
+def select(facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig) -> list[GroupFact]:
     """Return the groups that are trained on: a pure function of what all ranks know."""
     if not facts:
         return []
-    flat = flat_groups(rewards_of(facts), tolerance)
+    flat = flat_groups(rewards_of(facts), advantage.tolerance)
+    if advantage.smallest_group == 1:
+        flat = np.zeros_like(flat)  # its baseline is not the group: alike rewards have advantages all the same
     return [
         fact
         for fact, is_flat in zip(facts, flat, strict=True)

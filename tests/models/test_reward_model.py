@@ -1,0 +1,112 @@
+"""A model as a reward: its numbers are those of plain transformers, one text at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from holdfast.config.reward import LengthConfig, ModelRewardConfig, RewardPoolConfig
+from holdfast.data.characters import character_tokenizer
+from holdfast.errors import ModelError
+from holdfast.models.reward_model import RewardModel
+from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.mesh import World
+from holdfast.rewards.base import Sample
+from holdfast.training.rewards import Scorer
+from tests.tiny import COMMON
+
+CPU = torch.device("cpu")
+TEXTS = ["sort 31=13", "a", "reverse abcdef=fedcba", "add 1+2=3"]
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+
+
+def directory(path: Path, outputs: int = 1, template: str | None = None) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **COMMON, num_labels=outputs)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(path)
+    tokenizer = character_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def alone(path: Path, texts: list[str], output: int = 0) -> list[float]:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), character_tokenizer()
+    with torch.no_grad():
+        return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, output]) for text in texts]
+
+
+def sample(number: int, completion: str, **row: Any) -> Sample:
+    return Sample(number, "sort 31=", completion, [1] * 8, [1] * len(completion), "stop", row)
+
+
+def test_scores_are_those_of_each_text_alone(tmp_path: Path) -> None:
+    path = str(directory(tmp_path / "m"))
+    scorer = RewardModel(ModelRewardConfig(path=path, batch_size=3), tmp_path, CPU)
+
+    found = scorer.scores(TEXTS)
+
+    expected = alone(tmp_path / "m", TEXTS)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert len({round(value, 3) for value in expected}) == 4
+    squashed = RewardModel(ModelRewardConfig(path=path, sigmoid=True), tmp_path, CPU).scores(TEXTS)
+    np.testing.assert_allclose(squashed, 1 / (1 + np.exp(-np.array(expected))), rtol=1e-4)
+
+
+def test_one_of_several_outputs_is_named_or_refused(tmp_path: Path) -> None:
+    path = str(directory(tmp_path / "m", outputs=3))
+
+    found = RewardModel(ModelRewardConfig(path=path, output=2), tmp_path, CPU).scores(TEXTS)
+
+    np.testing.assert_allclose(found, alone(tmp_path / "m", TEXTS, 2), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ModelError, match="has 3 outputs, and a reward is one of them"):
+        RewardModel(ModelRewardConfig(path=path), tmp_path, CPU)
+    with pytest.raises(ModelError, match="has 3 outputs, numbered from 0"):
+        RewardModel(ModelRewardConfig(path=path, output=3), tmp_path, CPU)
+
+
+def test_a_conversation_is_written_in_the_models_own_template(tmp_path: Path) -> None:
+    path = str(directory(tmp_path / "m", template=TEMPLATE))
+    scorer = RewardModel(ModelRewardConfig(path=path), tmp_path, CPU)
+
+    text = scorer.text("ignored", "13", {"prompt": [{"role": "user", "content": "sort 31"}]})
+
+    assert text == "u:sort 31;a:13;"
+    assert scorer.text("sort 31=", "13", {"prompt": "sort 31="}) == "sort 31=13"
+
+
+def test_a_model_and_a_function_are_summed_by_their_weights(tmp_path: Path) -> None:
+    path = str(directory(tmp_path / "m"))
+    sections = [LengthConfig(max=3, weight=2.0), ModelRewardConfig(path=path, weight=0.5, name="judge")]
+    samples = [sample(0, "13"), sample(1, "1333333")]
+    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
+    scorer = Scorer(sections, RewardPoolConfig(workers=1), tmp_path, world, tmp_path)
+    scorer.start()
+    try:
+        found = scorer.score(samples)
+    finally:
+        scorer.close()
+
+    judged = alone(tmp_path / "m", ["sort 31=13", "sort 31=1333333"])
+    assert [item.parts["length"] for item in found] == [1.0, 0.0]
+    np.testing.assert_allclose([item.parts["judge"] for item in found], judged, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        [item.reward for item in found], [2.0 + 0.5 * judged[0], 0.5 * judged[1]], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_directory_without_such_a_model_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(ModelError, match="reward model: .*empty cannot be loaded for sequence classification"):
+        RewardModel(ModelRewardConfig(path=str(tmp_path / "empty")), tmp_path, CPU)
