@@ -18,6 +18,7 @@ from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
+from holdfast.training.run import StepAbandoned
 
 
 def prompts_of(count: int) -> list[dict[str, str]]:
@@ -50,12 +51,17 @@ def flat(sample: Sample) -> float:  # noqa: ARG001 - a reward
     return 1.0
 
 
-REWARDS = {"even_share": even_share, "flat": flat}
+def even_share_but_first(sample: Sample) -> float | None:
+    """Return the same, and None for the first completion of a group."""
+    return None if sample.sample_id % 2**20 == 0 else even_share(sample)
+
+
+REWARDS = {"even_share": even_share, "flat": flat, "even_share_but_first": even_share_but_first}
 
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward: str = "even_share") -> dict[str, Any]:
     """Train and return metrics, final parameters, what was sampled, and how often models were called."""
-    seen: list[list[tuple[int, tuple[int, ...], tuple[int, ...], str, float]]] = []
+    seen: list[list[tuple[int, tuple[int, ...], tuple[int, ...], str, float | None]]] = []
 
     def score(samples: Sequence[Sample]) -> list[Scored]:
         values = [REWARDS[reward](sample) for sample in samples]
@@ -64,7 +70,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
             for sample, value in zip(samples, values, strict=True)
         ]
         seen.append(sorted(item for part in run.exchange.gather(mine) for item in part))
-        return [Scored(value, {"exact": value}) for value in values]
+        return [Scored(value, {"exact": value}, drop="sample" if value is None else None) for value in values]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     calls = {"policy": 0, "reference": 0}
@@ -86,6 +92,30 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
         "forwards": forwards,
         "state": run.state.as_plain(),
     }
+
+
+def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """Make a step, leave the next while it is sampled, make it again; return what was sampled and where it stood."""
+    seen: list[Any] = []
+
+    def score(samples: Sequence[Sample]) -> list[Scored]:
+        mine = [(sample.sample_id, tuple(sample.completion_tokens)) for sample in samples]
+        seen.append(sorted(item for part in run.exchange.gather(mine) for item in part))
+        return [Scored(even_share(sample), {"exact": even_share(sample)}) for sample in samples]
+
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    grpo_step(run)
+    before = run.stream.state()
+    run.interrupted = lambda: world.rank == world.size - 1  # one rank alone hears of it
+    left = False
+    try:
+        grpo_step(run)
+    except StepAbandoned:
+        left = True
+    run.interrupted = lambda: False
+    state = {"left": left, "stream": run.stream.state() == before, "step": run.state.step, "scored": len(seen)}
+    grpo_step(run)
+    return state | {"sampled": seen}
 
 
 def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:

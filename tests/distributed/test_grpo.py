@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.grpo_cases import by_hand, prompts_of, settings, train
+from tests.distributed.grpo_cases import by_hand, leave_and_make_again, prompts_of, settings, train
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS = prompts_of(12)
@@ -134,3 +134,23 @@ def test_flat_groups_are_sampled_again_up_to_the_cap(pools: Any, llama: Path) ->
     assert found["rollout/rounds"] == 3.0
     assert found["rollout/groups"] == 12.0
     assert found["rollout/trained_groups"] == 0.0
+
+
+def test_a_step_that_is_left_while_it_is_sampled_is_made_again_exactly(pools: Any, llama: Path) -> None:
+    straight = pools(2).run(train, settings(str(llama)), ROWS, 2)[0]["sampled"]
+
+    for found in pools(2).run(leave_and_make_again, settings(str(llama)), ROWS):
+        assert (found["left"], found["stream"], found["step"], found["scored"]) == (True, True, 1, 1)
+        expected = [[(item[0], item[2]) for item in step] for step in straight]
+        assert found["sampled"] == expected
+
+
+def test_a_reward_without_a_number_leaves_baseline_and_average(pools: Any, llama: Path) -> None:
+    """The first completion of each group is not scored: it trains nothing, and the others compare among themselves."""
+    found = pools(2).run(train, settings(str(llama)), ROWS, 1, "even_share_but_first")[0]
+    step = [item for item in found["sampled"][0] if item[0] % 2**20 != 0]
+
+    expected = by_hand(tiny_model("llama", tie_word_embeddings=True).double(), [step], lr=0.5)
+
+    assert len(step) == 12
+    np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=1e-6)
