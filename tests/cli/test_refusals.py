@@ -64,7 +64,18 @@ def two_shapes(folder: Path, tree: dict[str, Any]) -> None:
     write_rows(folder / "rows.jsonl", [row] * 12)
 
 
+def no_warm_start(folder: Path, tree: dict[str, Any]) -> None:
+    tree["checkpoint"] = {"init_from": "elsewhere/checkpoints/step-00000003"}
+
+
+def no_such_set(folder: Path, tree: dict[str, Any]) -> None:
+    tree["checkpoint"] = {"keep": {"best": [{"metric": "eval/validaton/loss", "mode": "min"}]}}
+    tree["data"]["validation_split"] = 0.2
+
+
 BEFORE_THE_FIRST_BATCH = [
+    (no_warm_start, "elsewhere/checkpoints/step-00000003"),
+    (no_such_set, "eval/validaton/loss is of no evaluation set (there are validation)"),
     (no_file, "data.path=gone.jsonl is not there (no such file or directory: "),
     (empty_file, "rows has no rows."),
     (small_batch, "data.batch_size=1 is less than the number of ranks, 2: some would never have a sequence. Raise "

@@ -101,11 +101,27 @@ class TrainingConfig(_Root):
         """Yield what sections ask of each other."""
         yield from super().mistakes()
         yield from self._storage()
+        yield from self._metrics()
         if not self.evaluation.sets and self.data.validation_split == 0:
             for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
                 if getattr(self.evaluation, name) is not None:
                     fix = "set evaluation.sets or data.validation_split"
                     yield f"evaluation.{name}", f"there is nothing to evaluate on; {fix}"
+
+    def _metrics(self) -> Iterator[Mistake]:
+        """Yield metrics of evaluation sets that do not exist: nothing would ever be kept or exported by them."""
+        section = self.checkpoint
+        named = {f"checkpoint.keep.best.{number}.metric": best.metric for number, best in enumerate(section.keep.best)}
+        if section.export_best is not None:
+            named["checkpoint.export_best.metric"] = section.export_best.metric
+        sets = {*self.evaluation.sets, *(["validation"] if self.data.validation_split > 0 else [])}
+        for key, metric in named.items():
+            head, *rest = metric.split("/")
+            if head == "eval" and not any(metric.startswith(f"eval/{name}/") for name in sets):
+                there = f"there are {', '.join(sorted(sets))}" if sets else "there is none"
+                yield key, f"{metric} is of no evaluation set ({there}); write eval/SET/METRIC as in metrics.jsonl"
+            elif head != "eval" and not rest and head.startswith(("val", "eval")):
+                yield key, f"{metric} is no metric of an evaluation; write eval/SET/METRIC as in metrics.jsonl"
 
     def _storage(self) -> Iterator[Mistake]:
         kind, dtype = self.optim.kind, self.model.dtype

@@ -61,7 +61,10 @@ def evaluate(
                     engine = build_engine(run)
                     engine.update_weights(live_tensors(run.policy), run.state.updates)
                 examples = held_out.read_prompts(options.samples)
-                more, answered = evaluate_completions(engine, run.origin.tokenizer, examples, options, run.exchange)
+                completed = evaluate_completions(engine, run, examples, options)
+                if completed is None:
+                    return metrics
+                more, answered = completed
                 found |= more
                 if run.world.is_first:
                     name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
@@ -99,16 +102,17 @@ def evaluate_loss(
 
 
 def evaluate_completions(
-    engine: RolloutEngine, tokenizer: Any, examples: Sequence[Example], options: CompletionsConfig,
-    exchange: ProcessExchange,
-) -> tuple[dict[str, float], list[Answered]]:  # fmt: skip
+    engine: RolloutEngine, run: Evaluation, examples: Sequence[Example], options: CompletionsConfig
+) -> tuple[dict[str, float], list[Answered]] | None:
     """Complete this rank's prompts and compare with their last trained span.
 
     A completion is correct if its text, special tokens and outer white space left out, is the reference's.
 
     Returns:
-        Metrics over all ranks, and all ranks' completions by sample id (the same on every rank).
+        Metrics over all ranks, and all ranks' completions by sample id (the same on every rank); None if a rank was
+        asked to stop meanwhile.
     """
+    tokenizer = run.origin.tokenizer
     answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
     requests = [
         Request(number, np.asarray(answers[number][0], np.int64), (mixed(0, example.sample_id),))
@@ -116,7 +120,10 @@ def evaluate_completions(
     ]
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     mine = []
-    for sampled in generate(engine, requests, sampling):
+    completions = generate(engine, requests, sampling, run.interrupted)
+    if any(run.exchange.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
+        return None
+    for sampled in completions:
         prompt, reference = answers[sampled.request_id]
         text = tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True)
         expected = tokenizer.decode(reference, skip_special_tokens=True)
@@ -125,7 +132,7 @@ def evaluate_completions(
         mine.append(
             Answered(examples[sampled.request_id].sample_id, tokenizer.decode(prompt), text, expected, right, finished)
         )
-    answered = sorted((item for part in exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
+    answered = sorted((item for part in run.exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
     if not answered:
         return {}, []
     return {
