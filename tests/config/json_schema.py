@@ -44,6 +44,8 @@ def _keyword(name: str, wanted: Any, schema: Mapping[str, Any], value: Any, root
     if name in _OF_LISTS:
         return not isinstance(value, list) or _OF_LISTS[name](wanted, value)
     match name:
+        case "minLength":
+            return not isinstance(value, str) or len(value) >= wanted
         case "$ref":
             return accepts(root["$defs"][wanted.removeprefix("#/$defs/")], value, root)
         case "anyOf" | "oneOf":

@@ -1,0 +1,93 @@
+"""The tree of `holdfast grpo`: what it accepts, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs import run_from_mapping, verb_of
+from holdfast.errors import ConfigError
+from tests.config.json_schema import accepts
+
+LEAST: dict[str, Any] = {
+    "steps": 1,
+    "model": {"path": "m"},
+    "data": {"path": "d"},
+    "reward": "exact",
+}
+SCHEMA = GRPOConfig.model_json_schema()
+
+TAKEN: list[dict[str, Any]] = [
+    {},
+    {"reward": {"kind": "exact", "column": "gold"}},
+    {"reward": ["exact", {"path": "f.py:g", "weight": 0.5}]},
+    {"reward": {"path": "f.py:g"}},
+    {"objective": {"high": 0.28}},
+    {"objective": "cispo"},
+    {"objective": "gspo", "data": {"path": "d", "average": "sequence_mean"}},
+    {"advantage": {"kind": "pass_at_k", "k": 4}},
+    {"advantage": "remax", "rollout": {"group_size": 1}},
+    {"rollout": {"top_p": 0.9}, "correction": "truncate"},
+    {"groups": {"flat": "resample", "between": {"reward": "exact", "low": 0.1, "high": 0.9}}},
+    {"updates": {"mini_batches": 4, "passes": 2}},
+    {"kl": {"coefficient": 0.05, "where": "reward"}, "reference": {"kind": "offloaded"}},
+    {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
+]
+
+
+@pytest.mark.parametrize("change", TAKEN)
+def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
+    from_mapping(LEAST | change, GRPOConfig)
+
+    assert accepts(SCHEMA, LEAST | change)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"reward": []}, "reward: this list is empty; name at least one"),
+    ({"reward": "exat"}, "reward: there is no kind 'exat'. Did you mean exact?"),
+    ({"reward": {"kind": "exact", "colum": "x"}}, "reward.colum: unknown key; did you mean column?"),
+    ({"reward": ["exact", {"kind": "exact", "colum": "x"}]}, "reward.1.colum: unknown key; did you mean column?"),
+    ({"reward": ["exact", "exact"]}, "reward: two rewards are called exact"),
+    ({"rollout": {"group_size": 1}}, "rollout.group_size: 1, but advantage: grpo compares at least 2"),
+    (
+        {"advantage": {"kind": "pass_at_k", "k": 8}},
+        "rollout.group_size: 8, but advantage: pass_at_k compares at least 9",
+    ),
+    ({"rollout": {"temperature": 0}}, "rollout.temperature: 0 gives every completion of a group the same tokens"),
+    ({"rollout": {"top_k": 5, "min_p": 0.1}}, "rollout.top_k: top_k, min_p draws from another distribution"),
+    ({"updates": {"mini_batches": 5}}, "updates.mini_batches: data.batch_size=32 prompts cannot be dealt to 5"),
+    ({"objective": "gspo"}, "data.average: token_mean weighs sequences by their length"),
+    ({"data": {"path": "d", "overlong": "truncate"}}, "data.overlong: 'truncate' should be 'drop' or 'refuse'"),
+    ({"rollout": {"max_new_tokens": 1024}}, "leaves no room for a prompt in data.max_length=1024"),
+    (
+        {"groups": {"between": {"reward": "r", "low": 0.9, "high": 0.1}}},
+        "groups.between.low: 0.9 is not below high=0.1",
+    ),
+    ({"groups": {"between": {"reward": "r"}}}, "groups.between.low: neither low nor high is set"),
+    (
+        {"data": {"path": "d", "batch_size_schedule": {"5": 64}}},
+        "data.batch_size_schedule: a rollout batch has one size",
+    ),
+    (
+        {"kl": {"coefficient": 0.1, "estimator": "k1"}},
+        "kl.estimator: the gradient of k1 in the loss is zero on average",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED)
+def test_what_cannot_work_is_refused_by_its_key(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(LEAST | change, GRPOConfig)
+
+    assert words in str(caught.value)
+
+
+def test_a_tree_that_names_rewards_or_rollouts_is_a_policy_s() -> None:
+    assert verb_of(LEAST) == "grpo"
+    assert verb_of({"rollout": {}}) == "grpo"
+    assert verb_of({"data": {}, "model": {}}) == "sft"
+    assert isinstance(run_from_mapping(LEAST), GRPOConfig)
