@@ -102,8 +102,8 @@ def test_sentences_say_what_is_seen_and_what_to_try() -> None:
 
     assert texts["flat_groups"] == (
         "in 100% of the groups all completions have one reward, and for 5 steps it has been more than 80%. Such groups "
-        "teach nothing. Choose prompts that the policy solves sometimes, raise rollout.group_size, or set groups.flat: "
-        "resample."
+        "teach nothing. If the reward is not at its best, choose prompts that the policy solves sometimes, raise "
+        "rollout.group_size, or set groups.flat: resample."
     )
     assert texts["truncation"].startswith("98% of the completions are cut at rollout.max_new_tokens, and for 5 steps")
     assert texts["flat_reward"].startswith("the reward has been 0 in each of the last 20 steps.")

@@ -68,8 +68,8 @@ def _flat_groups(config: HealthConfig, past: Past) -> str | None:
         return None
     return (
         f"in {values[-1]:.0%} of the groups all completions have one reward, and for {len(values)} steps it has been "
-        f"more than {config.flat_groups:.0%}. Such groups teach nothing. Choose prompts that the policy solves "
-        "sometimes, raise rollout.group_size, or set groups.flat: resample."
+        f"more than {config.flat_groups:.0%}. Such groups teach nothing. If the reward is not at its best, choose "
+        "prompts that the policy solves sometimes, raise rollout.group_size, or set groups.flat: resample."
     )
 
 

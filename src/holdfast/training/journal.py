@@ -67,13 +67,17 @@ class Journal:
             self._screen.update(step, line)
         self._tell()
         if "loss" in line:
-            for alarm, sentence in self._health.see(step, line).items():
-                self.event("health", alarm=alarm, text=sentence)
-                self.say(f"warning: {sentence}")
+            self._warn(step, line)
         if evaluated and self._run.world.is_first:
             told = {name: value for name, value in evaluated.items() if not name.endswith(_NOT_TOLD)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())
             self._screen.say(f"evaluation at step {step}: {text}")
+
+    def _warn(self, step: int, line: Mapping[str, float]) -> None:
+        """Print and note what looks wrong."""
+        for alarm, sentence in self._health.see(step, line).items():
+            self.event("health", alarm=alarm, text=sentence)
+            self.say(f"warning: {sentence}")
 
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
