@@ -21,7 +21,7 @@ from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.parallel.stream import Holding, converted_tensors, headers_of, held_tensors
 
 EXPORTED_CONFIG = "holdfast.yaml"
 """The run's resolved configuration in an export, so that `holdfast eval EXPORT` needs nothing else."""
@@ -80,7 +80,7 @@ def export(
 
 
 def write_model(
-    held: Mapping[str, Tensor],
+    held: Mapping[str, Holding],
     held_headers: Mapping[str, Header],
     origin: Blueprint,
     directory: Path,

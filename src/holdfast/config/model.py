@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from holdfast.config.base import Mistake, Pattern, PositiveInt, Section
+from holdfast.config.lora import LoRAConfig
 
 
 class HeadConfig(Section):
@@ -57,6 +58,10 @@ class ModelConfig(Section):
     freeze: list[Pattern] = Field(default_factory=list)
     """Parameters whose canonical name matches any of these are not trained."""
 
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters and nothing else; needs `peft`. With `frozen_dtype: bfloat16` the model is kept in half
+    the memory, and adapters stay in `dtype`."""
+
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Storage of trainable parameters (the master weights). `bfloat16` needs `optim.kind: adamw_bf16`."""
 
@@ -74,6 +79,8 @@ class ModelConfig(Section):
             yield "config", "both path (existing weights) and config (random start) are set; keep one of them"
         if self.path is None and self.config is None:
             yield "path", "no model is named; set path (a directory or hub name) or config (a random start)"
+        if self.lora is not None and self.freeze:
+            yield "freeze", "lora freezes everything but its adapters; name what else is trained in lora.train"
         if self.config is not None and "model_type" not in self.config:
             yield "config", "model_type is missing; write for example config: {model_type: llama, hidden_size: 128}"
         if self.config is not None and self.path is None and self.tokenizer is None:

@@ -25,6 +25,7 @@ from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
 from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
+from holdfast.models.lora import AdapterSource, add_adapters
 from holdfast.models.names import canonical_name, named_parameters
 from holdfast.models.origin import load_tokenizer, locate, read_config
 from holdfast.models.random_start import RandomSource
@@ -89,6 +90,8 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
         buffers = reference_buffers(make, run_config)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
+    if config.lora is not None:
+        notes.append(add_adapters(model, config.lora))
     freeze(model, config.freeze)
     used = None
     source: WeightSource
@@ -98,7 +101,10 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
         source = RandomSource(skeleton, seed)
     else:
         source, used = _stored(skeleton, directory, old_vocabulary, new_vocabulary)
-    family = family_of(model)
+    if config.lora is not None:
+        at = None if config.lora.path is None else locate(config.lora.path, config, base, weights=True)
+        source = AdapterSource.of(source, model, config.lora, seed, at)
+    family = family_of(skeleton)
     packed = _choose_attention(model, family, config.attention, notes)
     return Blueprint(
         model, skeleton, raw_config, family, tokenizer, source, buffers, used, directory, packed, tuple(notes)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 POLICY_PREFIX = "language_model."
 """Where `PolicyModel` keeps the transformers model."""
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
+_ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")
+"""peft keeps a layer inside its adapter, and adapters by name."""
 
 
 def canonical_name(name: str) -> str:
-    """Return the name transformers gives a parameter, without the marks of checkpointing, compiling and our root."""
+    """Return the name transformers gives a parameter, without the marks of checkpointing, compiling, adapters, root."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix(POLICY_PREFIX)
+    return _ADAPTER.sub(r".\1.", name).removeprefix(POLICY_PREFIX)
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

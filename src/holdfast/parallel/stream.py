@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.models.conversion import Conversion, Header
+from holdfast.models.lora import adapters_of, merged
 from holdfast.models.names import canonical_name
 from holdfast.parallel.materialise import sharded_parameters
 
 
-def held_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """Return what a model directory would hold, as shards: parameters (one name of each tie) and stored buffers."""
-    held: dict[str, Tensor] = dict(sharded_parameters(policy))
+@dataclass(frozen=True)
+class Merged:
+    """A matrix with its adapter: what an engine and an export see of a layer. It exists only once it is gathered."""
+
+    base: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the matrix."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix."""
+        return self.base.dtype
+
+    def is_floating_point(self) -> bool:
+        """Return True: adapters sit on nothing else."""
+        return True
+
+
+Holding = Tensor | Merged
+
+
+def held_tensors(policy: nn.Module) -> dict[str, Holding]:
+    """Return what a model directory would hold, as shards: parameters (one name of each tie) and stored buffers.
+
+    Adapters are no tensors of a directory: their matrices hold them.
+    """
+    held: dict[str, Holding] = dict(sharded_parameters(policy))
+    for name, adapter in adapters_of(policy).items():
+        base, a, b = held[name], held.pop(adapter.a), held.pop(adapter.b)
+        assert isinstance(base, Tensor) and isinstance(a, Tensor) and isinstance(b, Tensor)  # noqa: PT018 - one fact
+        held[name] = Merged(base, a, b, adapter.scale)
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
         if canonical_name(name) in stored:
@@ -23,7 +59,7 @@ def held_tensors(policy: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-def headers_of(held: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Header]:
+def headers_of(held: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[str, Header]:
     """Return their shapes, with floating-point dtypes replaced by `dtype` if given."""
     return {
         name: Header(tuple(tensor.shape), dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
@@ -32,8 +68,10 @@ def headers_of(held: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[st
 
 
 @torch.no_grad()
-def full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Holding) -> Tensor:
     """Gather a tensor; every rank calls this for the same tensors in the same order."""
+    if isinstance(tensor, Merged):
+        return merged(full_tensor(tensor.base), full_tensor(tensor.a), full_tensor(tensor.b), tensor.scale)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -47,7 +85,7 @@ def live_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def converted_tensors(
-    held: Mapping[str, Tensor], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
+    held: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors under the names of the model's directory, gathering one group at a time.
 
