@@ -68,10 +68,10 @@ class Journal:
         self._tell()
         if "loss" in line:
             self._warn(step, line)
-        if evaluated and self._run.world.is_first:
+        if evaluated:
             told = {name: value for name, value in evaluated.items() if not name.endswith(_NOT_TOLD)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())
-            self._screen.say(f"evaluation at step {step}: {text}")
+            self.say(f"evaluation at step {step}: {text}")
 
     def _warn(self, step: int, line: Mapping[str, float]) -> None:
         """Print and note what looks wrong."""
