@@ -192,10 +192,14 @@ def test_new_weights_leave_nothing_of_the_old_ones() -> None:
 def test_weights_of_the_right_dtype_are_shared_and_not_copied() -> None:
     model = reference("qwen3")
     engine = engine_of(model)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
 
-    held = {parameter.data_ptr() for parameter in engine._replica.model.parameters()}
+    before = {parameter.data_ptr() for parameter in engine._replica.model.parameters()}
+    generate(engine, requests(), SamplingConfig(max_new_tokens=2))
+    after = {parameter.data_ptr() for parameter in engine._replica.model.parameters()}
 
-    assert held == {parameter.data_ptr() for parameter in model.parameters()}
+    assert before == own
+    assert after == own, "a layout for decoding is left behind"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from holdfast.models.family import backbone_of, output_layer_of
 from holdfast.models.scores import Head, logits_of
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.replica import Replica
+from holdfast.rollout.replica import Replica, for_few_rows
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
@@ -79,12 +79,17 @@ class InProcessEngine:
     @torch.no_grad()
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place."""
+        with self._replica.for_few_rows():
+            return self._collect(interrupted)
+
+    def _collect(self, interrupted: Interrupted) -> list[Sampled]:
         done: list[Sampled] = []
         decoding: _Decoding | None = None
         stops = self._stops.with_texts(self._sampling.stop)
+        head = self._head()
         while self._waiting or decoding is not None:
             if decoding is None or 2 * len(decoding.rows) <= self._rows:
-                decoding = self._admit(decoding)
+                decoding = self._admit(decoding, head)
             for _ in range(self._look_every):
                 decoding.step()
                 if decoding.longest >= self._sampling.max_new_tokens:
@@ -107,7 +112,7 @@ class InProcessEngine:
         """Give everything back."""
         self._replica.release()
 
-    def _admit(self, decoding: _Decoding | None) -> _Decoding:
+    def _admit(self, decoding: _Decoding | None, head: Head) -> _Decoding:
         """Add waiting requests while there is room; one that alone is too large is decoded all the same."""
         room = self._rows - (0 if decoding is None else len(decoding.rows))
         chosen: list[Request] = []
@@ -117,12 +122,12 @@ class InProcessEngine:
         if not chosen:
             assert decoding is not None
             return decoding
-        new = _Decoding(self._replica.model, self._head(), self._spec, self._sampling, chosen, self._replica.device)
+        new = _Decoding(self._replica.model, head, self._spec, self._sampling, chosen, self._replica.device)
         return new if decoding is None else decoding.joined(new)
 
     def _head(self) -> Head:
         layer: Any = output_layer_of(self._replica.model)
-        return Head(layer.weight, getattr(layer, "bias", None))
+        return Head(for_few_rows(layer.weight), getattr(layer, "bias", None))
 
     def _sampled(self, row: _Row, finish: Finish) -> Sampled:
         return Sampled(
@@ -233,7 +238,9 @@ class _Decoding:
         if sampling.temperature == 0.0:
             tokens, logprobs = most_probable(logits)
         else:
-            logits = restrict(logits.div_(sampling.temperature), sampling)
+            if sampling.temperature != 1.0:
+                logits.div_(sampling.temperature)
+            logits = restrict(logits, sampling)
             tokens, logprobs = draw(logits, uniform(self._seeds, self._drawn))
         if self._seen is not None:
             self._seen[torch.arange(len(self.rows), device=self._device), tokens] = True

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint
 from holdfast.models.names import named_parameters
+
+
+def for_few_rows(weight: Tensor) -> Tensor:
+    """Return a matrix [out, in] as it is multiplied fastest by few rows: on the CPU, transposed in memory.
+
+    MKL then takes 0.6 to 0.8 of the time for 1 to 64 rows. The copy costs as much as 5 to 30 tokens.
+    """
+    return weight.t().contiguous().t() if weight.device.type == "cpu" else weight
 
 
 class Replica:
@@ -66,6 +75,21 @@ class Replica:
             else:
                 buffers[name].copy_(tensor)
         assert not waiting, f"no weights came for {sorted(waiting)[:3]}"
+
+    @contextmanager
+    def for_few_rows(self) -> Iterator[None]:
+        """Lay the weights of linear layers down for products with few rows, within the block; see `for_few_rows`."""
+        weights = [module.weight for module in self.model.modules() if type(module) is nn.Linear]
+        shared = [weight.data for weight in weights]
+        embeddings = self.model.get_input_embeddings().weight
+        for weight in weights:
+            if weight is not embeddings:
+                weight.data = for_few_rows(weight.data)
+        try:
+            yield
+        finally:
+            for weight, data in zip(weights, shared, strict=True):
+                weight.data = data
 
     def release(self) -> None:
         """Give the weights' memory back until the next refresh."""

@@ -63,21 +63,23 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if whole < vocabulary:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
     ends = sums.double().cumsum(-1)
-    # Rounding up to the very end would point behind the last token that has any probability.
-    wanted = torch.minimum(uniforms[:, None] * ends[:, -1:], torch.nextafter(ends[:, -1:], ends[:, -1:] * 0))
+    wanted = _below(uniforms[:, None] * ends[:, -1:], ends)
     block = torch.searchsorted(ends, wanted, right=True).clamp_(max=ends.shape[1] - 1)
     left = wanted - (ends.gather(1, block) - sums.double().gather(1, block))
     places = block * _BLOCK + torch.arange(min(_BLOCK, vocabulary), device=logits.device)
-    inside = weights.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0)
+    outside = places >= vocabulary
+    inside = weights.gather(1, places.masked_fill_(outside, 0)).masked_fill_(outside, 0)
     steps = inside.double().cumsum(-1)
-    place = torch.searchsorted(steps, left, right=True)
-    # The two sums round differently: the number may lie past the last token of its block that has any probability.
-    last = (inside > 0).long().mul(torch.arange(1, inside.shape[1] + 1, device=logits.device)).amax(
-        -1, keepdim=True
-    ) - 1
-    tokens = (block * _BLOCK + torch.minimum(place, last)).squeeze(1)
+    place = torch.searchsorted(steps, _below(left, steps), right=True)
+    tokens = (block * _BLOCK + place).squeeze(1).clamp_(max=vocabulary - 1)
     chosen = weights.gather(1, tokens[:, None]).squeeze(1)
     return tokens, (chosen.double().log() - ends[:, -1].log()).to(logits.dtype)
+
+
+def _below(numbers: Tensor, ends: Tensor) -> Tensor:
+    """Bring numbers [n, 1] below the last of the running sums [n, m]: rounding may put them behind every token."""
+    last = ends[:, -1:]
+    return torch.minimum(numbers, torch.nextafter(last, last * 0))
 
 
 def most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
