@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import ENVIRONMENT, Meter, Round, Verdicts, heading, show_round
+from measure import Meter, Round, Verdicts, heading, mean_of_ranks, run_ranks, show_round
 
 STEPS, WARM_UP, TOKENS, LONGEST = 3, 1, 4096, 256
 MODEL: dict[str, Any] = {
@@ -124,8 +122,6 @@ def bare(world: Any) -> tuple[Callable[[], object], Any]:
 
 def rank_of_a_pair() -> None:
     """Take turns between trainer and loop on this rank; the first rank prints the means."""
-    import torch.distributed as dist
-
     from holdfast.parallel.mesh import joined
 
     ranks = int(os.environ["WORLD_SIZE"])
@@ -140,7 +136,7 @@ def rank_of_a_pair() -> None:
                 start = meter.seconds()
                 pair[arm][0]()
                 times[arm].append(meter.seconds() - start)
-        told = {arm: mean_of_ranks(dist, statistics.median(values[WARM_UP:])) for arm, values in times.items()}
+        told = {arm: mean_of_ranks(statistics.median(values[WARM_UP:])) for arm, values in times.items()}
         if world.is_first:
             for arm, seconds in told.items():
                 result = {"seconds": seconds, "forwards_per_step": len(calls[arm]) / STEPS}
@@ -151,37 +147,6 @@ def count_forwards(policy: Any) -> list[int]:
     calls: list[int] = []
     policy.language_model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     return calls
-
-
-def mean_of_ranks(dist: Any, value: float) -> float:
-    import torch
-
-    found = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(found)
-    return float(found) / dist.get_world_size()
-
-
-def pair_on(ranks: int) -> Round:
-    """Run trainer and loop on so many ranks, and return what each arm cost."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    members = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--pair"],
-            env={**variables, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    output, _ = members[0].communicate()
-    codes = [member.wait() for member in members]  # all of them, whatever the first says
-    if any(codes):
-        sys.exit(f"a pair on {ranks} ranks failed:\n{output}")
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return {line.pop("arm"): line for line in lines}
 
 
 def main() -> None:
@@ -195,7 +160,7 @@ def main() -> None:
     print(heading("transformers"))
     rounds: list[Round] = []
     for number in range(options.rounds):
-        rounds.append(pair_on(2) | pair_on(1))
+        rounds.append(run_ranks(__file__, 2, "--pair") | run_ranks(__file__, 1, "--pair"))
         show_round(number, rounds[-1])
     verdicts = Verdicts(rounds)
     verdicts.at_most(1.03, "2 ranks, Holdfast over a bare FSDP2 loop", "holdfast_2", "bare_2", "seconds")

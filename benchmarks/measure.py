@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -109,6 +110,39 @@ def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) ->
         found.append({arm: turn[arm] for arm in arms})
         show_round(number, found[-1])
     return found
+
+
+def run_ranks(script: str, ranks: int, *arguments: str) -> Round:
+    """Run a script on so many ranks of this machine; return the lines the first one printed, by their `arm`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    members = [
+        subprocess.Popen(
+            [sys.executable, script, *arguments],
+            env={**variables, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    output, _ = members[0].communicate()
+    codes = [member.wait() for member in members]  # all of them, whatever the first says
+    if any(codes):
+        sys.exit(f"{script} on {ranks} ranks failed:\n{output}")
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return {line.pop("arm"): line for line in lines}
+
+
+def mean_of_ranks(value: float) -> float:
+    """Return the mean over all ranks; all of them call this together."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
 
 
 def show_round(number: int, turn: Round) -> None:

@@ -90,6 +90,27 @@ def model(setting: Setting) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
 
 
+def trl_arguments(device: str) -> dict[str, Any]:
+    """Return what every trainer of TRL is told: the same optimizer, nothing written, no recomputation."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "learning_rate": OPTIMIZER["lr"],
+        "adam_beta1": OPTIMIZER["betas"][0],
+        "adam_beta2": OPTIMIZER["betas"][1],
+        "adam_epsilon": OPTIMIZER["eps"],
+        "weight_decay": OPTIMIZER["weight_decay"],
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "bf16": device == "cuda",
+        "use_cpu": device == "cpu",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
 class Watch:
     """Counts a backbone's forward calls and keeps the token ids that went through it."""
 
@@ -218,7 +239,6 @@ def bare(_: str) -> None:
 
 def trl(device: str, *, packing: bool, fast_head: bool) -> None:
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     from holdfast.data.characters import character_tokenizer
@@ -230,25 +250,11 @@ def trl(device: str, *, packing: bool, fast_head: bool) -> None:
     setting, tokenizer = SETTINGS[device], character_tokenizer()
     sequences = [[*tokenizer(text)["input_ids"], TEXT_ENDS] for text in setting.texts()]
     arguments = SFTConfig(
-        output_dir=tempfile.mkdtemp(),
+        **trl_arguments(device),
         per_device_train_batch_size=PACKS if packing else ROWS,
         max_steps=STEPS,
-        learning_rate=OPTIMIZER["lr"],
-        adam_beta1=OPTIMIZER["betas"][0],
-        adam_beta2=OPTIMIZER["betas"][1],
-        adam_epsilon=OPTIMIZER["eps"],
-        weight_decay=OPTIMIZER["weight_decay"],
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
         packing=packing,
         max_length=setting.longest,
-        bf16=device == "cuda",
-        use_cpu=device == "cpu",
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
     trainer = SFTTrainer(
         model=model(setting),
@@ -256,7 +262,12 @@ def trl(device: str, *, packing: bool, fast_head: bool) -> None:
         train_dataset=Dataset.from_dict({"input_ids": sequences}),
         processing_class=tokenizer,
     )
-    watch = Watch(trainer.model, Meter(device))
+    train(trainer, Watch(trainer.model, Meter(device)))
+
+
+def train(trainer: Any, watch: Any) -> None:
+    """Run a trainer of TRL with a tick between its updates, and print the arm's line."""
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:

@@ -1,0 +1,219 @@
+"""Decoding alone: against transformers' `generate`, and what sharding adds to it.
+
+    python benchmarks/decode.py [--rounds 3] [--device cuda]
+
+`holdfast` is the in-process engine: new weights are published to it, then it completes one prompt of 64 tokens 8 times
+by 64 tokens, and returns log-probabilities with them. `transformers` samples as many tokens with `generate`, as TRL
+calls it: 8 copies of the prompt, temperature 1, no other option. Texts never end (`endless` in grpo_vs_trl.py), and the
+model's forward calls are counted in both.
+
+`ranks_2` is a rollout of a policy under FSDP2 on 2 gloo ranks, each with a prompt and 8 completions of its own;
+`ranks_1` the same in one process, and `twins` in 2 processes beside each other that know nothing of each other, which
+says how much of the difference is the shared memory and cores of the machine. Weights are gathered, and counted, in
+every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with 8 prompts of 256, 8
+completions each, and 512 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpo_vs_trl import SHAPES, STEPS, Shape, endless
+from measure import Meter, Round, Verdicts, heading, mean_of_ranks, run_arm, run_ranks, show_round
+
+WARM_UP = 2
+
+
+def shape_on(device: str) -> Shape:
+    return SHAPES["64+64" if device == "cpu" else "8x8x512"]
+
+
+def report(name: str, language_model: Any, rollout: Callable[[], object], shape: Shape, device: str) -> None:
+    """Time rollouts and print the arm's line."""
+    calls: list[int] = []
+    language_model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    meter = Meter(device)
+    times = []
+    for _ in range(STEPS):
+        start = meter.seconds()
+        rollout()
+        times.append(meter.seconds() - start)
+    seconds = statistics.median(times[WARM_UP:])
+    tokens = shape.rows * shape.completion
+    result = {
+        "tokens_per_second": tokens / seconds,
+        "ms_per_step": 1000 * seconds / shape.completion,
+        "tokens": tokens,
+        "forwards": len(calls) / STEPS,
+    }
+    print(json.dumps({"arm": name} | result))
+
+
+def holdfast(device: str) -> None:
+    import torch
+
+    from holdfast.config.model import ModelConfig
+    from holdfast.config.rollout import SamplingConfig
+    from holdfast.data.characters import character_tokenizer
+    from holdfast.models.build import blueprint
+    from holdfast.models.names import named_parameters
+    from holdfast.rollout.engine import Request, generate
+    from holdfast.rollout.inprocess import InProcessEngine
+    from holdfast.rollout.sampling import mixed
+    from holdfast.rollout.stopping import Stops
+
+    shape, language_model, tokenizer = shape_on(device), endless(device), character_tokenizer()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weights = {name: tensor.detach().to(device) for name, tensor in named_parameters(language_model).items()}
+    origin = blueprint(
+        ModelConfig(path="given", tokenizer="builtin:characters"),
+        Path(),
+        seed=0,
+        live=language_model,
+        tokenizer=tokenizer,
+    )
+    engine = InProcessEngine(origin, torch.device(device), dtype, Stops(frozenset({tokenizer.eos_token_id})))
+    todo = iter(range(STEPS))
+
+    def rollout() -> None:
+        number = next(todo)
+        engine.update_weights(weights.items(), number)
+        texts = shape.texts()[number * shape.prompts : (number + 1) * shape.prompts]
+        requests = [
+            Request(place, np.array(tokenizer(text)["input_ids"]), tuple(mixed(number, place, i) for i in range(8)))
+            for place, text in enumerate(texts)
+        ]
+        found = generate(engine, requests, SamplingConfig(max_new_tokens=shape.completion))
+        assert sum(sampled.tokens.size for sampled in found) == shape.rows * shape.completion
+
+    report("holdfast", engine._replica.model, rollout, shape, device)
+
+
+def transformers(device: str) -> None:
+    import torch
+
+    from holdfast.data.characters import character_tokenizer
+
+    shape, tokenizer = shape_on(device), character_tokenizer()
+    language_model = endless(device).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
+    todo = iter(range(STEPS))
+
+    def rollout() -> None:
+        number = next(todo)
+        texts = shape.texts()[number * shape.prompts : (number + 1) * shape.prompts]
+        copies = torch.tensor([tokenizer(text)["input_ids"] for text in texts for _ in range(shape.group)])
+        with torch.no_grad():
+            found = language_model.generate(
+                input_ids=copies.to(device),
+                attention_mask=torch.ones_like(copies).to(device),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=shape.completion,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                disable_compile=True,
+            )
+        assert found.shape == (shape.rows, shape.prompt + shape.completion)
+
+    report("transformers", language_model, rollout, shape, device)
+
+
+def rank_of_rollouts() -> None:
+    """Sample as one rank of a policy's run; the first rank prints the mean over all ranks."""
+    from holdfast.config.grpo import GRPOConfig
+    from holdfast.config.load import from_mapping
+    from holdfast.data.characters import character_tokenizer
+    from holdfast.parallel.mesh import joined
+    from holdfast.rollout.sampling import mixed
+    from holdfast.training.build import Live
+    from holdfast.training.build_policy import build_policy_run
+    from holdfast.training.rollouts import sample_groups
+
+    shape = shape_on("cpu")
+    tree = {
+        "steps": STEPS,
+        "model": {"path": "live", "tokenizer": "builtin:characters"},
+        "data": {"path": "rows", "batch_size": 2, "max_length": shape.prompt + shape.completion, "shuffle": False},
+        "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0},
+        "reward": "exact",
+        "optim": {"lr": 1e-5, "schedule": "constant"},
+        "run": {"dir": tempfile.mkdtemp()},
+    }
+    config = from_mapping(tree, GRPOConfig)
+    with joined(config.launch) as world:
+        live = Live(
+            rows=[{"prompt": text} for text in shape.texts() * 2],
+            model=endless("cpu"),
+            tokenizer=character_tokenizer(),
+        )
+        run = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
+        calls: list[int] = []
+        run.engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+        meter, times = Meter(), []
+        for number in range(STEPS):
+            prompts = run.stream.next(number, 2).mine[:1]
+            run.state.updates = number  # new weights, as far as the engine can know
+            seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}
+            start = meter.seconds()
+            groups = sample_groups(run, prompts, config.rollout, seeds)
+            times.append(meter.seconds() - start)
+            tokens = sum(trajectory.completion_length for group in groups for trajectory in group.trajectories)
+            assert tokens == shape.rows * shape.completion
+        seconds = mean_of_ranks(statistics.median(times[WARM_UP:]))
+        if world.is_first:
+            result = {"seconds": seconds, "forwards": len(calls) / STEPS}
+            print(json.dumps({"arm": f"ranks_{world.size}"} | result), flush=True)
+
+
+def ranks_and_twins() -> Round:
+    """Return what a rollout costs on 2 ranks, on 1, and in each of 2 processes beside each other."""
+    found = run_ranks(__file__, 2, "--rank") | run_ranks(__file__, 1, "--rank")
+    with ThreadPoolExecutor(2) as pool:
+        twins = list(pool.map(lambda _: run_ranks(__file__, 1, "--rank")["ranks_1"], range(2)))
+    return found | {"twins": {name: statistics.mean(twin[name] for twin in twins) for name in twins[0]}}
+
+
+ARMS = {"holdfast": holdfast, "transformers": transformers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arm", choices=list(ARMS))
+    parser.add_argument("--rank", action="store_true", help="be one rank of a sharded rollout")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    device = options.device
+    if options.rank:
+        rank_of_rollouts()
+        return
+    if options.arm:
+        ARMS[options.arm](device)
+        return
+    print(heading("transformers", device=device))
+    rounds: list[Round] = []
+    for number in range(options.rounds):
+        order = list(ARMS) if number % 2 == 0 else list(reversed(ARMS))
+        found = {arm: run_arm(__file__, arm, "--device", device) for arm in order}
+        rounds.append({arm: found[arm] for arm in ARMS} | (ranks_and_twins() if device == "cpu" else {}))
+        show_round(number, rounds[-1])
+    verdicts = Verdicts(rounds)
+    title = "tokens per second, Holdfast over transformers' generate"
+    verdicts.at_least(1.7, title, "holdfast", "transformers", "tokens_per_second")
+    if device == "cpu":
+        verdicts.at_most(1.1, "rollout, each of 2 ranks over one process", "ranks_2", "ranks_1", "seconds")
+        verdicts.at_most(1.1, "rollout, each of 2 ranks over each of 2 processes", "ranks_2", "twins", "seconds")
+    sys.exit(verdicts.missed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""GRPO steps against TRL: seconds per step, one process, one thread, the same model, prompts, lengths and optimizer.
+
+    python benchmarks/grpo_vs_trl.py [--rounds 3] [--device cuda]
+
+A step samples a group per prompt with the trainer's own rollout, scores it with the same trivial reward in the
+trainer's process, and makes one on-policy update without a KL term (TRL: beta 0, num_iterations 1, no recomputation of
+activations, float32 on the CPU). Ours is the recipe's whole `grpo_step`. TRL is measured stock and with the head it has
+on a GPU (gpu_like_head.py); only the second ratio says something about a GPU.
+
+Completions have a fixed length in every arm because the model never ends one: see `endless`. Each arm counts the prompt
+and completion tokens that its loss was handed, digests the prompts and counts forward calls; the script stops if arms
+differ in what they trained on. On a GPU the model is shaped like a 0.5B one and a step has 8 prompts x 8 x 512 tokens;
+both trainers compute in bfloat16, and `decode_ms` is what a step spends outside its update, per token of a completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sft_vs_trl
+from measure import Meter, Verdicts, alternate, heading
+from sft_vs_trl import OPTIMIZER, TEXT_ENDS
+
+STEPS, WARM_UP, TRL_ROWS = 7, 2, 16
+"""Steps, those that are not timed, and the rows that TRL trains at once (it accumulates the rest)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a step samples."""
+
+    prompt: int
+    completion: int
+    group: int = 8
+    prompts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.group
+
+    def texts(self) -> list[str]:
+        """Return the prompts of all steps, one token per character."""
+        generator = np.random.default_rng(2)
+        letters = np.array(list("abcdefghijklmnopqrstuvwxyz0123456789"))
+        return ["".join(generator.choice(letters, self.prompt)) for _ in range(self.prompts * STEPS)]
+
+
+SHAPES = {
+    "64+64": Shape(64, 64),
+    "256+32": Shape(256, 32),
+    "64+64x4": Shape(64, 64, group=4),
+    "64+64x16": Shape(64, 64, group=16),
+    "8x8x512": Shape(256, 512, prompts=8),
+}
+
+
+def endless(device: str) -> Any:
+    """Return sft_vs_trl's model, changed so that it never ends a text, at no cost in time.
+
+    The first channel of the residual stream is 8 everywhere, since every embedding holds 8 there and no layer writes to
+    it; only the end token's holds -8. As the head is the embedding, its logit is lower than all others by a constant of
+    50 or more. Neither trainer is told anything: the end token stays what both look for.
+    """
+    import torch
+
+    language_model = sft_vs_trl.model(sft_vs_trl.SETTINGS[device])
+    with torch.no_grad():
+        embedding = language_model.get_input_embeddings().weight
+        embedding[:, 0] = 8.0
+        embedding[TEXT_ENDS, 0] = -8.0
+        for block in language_model.model.layers:
+            block.self_attn.o_proj.weight[0] = 0.0
+            block.mlp.down_proj.weight[0] = 0.0
+    return language_model
+
+
+def reward(completion_tokens: Sequence[int]) -> float:
+    """Return a number that differs between completions."""
+    return float(sum(completion_tokens) % 7)
+
+
+class Watch:
+    """Counts forward calls and trained tokens, and times steps and their updates.
+
+    A forward pass with gradients belongs to an update; the first of a step ends its rollout.
+    """
+
+    def __init__(self, shape: Shape, meter: Meter, *backbones: Any) -> None:
+        self.prompts: set[str] = set()
+        self.prompt_tokens, self.completion_tokens = 0, 0
+        """Of the completions that were rewarded, and what the loss was handed."""
+        self._calls = {"update": 0, "rollout": 0}
+        self._positions = 0
+        self._stamps: list[float] = []
+        self._updates: list[float] = []
+        self._shape, self._meter = shape, meter
+        for backbone in backbones:
+            backbone.register_forward_pre_hook(self._count, with_kwargs=True)
+        meter.begin_peak()
+
+    def _count(self, _: Any, arguments: Any, named: dict[str, Any]) -> None:
+        import torch
+
+        assert not arguments, "tokens are found by the name of the argument"
+        trains = torch.is_grad_enabled()
+        self._calls["update" if trains else "rollout"] += 1
+        if trains:
+            self._positions += named["input_ids"].numel()
+            if len(self._updates) < len(self._stamps):
+                self._updates.append(self._meter.seconds())
+
+    def tick(self) -> None:
+        """Note the time between two steps."""
+        self._stamps.append(self._meter.seconds())
+
+    def report(self, **more: float) -> None:
+        """Print the arm's line."""
+        peak = self._meter.peak_mib()
+        ends = self._stamps[1:]
+        steps = [end - start for start, end in zip(self._stamps[:-1], ends, strict=True)][WARM_UP:]
+        updates = [end - start for start, end in zip(self._updates, ends, strict=True)][WARM_UP:]
+        step, update = statistics.median(steps), statistics.median(updates)
+        result = {
+            "step_seconds": step,
+            "update_seconds": update,
+            "decode_ms": 1000 * (step - update) / self._shape.completion,
+            "peak_mib": peak,
+            "update_forwards": self._calls["update"] / len(ends),
+            "rollout_forwards": self._calls["rollout"] / len(ends),
+            "update_positions": self._positions / len(ends),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "digest": hashlib.sha256(json.dumps(sorted(self.prompts)).encode()).hexdigest()[:8],
+        }
+        print(json.dumps(result | more))
+
+
+def holdfast(shape: Shape, device: str) -> None:
+    from holdfast.config.grpo import GRPOConfig
+    from holdfast.config.load import from_mapping
+    from holdfast.data.characters import character_tokenizer
+    from holdfast.parallel.mesh import joined
+    from holdfast.recipes.grpo import grpo_step
+    from holdfast.rewards.base import Sample, Scored
+    from holdfast.training.build import Live
+    from holdfast.training.build_policy import build_policy_run
+
+    length = shape.prompt + shape.completion
+    tree = {
+        "steps": STEPS,
+        "model": {"path": "live", "tokenizer": "builtin:characters"},
+        "data": {
+            "path": "rows",
+            "batch_size": shape.prompts,
+            "max_length": length,
+            "tokens_per_micro_batch": TRL_ROWS * length,
+            "shuffle": False,
+        },
+        "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0},
+        "reward": "exact",
+        "optim": {**OPTIMIZER, "schedule": "constant", "clip_norm": 1.0},
+        "launch": {"device": device},
+        "run": {"dir": tempfile.mkdtemp()},
+    }
+
+    def score(samples: Sequence[Sample]) -> list[Scored]:
+        watch.prompts.update(sample.prompt for sample in samples)
+        watch.prompt_tokens += sum(len(sample.prompt_tokens) for sample in samples)
+        values = [reward(sample.completion_tokens) for sample in samples]
+        return [Scored(value, {"exact": value}) for value in values]
+
+    def note(_: Any, arguments: tuple[Any, ...]) -> None:
+        watch.completion_tokens += arguments[0].scored.numel()
+
+    settings = from_mapping(tree, GRPOConfig)
+    with joined(settings.launch) as world:
+        live = Live(
+            rows=[{"prompt": text} for text in shape.texts()], model=endless(device), tokenizer=character_tokenizer()
+        )
+        run = build_policy_run(settings, Path.cwd(), world, score, live)
+        decoder = run.engine._replica.model  # what `rollout_forwards` counts
+        watch = Watch(shape, Meter(device), run.policy.language_model.base_model, decoder.base_model)
+        run.policy.register_forward_pre_hook(note)
+        watch.tick()
+        for _ in range(STEPS):
+            grpo_step(run)
+            watch.tick()
+    watch.report()
+
+
+def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from holdfast.data.characters import character_tokenizer
+
+    if fast_head:
+        import gpu_like_head
+
+        gpu_like_head.install()
+
+    def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        watch.prompts.update(prompts)
+        return [reward(tokens) for tokens in completion_ids]
+
+    rows = min(shape.rows, TRL_ROWS)
+    arguments = GRPOConfig(
+        **sft_vs_trl.trl_arguments(device),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=shape.rows // rows,
+        num_generations=shape.group,
+        max_completion_length=shape.completion,
+        max_steps=STEPS,
+        beta=0.0,
+        num_iterations=1,
+        temperature=1.0,
+        shuffle_dataset=False,
+    )
+
+    class Trainer(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            watch.prompt_tokens += int(inputs["prompt_mask"].sum())
+            watch.completion_tokens += int(inputs["completion_mask"].sum())
+            return super()._compute_loss(model, inputs)
+
+    trainer = Trainer(
+        model=endless(device),
+        reward_funcs=score,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": shape.texts()}),
+        processing_class=character_tokenizer(),
+    )
+    watch = Watch(shape, Meter(device), trainer.model.base_model)
+    sft_vs_trl.train(trainer, watch)
+
+
+TRAINERS = {
+    "holdfast": holdfast,
+    "trl_gpu_like": lambda shape, device: trl(shape, device, fast_head=True),
+    "trl": lambda shape, device: trl(shape, device, fast_head=False),
+}
+TARGETS = {
+    "cpu": {"trl_gpu_like 64+64": 1.4, "trl 64+64": 2.2, "trl_gpu_like 256+32": 2.2, "trl 256+32": 6.0},
+    "cuda": {"trl 8x8x512": 10.0},
+}
+MEMORY_TARGETS = {"cpu": {"trl_gpu_like": 1.0, "trl": 0.5}, "cuda": {}}
+
+
+def check_alike(rounds: Sequence[dict[str, dict[str, Any]]], arms: Sequence[str]) -> None:
+    """Stop if arms of one shape did not train on the same prompts and as many tokens."""
+    for name in ("digest", "prompt_tokens", "completion_tokens"):
+        for shape in {arm.split()[1] for arm in arms}:
+            values = {turn[arm][name] for turn in rounds for arm in arms if arm.split()[1] == shape}
+            if len(values) != 1:
+                sys.exit(f"the arms did not do the same work: {name} of {shape} {values}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arm", help="trainer and shape, such as 'trl 64+64'")
+    parser.add_argument("--device", choices=list(TARGETS), default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    device = options.device
+    if options.arm:
+        trainer, shape = options.arm.split()
+        TRAINERS[trainer](SHAPES[shape], device)
+        return
+    print(heading("trl", "transformers", device=device))
+    shapes = {other.split()[1] for other in TARGETS[device]}
+    arms = sorted([f"holdfast {shape}" for shape in shapes] + list(TARGETS[device]))
+    if device == "cpu":
+        arms += ["holdfast 64+64x4", "holdfast 64+64x16"]
+    rounds = alternate(__file__, arms, options.rounds, "--device", device)
+    check_alike(rounds, arms)
+    verdicts = Verdicts(rounds)
+    for other, target in TARGETS[device].items():
+        ours = f"holdfast {other.split()[1]}"
+        verdicts.at_least(target, f"seconds per step, {other} over Holdfast", other, ours, "step_seconds")
+    for other in TARGETS[device]:
+        kind, shape = other.split()
+        if kind in MEMORY_TARGETS[device]:
+            title = f"peak memory, Holdfast over {other}"
+            verdicts.at_most(MEMORY_TARGETS[device][kind], title, f"holdfast {shape}", other, "peak_mib")
+    if device == "cpu":
+        title = "seconds per step, groups of 16 over groups of 4"
+        verdicts.at_most(2.2, title, "holdfast 64+64x16", "holdfast 64+64x4", "step_seconds")
+    sys.exit(verdicts.missed)
+
+
+if __name__ == "__main__":
+    main()
