@@ -27,7 +27,7 @@ from holdfast.checkpoint.layout import step_of
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import Declared, Loaded
 from holdfast.checkpoint.rehearsal import Report
-from holdfast.checkpoint.snapshot import set_random_state, take
+from holdfast.checkpoint.snapshot import hold, set_random_state, take
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.errors import UserError
@@ -61,6 +61,7 @@ def save(
     *,
     rank_extra: Any = None,
     assets: Mapping[str, bytes] | None = None,
+    frozen: bool = True,
     timeout_minutes: float = 30.0,
 ) -> Manifest:
     """Write a checkpoint directory, whole or not at all; a name that is taken is refused.
@@ -72,6 +73,7 @@ def save(
         extra: The same on every rank: numbers, texts, lists, tuples, dictionaries, dtypes, small tensors.
         rank_extra: This rank's own, beside the state of its random generators.
         assets: Files to lay beside, rank 0's.
+        frozen: Also parameters that are not trained; without them a load leaves them as they are.
         timeout_minutes: Longest wait for another rank.
 
     Raises:
@@ -80,7 +82,7 @@ def save(
     """
     storage, name = _place(path)
     snapshot = take(
-        model,
+        hold(model, frozen=frozen),
         optimizer,
         shared={"extra": _tagged(extra)},
         rank_state={"extra": _tagged(rank_extra)},

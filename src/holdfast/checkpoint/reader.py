@@ -23,7 +23,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, Ch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import MODEL, OPTIM, Snapshot, chunk_of, like, model_tensors
+from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verification import check_names, damaged_files, damaged_tensors, read_manifest
 from holdfast.optim.state import (
@@ -76,6 +76,8 @@ class _Plan:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """DCP name -> staging memory in the live sharding"""
     deviations: list[str] = field(default_factory=list)
+    kept: int = 0
+    """Frozen tensors that the checkpoint leaves to the model."""
     refused: list[str] = field(default_factory=list)
 
 
@@ -128,6 +130,8 @@ def load(
             if key in live:
                 local_part(live[key]).copy_(local_part(staged))
     notes = list(plan.deviations)
+    if plan.kept:
+        notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
         notes += _restore_optimizer(plan, optimizer, parameters, manifest, hyperparameters)
     return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
@@ -164,9 +168,12 @@ def _plan_model(
 ) -> None:
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
     live = model_tensors(model)
+    partial = TRAINED in manifest.contents
     for key in sorted({*stored, *live}):
         name = key.removeprefix(MODEL)
-        if key not in stored:
+        if key not in stored and partial and name in parameters and not parameters[name].requires_grad:
+            plan.kept += 1
+        elif key not in stored:
             _allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
         elif key not in live:
             _allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")

@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.layout import REHEARSAL, fresh
 from holdfast.checkpoint.reader import check_read_back, verified_manifest
-from holdfast.checkpoint.snapshot import Snapshot, outline, staged, take
+from holdfast.checkpoint.snapshot import Held, Snapshot, hold, outline, staged, take
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.errors import UserError
 from holdfast.optim.state import inert_state
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import sharded_parameters
 
 Outline = dict[str, tuple[tuple[int, ...], str, bool]]
 
@@ -82,7 +81,7 @@ def _duration(seconds: float) -> str:
 
 def rehearse(
     storage: Storage,
-    model: nn.Module,
+    model: nn.Module | Held,
     optimizer: Optimizer | None,
     ranks: ProcessExchange,
     *,
@@ -93,7 +92,7 @@ def rehearse(
 
     Args:
         storage: Where checkpoints will be.
-        model: Sharded.
+        model: Sharded; or what of it will be saved.
         optimizer: Built; its state may be empty.
         ranks: The group that saves use.
         keep: Checkpoints that retention keeps; two more must fit.
@@ -104,9 +103,10 @@ def rehearse(
     """
     name = ranks.agree(fresh(REHEARSAL, "0"))
     state = None
+    held = model if isinstance(model, Held) else hold(model)
     if optimizer is not None:
-        state = optimizer if optimizer.state else inert_state(optimizer, sharded_parameters(model))
-    snapshot = take(model, state, shared={"rehearsal": True})
+        state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
+    snapshot = take(held, state, shared={"rehearsal": True})
     try:
         if shared and storage.renames:
             _check_shared(storage, ranks)

@@ -22,6 +22,8 @@ from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.materialise import local_part, sharded_parameters
 
 MODEL, OPTIM = "model.", "optim."
+TRAINED = "trained parameters"
+"""What a checkpoint holds of a model whose frozen parameters are left out."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,26 @@ class Held:
     buffers: Mapping[str, Tensor]
     """The stored ones."""
     ties: Mapping[str, tuple[str, ...]]
+    whole: bool = True
+    """Whether parameters that are not trained are among them."""
 
 
-def hold(model: nn.Module) -> Held:
-    """Find a model's tensors; modules that are gathered are resharded."""
+def hold(model: nn.Module, *, frozen: bool = True) -> Held:
+    """Find a model's tensors; modules that are gathered are resharded.
+
+    Args:
+        model: Sharded by FSDP2, or plain.
+        frozen: Also those that are not trained.
+    """
     stored = {canonical_name(name) for name in model.state_dict()}
     buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+    parameters = sharded_parameters(model)
+    kept = {name: value for name, value in parameters.items() if frozen or value.requires_grad}
     return Held(
-        sharded_parameters(model),
+        kept,
         {name: buffer for name, buffer in buffers.items() if name in stored},
-        tied_names(model),
+        {name: others for name, others in tied_names(model).items() if name in kept},
+        frozen,
     )
 
 
@@ -114,7 +126,12 @@ def take(
         rank_state={"random": written(random_then or random_state()), **(rank_state or {})},
         shared=dict(shared or {}),
         assets=dict(assets or {}),
-        contents=("model", *(("optimizer",) if state is not None else ()), "trainer", "rank"),
+        contents=(
+            "model" if held.whole else TRAINED,
+            *(("optimizer",) if state is not None else ()),
+            "trainer",
+            "rank",
+        ),
     )
 
 

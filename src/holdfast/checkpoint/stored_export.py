@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_model
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS
-from holdfast.checkpoint.snapshot import MODEL, OPTIM
+from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
+from holdfast.config.lora import LoRAConfig
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint, described
 from holdfast.models.conversion import Header
+from holdfast.models.lora import merged, scale_of
 from holdfast.optim.tagged import decode
 from holdfast.parallel.collectives import ProcessExchange
 
@@ -49,14 +52,19 @@ def export_stored(
         NoCheckpoint: The checkpoint lacks the files that describe its model.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
-    held = ModelTensors(checkpoints)
     last = checkpoints[-1]
+    if TRAINED in last.manifest.contents:
+        raise NoCheckpoint(
+            f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. Use the "
+            "exports of its run: the same command writes one when it ends."
+        )
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder))
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
+        held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
         write_model(
             held,
-            last.model_headers(dtype),
+            headers,
             origin,
             directory,
             ProcessExchange(),
@@ -64,6 +72,50 @@ def export_stored(
             largest_file_bytes=largest_file_bytes,
             extra_files=texts,
         )
+
+
+def _held(
+    checkpoints: Sequence[StoredCheckpoint], lora: LoRAConfig | None, dtype: torch.dtype | None
+) -> tuple[Mapping[str, Tensor], dict[str, Header]]:
+    """Return the model's tensors, each adapter in its matrix, and their shapes."""
+    headers, tensors = checkpoints[-1].model_headers(dtype), ModelTensors(checkpoints)
+    if lora is None:
+        return tensors, headers
+    whole = {name: header for name, header in headers.items() if ".lora_" not in name}
+    return _Adapted([ModelTensors([checkpoint]) for checkpoint in checkpoints], tensors, lora, whole), whole
+
+
+def _adapted(folder: Path) -> LoRAConfig | None:
+    """Return the run's adapters."""
+    values = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"].get("lora")
+    return None if values is None else LoRAConfig(**values)
+
+
+class _Adapted(Mapping[str, Tensor]):
+    """Model tensors with their adapters merged; of several checkpoints the mean of what each one computes with."""
+
+    def __init__(
+        self, each: Sequence[ModelTensors], together: ModelTensors, lora: LoRAConfig, headers: Mapping[str, Header]
+    ) -> None:
+        self._each, self._together, self._lora, self._headers = each, together, lora, headers
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = name.removesuffix("weight")
+        if f"{path}lora_A.weight" not in self._together:
+            return self._together[name]
+        total = sum(self._merged(tensors, name, path).to(torch.float64) for tensors in self._each)
+        assert isinstance(total, Tensor)
+        return (total / len(self._each)).to(self._each[-1][name].dtype)
+
+    def _merged(self, tensors: ModelTensors, name: str, path: str) -> Tensor:
+        a = tensors[f"{path}lora_A.weight"]
+        return merged(tensors[name], a, tensors[f"{path}lora_B.weight"], scale_of(self._lora, a.shape[0]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
 
 
 def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:

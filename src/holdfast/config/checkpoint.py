@@ -81,6 +81,9 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints; the rehearsal suggests a number."""
     at_end: bool = True
     """Save when the run ends, so that raising steps continues it."""
+    frozen: Literal["save", "skip"] = "save"
+    """`skip` leaves out parameters that are not trained: a checkpoint of adapters alone is small, and a resume takes
+    the rest from where the model came from, after making sure it is still the same."""
     contents: Literal["full", "weights"] = "full"
     """`weights`: no optimizer state; such a checkpoint can start another run (init_from) and not be resumed."""
     background: bool = True

@@ -125,6 +125,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
+def scale_of(section: LoRAConfig, rank: int) -> float:
+    """Return the factor of B A for an adapter of some rank."""
+    return section.alpha / (math.sqrt(rank) if section.rank_stabilised else rank)
+
+
 def merged(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return W + scale B A in the dtype of W, computed in float32 or better.
 

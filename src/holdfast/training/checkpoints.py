@@ -11,8 +11,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
 from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointError, SaveFailed
@@ -22,7 +20,7 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
 from holdfast.checkpoint.retention import Best, Retention, clean, has_any
 from holdfast.checkpoint.session import Saved, Session
-from holdfast.checkpoint.snapshot import Held, Snapshot, hold, outline, take
+from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.errors import UserError
@@ -83,13 +81,13 @@ class Checkpoints:
             read_back=self._config.read_back,
             reached=run.world.failure.in_background,
         )
+        self._held = hold(run.policy, frozen=self._config.frozen == "save")
         try:
             self._start(known=known)
             if run.world.is_first:
                 directory.create(
                     run.directory, run.config, run.config.verb
                 )  # again, now that nothing can be refused any more
-            self._held = hold(run.policy)
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
@@ -168,7 +166,7 @@ class Checkpoints:
                 check_export(run)
             optimizer = run.optimizer if config.contents == "full" else None
             self._rehearsed = report = rehearse(
-                self._storage, run.policy, optimizer, self._ranks, keep=config.keep.last + _extra(config)
+                self._storage, self._held, optimizer, self._ranks, keep=config.keep.last + _extra(config)
             )
             deaf = requests.drill(run.exchange)
         if deaf:
@@ -198,9 +196,9 @@ class Checkpoints:
         if before is None or self._config.contents != "full":
             return
         self._rehearsed = None
-        now = outline(take(run.policy, run.optimizer))
+        now = outline(take(self._held, run.optimizer))
         if any(run.exchange.gather(now != before.outline)):
-            rehearse(self._storage, run.policy, run.optimizer, self._ranks, keep=self._config.keep.last)
+            rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=self._config.keep.last)
 
     @property
     def is_new(self) -> bool:
@@ -225,14 +223,14 @@ class Checkpoints:
         with run.phase("save"):
             run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            snapshot = self._snapshot(run.policy, Moment.now(run))
+            snapshot = self._snapshot(Moment.now(run))
             self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
             return before + self.collect() if wait else before
 
-    def _snapshot(self, model: nn.Module | Held, moment: Moment) -> Snapshot:
+    def _snapshot(self, moment: Moment) -> Snapshot:
         run = self._run
         return take(
-            model,
+            self._held,
             run.optimizer if self._config.contents == "full" else None,
             shared={"state": dict(moment.state), "stream": dict(moment.stream)},
             assets=run_assets(run) if run.world.is_first else {},
@@ -267,7 +265,7 @@ class Checkpoints:
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
             return None
         observers = ranks.agree(moment.state["observers"])
-        snapshot = self._snapshot(self._held, replace(moment, state={**moment.state, "observers": observers}))
+        snapshot = self._snapshot(replace(moment, state={**moment.state, "observers": observers}))
         return self.session.save_now(snapshot, moment.step, ranks, **self._about())
 
     def collect(self) -> list[Saved]:

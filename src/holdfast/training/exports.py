@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from holdfast.checkpoint.adapter_export import export_adapters
 from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
+from holdfast.models.lora import peft_settings
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -24,7 +26,10 @@ def check_export(run: Run) -> None:
 
 
 def export_run(run: Run, name: str) -> str:
-    """Write exports/<name> and return the path; all ranks call this together."""
+    """Write exports/<name> and return the path; all ranks call this together.
+
+    Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
+    """
     place = run.directory / "exports" / name
     with run.phase("export"):
         export(
@@ -36,6 +41,11 @@ def export_run(run: Run, name: str) -> str:
             largest_file_bytes=run.config.checkpoint.export_shard_bytes,
             extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
         )
+        lora = run.config.model.lora
+        if lora is not None:
+            texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
+            settings = peft_settings(run.policy, lora, run.config.model.path or "")
+            export_adapters(run.policy, settings, place.with_name(f"{name}-adapter"), run.exchange, texts)
     return str(place)
 
 

@@ -54,8 +54,9 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     if isinstance(config, GRPOConfig):
         loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
         loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
-        if config.kl.coefficient > 0:
-            model["model.path"] = _weights_mark(origin)
+    takes_weights = isinstance(config, GRPOConfig) and config.kl.coefficient > 0
+    if takes_weights or config.checkpoint.frozen == "skip":
+        model["model.path"] = _weights_mark(origin, config.seed)
     return {
         "data": data,
         "files": files,
@@ -66,13 +67,14 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     }
 
 
-def _weights_mark(origin: Blueprint) -> str:
+def _weights_mark(origin: Blueprint, seed: int) -> str:
     """Return what tells the weights of a model's directory from others, without reading all of them.
 
-    The reference policy is loaded from there at every start, and a run whose reference changed is another run.
+    A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
+    weights it is another run.
     """
     if origin.directory is None:
-        return "random"
+        return f"random start of seed {seed}"
     files = sorted(origin.directory.glob("*.safetensors"))
     return hash_bytes("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
 

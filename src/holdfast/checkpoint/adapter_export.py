@@ -1,0 +1,75 @@
+"""Write adapters in peft's format: two small files that load onto the model they were trained on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from holdfast.checkpoint.export import ExportFailed, check_target, replace_directory
+from holdfast.models.conversion import Header
+from holdfast.models.lora import PEFT_PREFIX, SETTINGS, WEIGHTS, adapters_of
+from holdfast.models.safetensors_files import read_header
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.stream import full_tensor
+
+
+def export_adapters(
+    policy: nn.Module, settings: str, directory: Path, exchange: ProcessExchange, texts: Mapping[str, str]
+) -> None:
+    """Write `directory`, whole or not at all; every rank calls this, rank 0 writes.
+
+    Args:
+        policy: The sharded model, with adapters.
+        settings: adapter_config.json.
+        directory: Replaced if it exists.
+        exchange: The ranks.
+        texts: Small files to lay beside, by name.
+
+    Raises:
+        ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
+    """
+    with exchange.together():
+        if exchange.rank == 0:
+            check_target(directory)
+    parameters = sharded_parameters(policy)
+    names = [name for adapter in adapters_of(policy).values() for name in (adapter.a, adapter.b)]
+    tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names}
+    with exchange.together():
+        if exchange.rank == 0:
+            _write(directory, tensors, {**texts, SETTINGS: settings})
+
+
+def _write(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        save_file(dict(tensors), staging / WEIGHTS, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
+        for file in staging.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
+            raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")
+        replace_directory(staging, directory)
+    except OSError as error:
+        raise ExportFailed(f"{directory} could not be written: {error}.") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _same(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())

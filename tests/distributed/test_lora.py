@@ -1,0 +1,226 @@
+"""Adapters on sharded models: trained as peft trains them, saved, resumed, merged and exported without a difference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from holdfast.checkpoint import find
+from holdfast.checkpoint.stored_export import export_stored
+from holdfast.config.data import DataConfig
+from holdfast.data.characters import character_tokenizer
+from holdfast.data.chat import RowTokeniser
+from holdfast.errors import UserError
+from holdfast.models.names import canonical_name
+from tests.distributed.cases import reference, rows_of, settings, train
+from tests.distributed.grpo_cases import prompts_of
+from tests.distributed.grpo_cases import settings as grpo_settings
+from tests.distributed.grpo_cases import train as train_policy
+from tests.distributed.lora_cases import look, run
+from tests.tiny import tiny_directory, tiny_model
+
+ROWS = rows_of(24)
+LORA = {"rank": 4, "alpha": 8.0, "ranks": {"q_proj": 6}, "rank_stabilised": True}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)
+
+
+def with_lora(directory: Path, **sections: Any) -> dict[str, Any]:
+    tree = settings(str(directory), **sections)
+    tree["model"]["lora"] = dict(LORA)
+    return tree
+
+
+def examples() -> list[Any]:
+    tokeniser = RowTokeniser(character_tokenizer(), DataConfig(path="rows", max_length=48), Path.cwd())
+    return [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(ROWS)]
+
+
+def peft_model(start: dict[str, torch.Tensor]) -> Any:
+    """Return a plain model with peft's adapters, which start where ours did."""
+    model = tiny_model("llama", tie_word_embeddings=True).double()
+    paths = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and "layers" in name]
+    ranks = {path: 6 for path in paths if path.endswith("q_proj")}
+    options = LoraConfig(r=4, lora_alpha=8, target_modules=paths, rank_pattern=ranks, use_rslora=True)
+    inject_adapter_in_model(options, model)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_" in name:
+                value.copy_(start[canonical_name(name)])
+                value.data = value.data.double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data", "parallel"),
+    [(1, {}, {}), (2, {"tokens_per_micro_batch": 64}, {}), (2, {"packing": "none"}, {"recompute": "full"}),
+     (4, {}, {"replicate": 2})],
+)  # fmt: skip
+def test_adapters_are_trained_as_peft_trains_them(
+    pools: Any, llama: Path, ranks: int, data: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    tree = with_lora(llama, data=data, parallel=parallel, optim={"lr": 0.5})
+    start = pools(ranks).run(look, tree, ROWS, 0)[0]["parameters"]
+    batches = [examples()[first : first + 8] for first in (0, 8, 16)]
+
+    found = pools(ranks).run(train, tree, ROWS)[0]
+    expected = reference(
+        peft_model(start), batches, lambda batch: ([1.0] * len(batch), [float(e.loss_mask.sum()) for e in batch]), 0.5
+    )
+
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-10)
+    np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-9)
+    assert found["losses"][2] < found["losses"][0] - 0.1, "three steps must move something"
+    for name, value in expected["parameters"].items():
+        np.testing.assert_allclose(found["parameters"][canonical_name(name)], value, atol=1e-10, err_msg=name)
+
+
+def test_only_adapters_are_trained_and_the_frozen_model_is_kept_in_half(pools: Any, llama: Path) -> None:
+    tree = with_lora(llama)
+    tree["model"] |= {"dtype": "float32", "frozen_dtype": "bfloat16"}
+
+    found = pools(2).run(look, tree, ROWS, 0)[0]["trained"]
+
+    assert {kind for name, kind in found.items() if ".lora_" in name} == {("torch.float32", True)}
+    assert {kind for name, kind in found.items() if ".lora_" not in name} == {("torch.bfloat16", False)}
+    assert sum(".lora_A." in name for name in found) == 14
+
+
+def test_a_new_adapter_changes_nothing_and_one_that_is_off_is_the_frozen_model_bit_for_bit(
+    pools: Any, llama: Path
+) -> None:
+    for found in pools(2).run(look, with_lora(llama, optim={"lr": 0.5}), ROWS, 3):
+        assert torch.equal(found["before"], found["off"])
+        assert float((found["after"] - found["off"]).abs().max()) > 1e-2
+
+
+def test_an_engine_gets_each_matrix_with_its_adapter(pools: Any, llama: Path) -> None:
+    found = pools(2).run(look, with_lora(llama, optim={"lr": 0.5}), ROWS, 3)[0]
+    plain = tiny_model("llama", tie_word_embeddings=True).double()
+
+    missing = plain.load_state_dict(found["merged"], strict=False)
+
+    assert (missing.unexpected_keys, missing.missing_keys) == ([], ["lm_head.weight"])
+    tokens = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        logprobs = plain(input_ids=tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+    torch.testing.assert_close(found["after"], logprobs, rtol=1e-9, atol=1e-9)
+
+
+def saved(place: Path, llama: Path, steps: int, **checkpoint: Any) -> dict[str, Any]:
+    tree = with_lora(llama)
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tree | {
+        "steps": steps,
+        "run": {"dir": str(place), "name": "r"},
+        "model": tree["model"] | {"dtype": "float32"},
+        "data": tree["data"] | {"path": str(place / "rows.jsonl")},
+        "optim": {"kind": "adamw", "lr": 0.02, "schedule": "constant"},
+        "metrics": {"progress": "off"},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}} | checkpoint,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks transformers 5.23 for it
+def test_both_exports_are_the_trained_model(pools: Any, llama: Path, tmp_path: Path) -> None:
+    pools(2).run(run, saved(tmp_path, llama, 3))
+
+    place = tmp_path / "r" / "exports"
+    merged = AutoModelForCausalLM.from_pretrained(place / "final")
+    base = AutoModelForCausalLM.from_pretrained(llama)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), place / "final-adapter")
+    tokens = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        logits = [model(input_ids=tokens).logits for model in (merged, adapted, base)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+    assert float((logits[0] - logits[2]).abs().max()) > 0.1
+    assert {path.name for path in (place / "final-adapter").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "holdfast.yaml",
+    }  # fmt: skip
+
+
+def test_a_checkpoint_exported_alone_is_the_run_s_export(pools: Any, llama: Path, tmp_path: Path) -> None:
+    pools(2).run(run, saved(tmp_path, llama, 2))
+
+    export_stored([find.one(str(tmp_path / "r"))], tmp_path / "again")
+
+    one, two = (load_file(place / "model.safetensors") for place in (tmp_path / "again", tmp_path / "r/exports/final"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_checkpoints_of_adapters_alone_are_small_whole_and_resume_at_any_number_of_ranks(
+    pools: Any, llama: Path, tmp_path: Path, ranks: int
+) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    straight.mkdir()
+    stopped.mkdir()
+    pools(2).run(run, saved(straight, llama, 4, frozen="skip"))
+    pools(2).run(run, saved(stopped, llama, 2, frozen="skip"))
+
+    pools(ranks).run(run, saved(stopped, llama, 4, frozen="skip"))
+
+    one, two = (find.one(str(place / "r")) for place in (straight, stopped))
+    names = {key.removeprefix("model.") for key in one.manifest.tensors if key.startswith("model.")}
+    assert names == {name for name in names if ".lora_" in name}
+    assert len(names) == 28
+    assert one.manifest.contents[0] == "trained parameters"
+    for key in one.manifest.tensors:
+        torch.testing.assert_close(two.read(key), one.read(key), rtol=1e-4, atol=1e-5)
+    first, again = (load_file(place / "r/exports/final/model.safetensors") for place in (straight, stopped))
+    for name, tensor in first.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="holds trained parameters only"):
+        export_stored([one], tmp_path / "export")
+
+
+def test_another_frozen_model_under_the_same_adapters_is_refused(pools: Any, llama: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "model"
+    shutil.copytree(llama, mine)
+    pools(2).run(run, saved(tmp_path, mine, 1, frozen="skip"))
+    tiny_directory(mine, "llama", tie_word_embeddings=True, seed=5)
+
+    errors = pools(2).errors(run, saved(tmp_path, mine, 2, frozen="skip"))
+
+    assert {kind for kind, _ in errors} == {"CheckpointMismatch"}
+    assert "model.path" in errors[0][1]
+
+
+def test_adapters_go_on_from_a_directory_and_others_are_refused(pools: Any, llama: Path, tmp_path: Path) -> None:
+    pools(2).run(run, saved(tmp_path, llama, 2))
+    adapter = str(tmp_path / "r/exports/final-adapter")
+    tree = with_lora(llama)
+    tree["model"] |= {"dtype": "float32", "lora": LORA | {"path": adapter}}
+
+    found = pools(2).run(look, tree, ROWS, 0)[0]["parameters"]
+
+    stored = load_file(tmp_path / "r/exports/final-adapter/adapter_model.safetensors")
+    assert len(stored) == 28
+    for name, tensor in stored.items():
+        assert torch.equal(found[name.removeprefix("base_model.model.")], tensor)
+    tree["model"]["lora"] = LORA | {"path": adapter, "rank": 5}
+    errors = pools(2).errors(look, tree, ROWS, 0)
+    assert "holds other adapters than model.lora describes" in errors[0][1]
+
+
+def test_rollouts_follow_the_adapters(pools: Any, llama: Path) -> None:
+    tree = grpo_settings(str(llama), optim={"lr": 2.0})
+    tree["model"]["lora"] = dict(LORA)
+
+    lines = pools(2).run(train_policy, tree, prompts_of(12), 3)[0]["lines"]
+
+    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines)
+    assert all(line["grad_norm"] > 1e-3 for line in lines)
