@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
 from holdfast.data.packing import unpack
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
+from holdfast.recipes.grpo import grpo
+from holdfast.rewards.base import Sample
 from holdfast.training.build import build_run
+from holdfast.training.rewards import open_rewards
 from tests.training.cases import run
 
 ROWS = 400
@@ -149,3 +153,46 @@ def test_the_loss_on_real_rows_falls_by_a_quarter_in_30_steps(
     losses = [line["loss"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(np.log(VOCABULARY), abs=0.2)
     assert np.mean(losses[-5:]) < 0.75 * losses[0]
+
+
+def rewarded(world: World, values: dict[str, Any], gold: list[dict[str, str]]) -> list[tuple[float | None, float]]:
+    """Train a policy, then score this rank's share of the rows' own answers; return their rewards and parts."""
+    config = from_mapping(values, GRPOConfig)
+    grpo(config, Path(), world)
+    mine = gold[world.rank :: world.size]
+    samples = [Sample(number, "", row["output"], [], [], "stop", row) for number, row in enumerate(mine)]
+    with open_rewards(config, Path(), world) as score:
+        return [(scored.reward, scored.parts["math"] or 0.0) for scored in score(samples)]
+
+
+def test_a_policy_is_asked_in_chat_format_and_rewarded_by_the_math_reward(
+    pools: Any, tmp_path: Path, model: Path, gsm8k: Path, rows: list[dict[str, str]]
+) -> None:
+    """Random weights are right by luck only; the rows' own answers always are, under the same sections and columns."""
+    columns = {"instruction": "question", "output": "answer"}
+    values = settings(
+        model,
+        tmp_path,
+        {"path": str(gsm8k), "max_samples": ROWS, "columns": columns, "batch_size": 4},
+        steps=2,
+        rollout={"group_size": 4, "max_new_tokens": 24, "show_every": 1},
+        reward=[{"kind": "math", "column": "output"}, {"kind": "format", "regex": ".*#### -?[0-9,]+", "weight": 0.5}],
+        rewards={"workers": 1},
+        optim={"lr": 1e-3, "schedule": "constant"},
+    )
+    gold = [{"instruction": row["question"], "output": row["answer"]} for row in rows]
+
+    found = pools(2).run(rewarded, values, gold)
+
+    assert [each for of_rank in found for each in of_rank] == [(1.5, 1.0)] * ROWS
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["reward"] == line["rewards/math/mean"] + 0.5 * line["rewards/format/mean"]
+        assert line["rewards/math/mean"] <= 2 / 16
+        assert line["rollout/completions"] == 16.0
+        assert line["reward/error"] == line["reward/timeout"] == line["reward/none"] == 0.0
+    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").read_text().splitlines()]
+    asked = {f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n" for row in rows}
+    assert len(samples) == 2 * 16
+    assert {sample["prompt"] for sample in samples} <= asked
