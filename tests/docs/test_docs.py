@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import load
 from holdfast.config.verbs import ROOTS
 
@@ -32,6 +33,10 @@ RUNS = [
     for number, text in enumerate(blocks(page, "yaml"))
     if (match := WHOLE_RUN.match(text))
 ]
+PRESETS: dict[str, str] = dict(
+    re.findall(r"^\| ([^|]+) \| `(\{.+\})` \|$", (ROOT / "docs" / "grpo.md").read_text(encoding="utf-8"), re.MULTILINE)
+)
+"""Name to YAML, of the table of presets."""
 SCRIPTS = {match[1]: text for text in blocks(ROOT / "docs" / "python.md", "python") if (match := RUNNABLE.match(text))}
 
 
@@ -46,7 +51,16 @@ def test_a_whole_run_in_the_pages_loads(tmp_path: Path, text: str, verb: str) ->
 def test_the_pages_show_whole_runs_and_scripts() -> None:
     """The two tests around this one would pass on pages that show none."""
     assert len(RUNS) >= 4
-    assert {"train.py", "my_loss.py", "live_loss.py"} <= set(SCRIPTS)
+    assert {"train.py", "my_loss.py", "live_loss.py", "policy.py"} <= set(SCRIPTS)
+    assert len(PRESETS) >= 8
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS.keys())
+def test_a_preset_of_the_grpo_page_loads(tmp_path: Path, preset: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(preset)
+
+    load(path, ["steps=1", "model.path=m", "data.path=d", "reward=exact", "data.max_length=256"], GRPOConfig)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
