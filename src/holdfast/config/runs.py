@@ -94,8 +94,6 @@ class TrainingConfig(_Root):
     """What the command line calls it."""
     model: ModelConfig
     data: DataConfig
-    objective: Section
-    """The loss that is summed over trained tokens."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""
@@ -145,6 +143,7 @@ class SFTConfig(TrainingConfig):
 
     verb = "sft"
     objective: SupervisedObjective = NLLConfig()
+    """The loss that is summed over trained tokens."""
 
 
 def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:

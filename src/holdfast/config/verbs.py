@@ -6,19 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Loaded, from_mapping, load
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import parse_file
 
-ROOTS: dict[str, type[TrainingConfig]] = {root.verb: root for root in (SFTConfig, GRPOConfig)}
+ROOTS: dict[str, type[TrainingConfig]] = {root.verb: root for root in (SFTConfig, DPOConfig, GRPOConfig)}
 """Verb to root."""
 
 _OF_ROLLOUTS = {"rollout", "reward", "advantage"}
+_OF_PREFERENCES = {"preference"}
 
 
 def verb_of(values: Mapping[str, Any]) -> str:
-    """Return the verb whose tree this is: one that names rewards or rollouts is a policy's."""
+    """Return the verb whose tree this is: rewards or rollouts make it a policy's, preferences DPO's."""
+    if _OF_PREFERENCES & set(values):
+        return DPOConfig.verb
     return GRPOConfig.verb if _OF_ROLLOUTS & set(values) else SFTConfig.verb
 
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from holdfast.checkpoint.hashing import hash_bytes, hash_file
 from holdfast.config.algorithm import UserObjectiveConfig
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.preference import UserLossConfig
 from holdfast.config.reward import UserRewardConfig
-from holdfast.config.runs import TrainingConfig
+from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
 
@@ -50,24 +52,42 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     files = {key: hash_file(path) for key, path in _user_files(config, base)}
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
-    loss = {"objective": config.objective.model_dump_json(), "data.average": config.data.average}
-    if isinstance(config, GRPOConfig):
-        loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
-        loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
-    takes_weights = isinstance(config, GRPOConfig) and config.kl.coefficient > 0
-    if takes_weights or config.checkpoint.frozen == "skip":
-        model["model.path"] = _weights_mark(origin, config.seed)
+    if _has_reference(config) or config.checkpoint.frozen == "skip":
+        model["model.path"] = weights_mark(origin, config.seed)
     return {
         "data": data,
         "files": files,
-        "tokenizer": {"tokenizer": _tokenizer_hash(origin.tokenizer)},
+        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)},
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
-        "objective": loss,
+        "objective": _loss(config),
     }
 
 
-def _weights_mark(origin: Blueprint, seed: int) -> str:
+def _loss(config: TrainingConfig) -> dict[str, str]:
+    """Return what the loss is made of."""
+    loss: dict[str, str] = {"data.average": config.data.average}
+    if isinstance(config, SFTConfig | GRPOConfig):
+        loss["objective"] = config.objective.model_dump_json()
+    if isinstance(config, DPOConfig):
+        loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
+    if isinstance(config, GRPOConfig):
+        loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
+        loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+    return loss
+
+
+def _has_reference(config: TrainingConfig) -> bool:
+    match config:
+        case GRPOConfig():
+            return config.kl.coefficient > 0
+        case DPOConfig():
+            return config.preference.needs_reference
+        case _:
+            return False
+
+
+def weights_mark(origin: Blueprint, seed: int) -> str:
     """Return what tells the weights of a model's directory from others, without reading all of them.
 
     A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
@@ -99,8 +119,10 @@ def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
 
 def _user_files(config: TrainingConfig, base: Path) -> Iterator[tuple[str, Path]]:
     named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
-    if isinstance(config.objective, UserObjectiveConfig):
+    if isinstance(config, SFTConfig | GRPOConfig) and isinstance(config.objective, UserObjectiveConfig):
         named.append(("objective.path", config.objective.path))
+    if isinstance(config, DPOConfig):
+        named += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
     if isinstance(config, GRPOConfig):
         named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if config.data.filter is not None:
@@ -124,7 +146,8 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Return the hash of a tokenizer's words, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)

@@ -23,7 +23,7 @@ from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
 from holdfast.training.state import TrainState
 
-_MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "parallel.")
+_MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "preference.", "parallel.")
 
 
 def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
