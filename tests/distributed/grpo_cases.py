@@ -75,7 +75,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     calls = {"policy": 0, "reference": 0}
     _count(run.policy, calls, "policy")
-    if run.reference is not None:
+    if isinstance(run.reference, PolicyModel):
         _count(run.reference, calls, "reference")
     lines, forwards = [], []
     for _ in range(steps):

@@ -133,7 +133,7 @@ def saved(place: Path, llama: Path, steps: int, **checkpoint: Any) -> dict[str, 
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks transformers 5.23 for it
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 def test_both_exports_are_the_trained_model(pools: Any, llama: Path, tmp_path: Path) -> None:
     pools(2).run(run, saved(tmp_path, llama, 3))
 
@@ -224,3 +224,19 @@ def test_rollouts_follow_the_adapters(pools: Any, llama: Path) -> None:
 
     assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines)
     assert all(line["grad_norm"] > 1e-3 for line in lines)
+
+
+def test_the_policy_with_its_adapters_off_is_the_reference(pools: Any, llama: Path) -> None:
+    tree = grpo_settings(str(llama), optim={"lr": 2.0}, kl={"coefficient": 0.1})
+    tree["model"]["lora"] = dict(LORA)
+
+    off = pools(2).run(train_policy, tree, prompts_of(12), 3)[0]
+    apart = pools(2).run(train_policy, tree | {"reference": {"kind": "sharded"}}, prompts_of(12), 3)[0]
+
+    assert off["lines"][0]["kl"] == 0.0
+    assert off["lines"][2]["kl"] > 1e-4
+    for one, other in zip(off["lines"], apart["lines"], strict=True):
+        for name in ("kl", "loss", "grad_norm", "reward"):
+            assert one[name] == pytest.approx(other[name], rel=1e-9, abs=1e-12), name
+    assert [calls["policy"] for calls in off["forwards"]] == [2, 2, 2]
+    assert [calls["policy"] for calls in apart["forwards"]] == [1, 1, 1]

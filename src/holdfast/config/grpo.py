@@ -89,5 +89,11 @@ class GRPOConfig(TrainingConfig):
         repeated = repeated_labels(self.reward)
         if repeated:
             yield "reward", f"two rewards are called {repeated[0]}; give one of them a name"
+        lora = self.model.lora
+        if self.reference.kind == "adapter_off" and (lora is None or lora.train or lora.path is not None):
+            why = "model.lora is not set" if lora is None else "more than adapters is trained, or they start trained"
+            yield "reference.kind", f"adapter_off is not the model at start, since {why}; use sharded"
+        if self.reference.kind == "none" and self.kl.coefficient > 0:
+            yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
         if self.data.batch_size_schedule:
             yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"

@@ -122,8 +122,9 @@ class UpdatesConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """Where the reference policy lives: the model at start, frozen. Only a KL term needs one."""
+    """Where the reference policy lives: the model at start, frozen. Only a loss that compares with it needs one."""
 
-    kind: Literal["auto", "none", "sharded", "offloaded"] = "auto"
-    """`sharded`: like the policy; `offloaded`: in host memory, gathered unit by unit; `auto`: sharded if a KL term
-    needs it, else none."""
+    kind: Literal["auto", "none", "adapter_off", "sharded", "offloaded"] = "auto"
+    """`adapter_off`: the policy itself with its LoRA adapters switched off, at no memory; `sharded`: like the policy;
+    `offloaded`: in host memory, gathered unit by unit; `auto`: if the loss needs one, adapter_off where there are
+    adapters and nothing else is trained, else sharded."""

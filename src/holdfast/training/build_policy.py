@@ -18,7 +18,7 @@ from holdfast.training.build import Live, begin, build_model, first_rank_first, 
 from holdfast.training.engines import build_engine, stop_tokens
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
-from holdfast.training.reference import build_reference
+from holdfast.training.reference import Reference, build_reference
 from holdfast.training.run import Evaluation
 from holdfast.training.sources import OpenedData, first_sequences, open_data, prompt_stream
 from holdfast.types import Prompt
@@ -50,7 +50,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"({why}), where nothing can be shared. Use auto."
         )
     policy = _policy(config, measured, started.data, tokenise, score)
-    reference = build_reference(config, base, world, exchange, policy, live)
+    reference = _reference(config, base, policy, live)
     return PolicyRun(
         **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
     )
@@ -97,6 +97,14 @@ def _policy(
             for name, source in data.evaluation.items()
         ),
     )
+
+
+def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -> Reference | None:
+    """Return the reference policy, or None where no KL term needs one."""
+    kind, coefficient = config.reference.kind, config.kl.coefficient
+    if kind == "none" or coefficient == 0:
+        return None
+    return build_reference(policy, base, live, kind=kind, why=f"kl.coefficient={coefficient:g}")
 
 
 def _reader(

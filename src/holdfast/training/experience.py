@@ -19,11 +19,11 @@ from holdfast.config.grpo import GRPOConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.packing import to_device
-from holdfast.models.policy import PolicyModel
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
 from holdfast.training.policy import PolicyRun
+from holdfast.training.reference import Reference
 from holdfast.training.rollouts import GroupFact, Rollout, rewards_of, trained_tokens
 from holdfast.types import Batch, Example, MiniBatch, Scores, Trajectory
 
@@ -148,7 +148,7 @@ def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[Min
 
 
 def _scored(
-    run: PolicyRun, model: PolicyModel, mini_batch: MiniBatch, name: str, *, entropy: bool = False
+    run: PolicyRun, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False
 ) -> MiniBatch:
     """Add a model's log-probabilities, and perhaps entropies, to every trained token."""
     batches = []

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
-from holdfast.models.policy import PolicyModel
 from holdfast.parallel.stream import live_tensors
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
+from holdfast.training.reference import Reference
 from holdfast.training.run import Evaluation, Run
 from holdfast.types import Prompt
 
@@ -45,7 +45,7 @@ class PolicyRun(PolicyEvaluation, Run):
 
     base: Path
     """Directory of the run's YAML, where its files are looked up."""
-    reference: PolicyModel | None
+    reference: Reference | None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
 
 

@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.data.packing import pack, to_device
 from holdfast.data.weights import Share
 from holdfast.errors import ModelError
 from holdfast.models.build import blueprint
+from holdfast.models.lora import adapters_off
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build import Live, build_policy, first_rank_first
 from holdfast.training.run import Evaluation
-from holdfast.types import Example, Scores
+from holdfast.types import Batch, Example, LossSum, Scores
 
 _PROBE_TOKENS = 24
 
+Reference = Callable[..., LossSum | Scores]
+"""(batch, temperature=...) -> scores, without gradients"""
 
-def build_reference(
-    config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, policy: Evaluation, live: Live
-) -> PolicyModel | None:
-    """Return the reference policy, or None where no KL term needs one.
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """The policy as it would be without its adapters."""
+
+    policy: PolicyModel
+
+    def __call__(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> LossSum | Scores:
+        """Score a batch."""
+        with adapters_off(self.policy):
+            scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
+        return scores
+
+
+def build_reference(policy: Evaluation, base: Path, live: Live, *, kind: str, why: str) -> Reference:
+    """Return the reference policy.
+
+    Args:
+        policy: Freshly built: both hold the same numbers.
+        base: The YAML's directory.
+        live: Objects in the place of what the configuration names.
+        kind: adapter_off, sharded or offloaded; auto is the first where nothing but adapters is trained, else sharded.
+        why: What needs it, for the user.
 
     Raises:
         ModelError: It is not the policy's twin: not frozen, on another device, sharded otherwise, or of other numbers.
     """
-    kind = config.reference.kind
-    if kind == "none" or config.kl.coefficient == 0:
-        return None
+    config, world, exchange = policy.config, policy.world, policy.exchange
+    lora = config.model.lora
+    alone = lora is not None and not lora.train and lora.path is None
+    if kind == "adapter_off" or (kind == "auto" and alone):
+        if world.is_first:
+            print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
+        _check_off(policy, exchange)
+        return AdapterOff(policy.policy)
     offload = config.parallel.cpu_offload or kind == "offloaded"
     model = config.model.model_copy(update={"frozen_dtype": "same"})
     parallel = config.parallel.model_copy(update={"cpu_offload": offload})
@@ -45,8 +72,8 @@ def build_reference(
     )
     origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
     if world.is_first:
-        where = "in host memory" if kind == "offloaded" else "sharded like the policy"
-        print(f"reference policy: {where}, for kl.coefficient={config.kl.coefficient:g}; its plan:", flush=True)
+        where = "in host memory" if offload else "sharded like the policy"
+        print(f"reference policy: {where}, for {why}; its plan:", flush=True)
     reference, plan = build_policy(twin, origin, world, exchange)
     reference.padded = policy.policy.padded
     reference.eval()
@@ -54,6 +81,19 @@ def build_reference(
         _check_place(reference, plan, world.device)
     _check_numbers(reference, policy, exchange)
     return reference
+
+
+@torch.no_grad()
+def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
+    """See that adapters can be switched off, and begin as nothing: both ways every bit is the same."""
+    found = _probe(policy.policy, policy)
+    with adapters_off(policy.policy):
+        differ = not torch.equal(found, _probe(policy.policy, policy))
+    if any(exchange.gather(differ)):
+        raise ModelError(
+            "The policy gives other log-probabilities with its adapters off, although they begin as zero. Use "
+            "reference: {kind: sharded}, and please report the architecture."
+        )
 
 
 def _check_place(reference: PolicyModel, plan: ShardPlan, device: torch.device) -> None:
@@ -76,7 +116,7 @@ def _check_numbers(reference: PolicyModel, policy: Evaluation, exchange: Process
         gap = float((found[0] - found[1]).abs().max())
         raise ModelError(
             f"The reference policy gives other log-probabilities than the policy it was copied from (by {gap:.1e}), so "
-            "its KL would be wrong from the first step. Please report the architecture."
+            "what is compared with it would be wrong from the first step. Please report the architecture."
         )
 
 
