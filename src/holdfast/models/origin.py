@@ -12,6 +12,9 @@ from holdfast.errors import ModelError
 from holdfast.models.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
+"""Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
+
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 
@@ -94,6 +97,29 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
 
 
+def _as_in_its_file(found: Any, directory: Path) -> Any:
+    """Return the tokenizer as tokenizer.json describes it, if transformers made something else of it.
+
+    transformers 5 loads a directory of a Qwen2 model as its own Qwen2 tokenizer, whatever tokenizer.json says; a
+    tokenizer of the user's own beside such a model then splits text otherwise.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        return found
+    written = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
+    if found(_PROBE, add_special_tokens=False)["input_ids"] == written:
+        return found
+    print(
+        f"warning: transformers' AutoTokenizer makes a {type(found).__name__} of {directory}, which splits text "
+        "otherwise than its tokenizer.json; the file is used. Load the exports' tokenizer with PreTrainedTokenizerFast.",
+        flush=True,
+    )
+    return PreTrainedTokenizerFast.from_pretrained(str(directory))
+
+
 def load_tokenizer(config: ModelConfig, base: Path) -> Any:
     """Return the run's tokenizer.
 
@@ -110,7 +136,8 @@ def load_tokenizer(config: ModelConfig, base: Path) -> Any:
         return character_tokenizer()
     directory = locate(name, config, base, weights=False)
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
+        found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
+        return _as_in_its_file(found, directory)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(" .:") or type(error).__name__
         raise ModelError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.config.model import ModelConfig
 from holdfast.config.reward import ModelRewardConfig
 from holdfast.errors import ModelError
-from holdfast.models.origin import locate
+from holdfast.models.origin import load_tokenizer, locate
 
 
 class RewardModel:
@@ -28,14 +28,15 @@ class RewardModel:
     """
 
     def __init__(self, section: ModelRewardConfig, base: Path, device: torch.device) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
-        directory = locate(section.path, ModelConfig(path=section.path), base, weights=True)
+        named = ModelConfig(path=section.path)
+        directory = locate(section.path, named, base, weights=True)
         try:
             self._model: Any = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype=getattr(torch, section.dtype)
             )
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+            self._tokenizer: Any = load_tokenizer(named, base)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"reward {section.label}: {directory} cannot be loaded for sequence classification: {error}"
