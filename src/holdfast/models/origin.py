@@ -114,7 +114,7 @@ def _as_in_its_file(found: Any, directory: Path) -> Any:
         return found
     print(
         f"warning: transformers' AutoTokenizer makes a {type(found).__name__} of {directory}, which splits text "
-        "otherwise than its tokenizer.json; the file is used. Load the exports' tokenizer with PreTrainedTokenizerFast.",
+        "otherwise than its tokenizer.json; the file is used. Load that of exports with PreTrainedTokenizerFast.",
         flush=True,
     )
     return PreTrainedTokenizerFast.from_pretrained(str(directory))
