@@ -8,9 +8,12 @@ from typing import Any
 
 from holdfast.config.algorithm import DFTConfig, NLLConfig, SupervisedObjective, UserObjectiveConfig
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.preference import KTOLossConfig, PreferenceConfig, PreferenceLoss, UserLossConfig
 from holdfast.errors import ConfigError
 from holdfast.objectives.base import Objective
+from holdfast.objectives.pairs import PairLoss, pair_loss_of
 from holdfast.objectives.policy import build_policy_objective
+from holdfast.objectives.preference import KTO, PairedPreference, WeightedLoss
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
 from holdfast.training.observe import load_function
 
@@ -43,8 +46,42 @@ def policy_objective(config: GRPOConfig, base: Path) -> Objective:
     )
 
 
+def preference_objective(section: PreferenceConfig, base: Path) -> Objective:
+    """Return the loss of a run on preferences.
+
+    Raises:
+        ConfigError: As `supervised_objective`.
+    """
+    first = section.loss[0]
+    if isinstance(first, KTOLossConfig):
+        weights = (first.weight * first.desirable_weight, first.weight * first.undesirable_weight)
+        return KTO(first.beta, *weights, sft=section.sft)
+    losses = [
+        WeightedLoss(name, loss.weight, _pair_loss(loss, base))
+        for name, loss in zip(section.kinds, section.loss, strict=True)
+    ]
+    return PairedPreference(losses, section.sft, section.needs_reference)
+
+
+def _pair_loss(section: PreferenceLoss, base: Path) -> PairLoss:
+    match section:
+        case UserLossConfig():
+            made = _made_by_user(load_function(section.path, base, "preference.loss.path"), section, "preference.loss")
+            missing = [name for name in ("losses", "rewards") if not callable(getattr(made, name, None))]
+            if missing:
+                raise ConfigError(
+                    f"preference.loss.path {section.path} must return an object with losses and rewards "
+                    f"(holdfast.objectives.pairs.PairLoss); {', '.join(missing)} is missing."
+                )
+            return made  # type: ignore[no-any-return]  # checked above
+        case KTOLossConfig():
+            raise AssertionError("the section refuses kto beside losses of pairs")
+        case _:
+            return pair_loss_of(section)
+
+
 def _users_objective(section: UserObjectiveConfig, base: Path) -> Objective:
-    made = _made_by_user(load_function(section.path, base, "objective.path"), section)
+    made = _made_by_user(load_function(section.path, base, "objective.path"), section, "objective")
     missing = [name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)]
     if missing:
         raise ConfigError(
@@ -54,12 +91,12 @@ def _users_objective(section: UserObjectiveConfig, base: Path) -> Objective:
     return made  # type: ignore[no-any-return]  # checked above
 
 
-def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig) -> Any:
+def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig | UserLossConfig, key: str) -> Any:
     try:
         return function(**section.kwargs)
     except Exception as error:  # the user's own code may raise anything
         given = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
         raise ConfigError(
-            f"objective.path {section.path} called with {given} raises {type(error).__name__}: {error}. Mend the "
-            "function or objective.kwargs."
+            f"{key}.path {section.path} called with {given} raises {type(error).__name__}: {error}. Mend the "
+            f"function or {key}.kwargs."
         ) from error

@@ -1,0 +1,188 @@
+"""Losses that compare a chosen answer with a rejected one: a number per pair, differentiable.
+
+Write r for an answer's `log_ratios`, log policy - log reference summed over its tokens, and m for its `mean_logps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from holdfast.config.preference import (
+    APODownLossConfig,
+    APOZeroLossConfig,
+    BuiltInPairLoss,
+    DPOLossConfig,
+    IPOLossConfig,
+    Lengths,
+    ORPOLossConfig,
+    RobustLossConfig,
+    SimPOLossConfig,
+)
+from holdfast.objectives.answers import Answers
+
+SMALLEST = 1e-12
+"""An answer's probability is held below 1 by this much where odds are taken: at 1 they are infinite."""
+
+
+class Pairs(NamedTuple):
+    """The two sides of P pairs, [P] each."""
+
+    chosen: Answers
+    rejected: Answers
+
+
+class PairLoss(Protocol):
+    """A loss of pairs."""
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P] losses, differentiable."""
+        ...
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """Return [P]: the reward that the loss implies for an answer, for metrics."""
+        ...
+
+
+def _log_ratios(answers: Answers, lengths: Lengths) -> Tensor:
+    return answers.log_ratios if lengths == "sum" else answers.log_ratios / answers.lengths
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What losses with a reference have in common."""
+
+    beta: float
+    lengths: Lengths = "sum"
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """Return beta r (DPO, arXiv:2305.18290, eq. 5, up to a constant of the prompt)."""
+        return self.beta * _log_ratios(answers, self.lengths)
+
+    def margins(self, pairs: Pairs) -> Tensor:
+        """Return beta (r_chosen - r_rejected)."""
+        return self.rewards(pairs.chosen) - self.rewards(pairs.rejected)
+
+
+@dataclass(frozen=True)
+class DPO(_Compared):
+    """Likelihood that the chosen answer wins, under the Bradley-Terry model of beta r.
+
+    Rafailov et al. (arXiv:2305.18290), eq. 7. With smoothing e, cDPO: the expectation over labels of which a share e is
+    swapped (Mitchell, 2023, "A note on DPO with noisy preferences", eq. 3). With mean lengths, length-normalised DPO
+    (Tulu 3, arXiv:2411.15124, eq. 6).
+    """
+
+    label_smoothing: float = 0.0
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin)."""
+        margins, swapped = self.margins(pairs), self.label_smoothing
+        return -(1 - swapped) * logsigmoid(margins) - swapped * logsigmoid(-margins)
+
+
+@dataclass(frozen=True)
+class Robust(_Compared):
+    """DPO's loss without the bias that a share e of swapped pairs gives it (arXiv:2403.00409, eq. 12).
+
+    It has no lower bound: a pair that is ordered very wrongly may have a negative loss.
+    """
+
+    label_smoothing: float = 0.1
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: (-(1 - e) log sigmoid(margin) + e log sigmoid(-margin)) / (1 - 2 e)."""
+        margins, swapped = self.margins(pairs), self.label_smoothing
+        return (-(1 - swapped) * logsigmoid(margins) + swapped * logsigmoid(-margins)) / (1 - 2 * swapped)
+
+
+@dataclass(frozen=True)
+class IPO(_Compared):
+    """Regression of the margin on 1 / (2 beta) (Azar et al., arXiv:2310.12036, eq. 17, whose tau is beta)."""
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: (r_chosen - r_rejected - 1 / (2 beta))^2."""
+        difference = _log_ratios(pairs.chosen, self.lengths) - _log_ratios(pairs.rejected, self.lengths)
+        return (difference - 1 / (2 * self.beta)).square()
+
+
+@dataclass(frozen=True)
+class APOZero(_Compared):
+    """Raise what was chosen and lower what was rejected, each on its own (arXiv:2408.06266, section 4, APO-zero)."""
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: 1 - sigmoid(beta r_chosen) + sigmoid(beta r_rejected)."""
+        return torch.sigmoid(-self.rewards(pairs.chosen)) + torch.sigmoid(self.rewards(pairs.rejected))
+
+
+@dataclass(frozen=True)
+class APODown(_Compared):
+    """Lower both, the rejected more, for answers that are worse than the policy's (arXiv:2408.06266, APO-down)."""
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: sigmoid(beta r_chosen) + 1 - sigmoid(beta (r_chosen - r_rejected))."""
+        return torch.sigmoid(self.rewards(pairs.chosen)) + torch.sigmoid(-self.margins(pairs))
+
+
+@dataclass(frozen=True)
+class SimPO:
+    """Likelihood that the chosen answer wins by a margin, by log-probability per token (arXiv:2405.14734, eq. 6)."""
+
+    beta: float
+    gamma: float
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: -log sigmoid(beta (m_chosen - m_rejected) - gamma)."""
+        return -logsigmoid(self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.gamma)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """Return beta m."""
+        return self.beta * answers.mean_logps
+
+
+@dataclass(frozen=True)
+class ORPO:
+    """Likelihood of the chosen answer, and the odds by which it wins (Hong et al., arXiv:2403.07691, eqs. 4 to 7).
+
+    Both parts are per pair: the likelihood is the mean over the chosen answer's tokens, and not over a batch's.
+    """
+
+    beta: float
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: -m_chosen - beta log sigmoid(log odds_chosen - log odds_rejected)."""
+        difference = _log_odds(pairs.chosen.mean_logps) - _log_odds(pairs.rejected.mean_logps)
+        return -pairs.chosen.mean_logps - self.beta * logsigmoid(difference)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """Return beta m."""
+        return self.beta * answers.mean_logps
+
+
+def _log_odds(mean_logps: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of p = exp(mean log-probability)."""
+    held = mean_logps.clamp(max=-SMALLEST)
+    return held - (-torch.expm1(held)).log()
+
+
+def pair_loss_of(config: BuiltInPairLoss) -> PairLoss:
+    """Return the loss that a section names."""
+    match config:
+        case DPOLossConfig():
+            return DPO(config.beta, config.lengths, config.label_smoothing)
+        case RobustLossConfig():
+            return Robust(config.beta, label_smoothing=config.label_smoothing)
+        case IPOLossConfig():
+            return IPO(config.beta, config.lengths)
+        case APOZeroLossConfig():
+            return APOZero(config.beta)
+        case APODownLossConfig():
+            return APODown(config.beta)
+        case SimPOLossConfig():
+            return SimPO(config.beta, config.gamma)
+        case ORPOLossConfig():
+            return ORPO(config.beta)
