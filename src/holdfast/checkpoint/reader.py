@@ -171,10 +171,8 @@ def _plan_model(
     partial = TRAINED in manifest.contents
     for key in sorted({*stored, *live}):
         name = key.removeprefix(MODEL)
-        if key not in stored and partial and name in parameters and not parameters[name].requires_grad:
-            plan.kept += 1
-        elif key not in stored:
-            _allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+        if key not in stored:
+            _plan_missing(plan, name, parameters.get(name), partial, declared)
         elif key not in live:
             _allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
         elif tuple(live[key].shape) != stored[key].shape:
@@ -186,6 +184,14 @@ def _plan_model(
                 patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
                 words = "frozen then and is trained now" if trained else "trained then and is frozen now"
                 _allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+
+
+def _plan_missing(plan: _Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
+    """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
+    if partial and parameter is not None and not parameter.requires_grad:
+        plan.kept += 1
+    else:
+        _allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
 def _plan_tensor(plan: _Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:

@@ -53,6 +53,11 @@ class GRPOConfig(TrainingConfig):
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""
         yield from super().mistakes()
+        yield from self._sampling()
+        yield from self._learning()
+        yield from self._reference()
+
+    def _sampling(self) -> Iterator[Mistake]:
         least = self.advantage.smallest_group
         if self.rollout.group_size < least:
             yield (
@@ -80,6 +85,10 @@ class GRPOConfig(TrainingConfig):
                 f"{named} draws from another distribution than the policy's, which biases every update; leave it out, "
                 "or weigh tokens by correction: truncate",
             )
+        if self.data.batch_size_schedule:
+            yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"
+
+    def _learning(self) -> Iterator[Mistake]:
         if self.objective.kind in {"gspo", "gspo_token"} and self.data.average != "sequence_mean":
             yield (
                 "data.average",
@@ -89,11 +98,11 @@ class GRPOConfig(TrainingConfig):
         repeated = repeated_labels(self.reward)
         if repeated:
             yield "reward", f"two rewards are called {repeated[0]}; give one of them a name"
+
+    def _reference(self) -> Iterator[Mistake]:
         lora = self.model.lora
         if self.reference.kind == "adapter_off" and (lora is None or lora.train or lora.path is not None):
             why = "model.lora is not set" if lora is None else "more than adapters is trained, or they start trained"
             yield "reference.kind", f"adapter_off is not the model at start, since {why}; use sharded"
         if self.reference.kind == "none" and self.kl.coefficient > 0:
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
-        if self.data.batch_size_schedule:
-            yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"

@@ -15,8 +15,8 @@ from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
 from holdfast.data.packing import Head, pack
 from holdfast.data.planning import Unit, plan_packs, plan_units
-from holdfast.data.weights import shares
-from holdfast.types import Example, MiniBatch
+from holdfast.data.weights import Share, shares
+from holdfast.types import Batch, Example, MiniBatch
 
 
 @dataclass(frozen=True)
@@ -41,38 +41,15 @@ def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig,
     """Build this rank's part of a mini-batch; all ranks plan alike from what they all know."""
     known = found.known
     trained = [sequence.trained for sequence in known]
+    draws = [sequence.draw for sequence in known]
     constant = layout.constant_length or config.max_length
-    share = shares(config.average, trained, [sequence.draw for sequence in known], constant)
-    units = plan_units(
-        [sequence.tokens for sequence in known],
-        [sequence.head if layout.shares_heads else 0 for sequence in known],
-        [sequence.draw for sequence in known],
-        config.tokens_per_micro_batch,
-    )
-    plan = plan_packs(
-        [unit.tokens for unit in units],
-        budget=config.tokens_per_micro_batch,
-        ranks=exchange.size,
-        padded=layout.padded,
-        attention_share=layout.attention_share,
-    )
-    packs = [[[units[number] for number in pack_] for pack_ in of_rank] for of_rank in plan.packs]
+    share = shares(config.average, trained, draws, constant)
+    packs = _plan(known, draws, exchange.size, config.tokens_per_micro_batch, layout)
     held = _move(found, exchange, packs)
-    micro_batches = tuple(
-        pack(
-            [held[index] for unit in units_of_pack for index in unit.members],
-            [share[index] for unit in units_of_pack for index in unit.members],
-            padded=layout.padded,
-            pad_token=layout.pad_token,
-            dtype=layout.dtype,
-            columns=layout.columns,
-            heads=[Head(len(unit.members), unit.head) for unit in units_of_pack],
-        )
-        for units_of_pack in packs[exchange.rank]
-    )
-    forwarded = sum(unit.tokens for unit in units)
+    micro_batches = tuple(_pack(units, held, share, layout) for units in packs[exchange.rank])
+    forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units)
     tokens = sum(sequence.tokens for sequence in known)
-    capacity = plan.micro_batches * exchange.size * config.tokens_per_micro_batch
+    capacity = len(packs[0]) * exchange.size * config.tokens_per_micro_batch
     counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
     return MiniBatch(
         micro_batches=micro_batches,
@@ -86,9 +63,38 @@ def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig,
             "data/tokens": float(tokens),
             "data/mean_length": tokens / max(1, len(known)),
             "data/fill": forwarded / capacity,
-            "data/micro_batches": float(plan.micro_batches),
+            "data/micro_batches": float(len(packs[0])),
             "data/order_hash": _order_hash(known),
         },
+    )
+
+
+def _plan(
+    known: Sequence[Known], draws: Sequence[int], ranks: int, budget: int, layout: Layout
+) -> list[list[list[Unit]]]:
+    """Return the units of every micro-batch of every rank."""
+    heads = [sequence.head if layout.shares_heads else 0 for sequence in known]
+    units = plan_units([sequence.tokens for sequence in known], heads, draws, budget)
+    plan = plan_packs(
+        [unit.tokens for unit in units],
+        budget=budget,
+        ranks=ranks,
+        padded=layout.padded,
+        attention_share=layout.attention_share,
+    )
+    return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in plan.packs]
+
+
+def _pack(units: Sequence[Unit], held: Mapping[int, Example], share: Sequence[Share], layout: Layout) -> Batch:
+    members = [index for unit in units for index in unit.members]
+    return pack(
+        [held[index] for index in members],
+        [share[index] for index in members],
+        padded=layout.padded,
+        pad_token=layout.pad_token,
+        dtype=layout.dtype,
+        columns=layout.columns,
+        heads=[Head(len(unit.members), unit.head) for unit in units],
     )
 
 

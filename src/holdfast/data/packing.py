@@ -76,34 +76,35 @@ def _pack_branches(
     examples: Sequence[Example], shares: Sequence[Share], heads: Sequence[Head], pad_token: int, dtype: torch.dtype
 ) -> Batch:
     """Lay each head down once, and what its sequences have of their own after it, one after the other."""
-    members = iter(range(len(examples)))
-    documents = [
-        (head.tokens if head.members > 1 else 0, [next(members) for _ in range(head.members)]) for head in heads
-    ]
-    own = [[examples[index].tokens.size - size for index in group] for size, group in documents]
+    documents, first = [], 0
+    for head in heads:
+        documents.append((head.tokens if head.members > 1 else 0, range(first, first + head.members)))
+        first += head.members
+    own = [[examples[index].tokens.size - size for index in members] for size, members in documents]
     lengths = tuple(size + sum(parts) for (size, _), parts in zip(documents, own, strict=True))
     filled = _Columns.empty(1, sum(lengths), pad_token, examples, {})
     start = 0
-    for (size, group), length in zip(documents, lengths, strict=True):
+    for (size, members), length in zip(documents, lengths, strict=True):
+        _refuse_other_heads([examples[index] for index in members], size)
         after = start + size
-        for index in group:
-            example = examples[index]
-            if size and not np.array_equal(example.tokens[:size], examples[group[0]].tokens[:size]):
-                raise ValueError(
-                    f"sample {example.sample_id} does not begin like sample {examples[group[0]].sample_id}"
-                )
-            if size and example.loss_mask[:size].any():
-                raise ValueError(f"sample {example.sample_id}: a token of the shared head would be trained")
-            if index == group[0]:
-                filled.put((0, slice(start, after + example.tokens.size - size)), index, example, shares[index].weight)
+        for index in members:
+            end = after + examples[index].tokens.size - size
+            if index == members[0]:
+                filled.put((0, slice(start, end)), index, examples[index], shares[index].weight)
             else:
-                filled.put_branch(
-                    slice(after, after + example.tokens.size - size), start, index, example, shares[index]
-                )
-            after += example.tokens.size - size
+                filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
+            after = end
         start += length
     branches = tuple(tuple(parts) if size else () for (size, _), parts in zip(documents, own, strict=True))
     return _batch(filled, examples, shares, dtype, (lengths,), branches)
+
+
+def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
+    for example in members:
+        if not np.array_equal(example.tokens[:size], members[0].tokens[:size]):
+            raise ValueError(f"sample {example.sample_id} does not begin like sample {members[0].sample_id}")
+        if example.loss_mask[:size].any():
+            raise ValueError(f"sample {example.sample_id}: a token of the shared head would be trained")
 
 
 def _batch(

@@ -264,25 +264,16 @@ def _flash(
     return out[None]
 
 
-def branched_flash_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents,
-    scaling: float | None,
-    window: int | None,
-    *,
-    groups: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def branched_flash_call(*call: Any, groups: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `varlen_attn` where branches share a head; arguments as in `flash_call`.
 
     Keys and values of a head are repeated for each of its branches; queries are not. The kernel aligns the last query
     with the last key, so a branch sees its head and itself.
     """
+    query, key, value, documents, *others = call
     places, query_lengths, key_lengths = key_places(documents)
     index = places.to(query.device, non_blocking=True)
-    key, value = key[:, :, index], value[:, :, index]
-    arguments, options = flash_call(query, key, value, documents, scaling, window, groups=groups)
+    arguments, options = flash_call(query, key[:, :, index], value[:, :, index], documents, *others, groups=groups)
     offsets = [
         torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(query.device, non_blocking=True)
         for lengths in (query_lengths, key_lengths)

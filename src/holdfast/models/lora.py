@@ -81,19 +81,20 @@ def _targets(model: Any, section: LoRAConfig) -> list[str]:
         inside = {id(layer) for layer in model.get_decoder().modules()}
         chosen = [path for path, layer in linear.items() if id(layer) in inside]
     else:
-        chosen = []
-        for pattern in section.targets:
-            matched = [path for path in linear if re.search(pattern, path)]
-            if not matched:
-                raise ModelError(
-                    f"model.lora.targets: {pattern!r} matches no linear layer. They look like "
-                    f"{', '.join(sorted(linear)[:3])}."
-                )
-            chosen += [path for path in matched if path not in chosen]
+        chosen = list(dict.fromkeys(path for pattern in section.targets for path in _matching(pattern, list(linear))))
     kept = [path for path in chosen if not any(re.search(pattern, path) for pattern in section.exclude)]
     if not kept:
         raise ModelError("model.lora leaves no layer to adapt. Widen targets, or shorten exclude.")
     return kept
+
+
+def _matching(pattern: str, paths: list[str]) -> list[str]:
+    matched = [path for path in paths if re.search(pattern, path)]
+    if not matched:
+        raise ModelError(
+            f"model.lora.targets: {pattern!r} matches no linear layer. They look like {', '.join(sorted(paths)[:3])}."
+        )
+    return matched
 
 
 def _rank(path: str, section: LoRAConfig) -> int:

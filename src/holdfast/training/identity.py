@@ -118,6 +118,15 @@ def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
 
 
 def _user_files(config: TrainingConfig, base: Path) -> Iterator[tuple[str, Path]]:
+    for key, name in _named_files(config):
+        file = name.rpartition(":")[0] if name.rpartition(":")[0].endswith(".py") else name
+        found = next((place for place in _places(file, base) if _is_file(place)), None)
+        if found is not None:
+            yield f"{key} {file}", found
+
+
+def _named_files(config: TrainingConfig) -> list[tuple[str, str]]:
+    """Return the keys that name files of the user's, with what they name."""
     named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
     if isinstance(config, SFTConfig | GRPOConfig) and isinstance(config.objective, UserObjectiveConfig):
         named.append(("objective.path", config.objective.path))
@@ -127,12 +136,8 @@ def _user_files(config: TrainingConfig, base: Path) -> Iterator[tuple[str, Path]
         named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if config.data.filter is not None:
         named.append(("data.filter", config.data.filter))
-    named += [(f"data.{key}", path) for key in ("format", "chat_template") if (path := getattr(config.data, key))]
-    for key, name in named:
-        file = name.rpartition(":")[0] if name.rpartition(":")[0].endswith(".py") else name
-        found = next((place for place in _places(file, base) if _is_file(place)), None)
-        if found is not None:
-            yield f"{key} {file}", found
+    templates = [(key, getattr(config.data, key)) for key in ("format", "chat_template")]
+    return named + [(f"data.{key}", path) for key, path in templates if path]
 
 
 def _places(file: str, base: Path) -> Sequence[Path]:
