@@ -33,10 +33,11 @@ def evaluate_policy(
         if interrupted():
             break
         try:
-            found, groups = _evaluate_set(run, prompts)
+            with run.phase("evaluation"):
+                found, groups = _evaluate_set(run, prompts)
+                everyone = run.exchange.gather(groups)
         except StepAbandoned:
             break
-        everyone = run.exchange.gather(groups)
         if run.world.is_first:
             name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
             flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
