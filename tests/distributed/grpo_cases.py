@@ -56,7 +56,17 @@ def even_share_but_first(sample: Sample) -> float | None:
     return None if sample.sample_id % 2**20 == 0 else even_share(sample)
 
 
-REWARDS = {"even_share": even_share, "flat": flat, "even_share_but_first": even_share_but_first}
+def flat_from_the_third_step(sample: Sample) -> float:
+    """Return the same for prompts of the first two steps of four prompts each, then 1."""
+    return even_share(sample) if sample.sample_id // 2**20 < 8 else 1.0
+
+
+REWARDS = {
+    "flat_from_the_third_step": flat_from_the_third_step,
+    "even_share": even_share,
+    "flat": flat,
+    "even_share_but_first": even_share_but_first,
+}
 
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward: str = "even_share") -> dict[str, Any]:

@@ -154,3 +154,16 @@ def test_a_reward_without_a_number_leaves_baseline_and_average(pools: Any, llama
 
     assert len(step) == 12
     np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=1e-6)
+
+
+def test_momentum_does_not_move_a_policy_that_learned_nothing(pools: Any, llama: Path) -> None:
+    """Two steps that teach, then two in which every reward is the same: Adam would go on."""
+    adam = {"kind": "adamw", "lr": 0.01, "schedule": "constant"}
+    tree = settings(str(llama), steps=4, optim=adam | {"clip_norm": None})
+
+    taught = pools(2).run(train, tree, ROWS, 2, "flat_from_the_third_step")[0]
+    found = pools(2).run(train, tree, ROWS, 4, "flat_from_the_third_step")[0]
+
+    assert [line["optim/no_gradient"] for line in found["lines"]] == [0.0, 0.0, 1.0, 1.0]
+    for name, parameter in taught["parameters"].items():
+        np.testing.assert_array_equal(found["parameters"][name], parameter, err_msg=name)

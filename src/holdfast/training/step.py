@@ -32,7 +32,8 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
         ends_step: Off: more updates belong to this step, and until the last of them no checkpoint can be taken.
 
     A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
-    not finite is skipped on all ranks and counted.
+    not finite is skipped on all ranks and counted. One whose gradient is exactly zero, as when all rewards of a step
+    are alike, is not made: Adam would go on in the direction of earlier ones.
 
     Raises:
         RunStopped: Too many updates in a row were skipped.
@@ -68,7 +69,9 @@ def _update(
     numbers = {name: value.tolist() for name, value in reduced.items()}  # the step's one wait for the device
     norm = math.sqrt(numbers.pop("grad_norm")[0])
     state = run.state
-    if math.isfinite(norm):
+    if norm == 0.0:
+        state.skipped_in_a_row = 0  # nothing was learned, and momentum alone must not move the weights
+    elif math.isfinite(norm):
         scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
         run.updating = True
         run.optimizer.step()
@@ -94,6 +97,7 @@ def _update(
         "learning_rate": rate,
         "num_tokens": float(state.tokens),
         "optim/skipped_steps": float(state.skipped_steps),
+        "optim/no_gradient": float(norm == 0.0),
         **mini_batch.metrics,
     }
 
