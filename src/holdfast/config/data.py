@@ -19,6 +19,7 @@ from holdfast.config.base import (
 )
 
 Average = Literal["token_mean", "sequence_mean", "constant_length", "prompt_mean"]
+PairAverage = Literal["pair_mean"]
 RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from holdfast.config.base import Mistake
-from holdfast.config.data import DataConfig
+from holdfast.config.data import DataConfig, PairAverage
 from holdfast.config.preference import PreferenceConfig
 from holdfast.config.rollout import ReferenceConfig
 from holdfast.config.runs import TrainingConfig
@@ -24,7 +24,7 @@ class PairDataConfig(DataConfig):
     `truncate` drops the pair."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit` lays pairs side by side; `none` pads, one sequence per row."""
-    average: Literal["pair_mean"] = "pair_mean"  # type: ignore[assignment]  # an average that no other verb has
+    average: PairAverage = "pair_mean"  # type: ignore[assignment]  # an average that no other verb has
     """The loss is the mean over pairs, whatever their lengths."""
     unusable: Literal["refuse", "drop"] = "refuse"
     """What happens to a row whose answers are the same, or of which one is empty; dropped ones are counted."""

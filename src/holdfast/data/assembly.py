@@ -33,6 +33,8 @@ class Layout:
     """Values that every token carries, and their dtypes: the batch of an idle rank has them too."""
     shares_heads: bool = False
     """Whether sequences of one draw are laid down with their common head once."""
+    whole_draws: bool = False
+    """Whether all sequences of a draw, as many in each, go through one forward pass together."""
     constant_length: int | None = None
     """The constant of that average; default: data.max_length."""
 
@@ -74,10 +76,11 @@ def _plan(
 ) -> list[list[list[Unit]]]:
     """Return the units of every micro-batch of every rank."""
     heads = [sequence.head if layout.shares_heads else 0 for sequence in known]
-    units = plan_units([sequence.tokens for sequence in known], heads, draws, budget)
+    units = plan_units([sequence.tokens for sequence in known], heads, draws, budget, whole=layout.whole_draws)
+    rows = max((len(unit.members) for unit in units), default=1) if layout.padded else 1
     plan = plan_packs(
-        [unit.tokens for unit in units],
-        budget=budget,
+        [max(known[index].tokens for index in unit.members) if layout.padded else unit.tokens for unit in units],
+        budget=budget // rows,
         ranks=ranks,
         padded=layout.padded,
         attention_share=layout.attention_share,
@@ -94,8 +97,13 @@ def _pack(units: Sequence[Unit], held: Mapping[int, Example], share: Sequence[Sh
         pad_token=layout.pad_token,
         dtype=layout.dtype,
         columns=layout.columns,
-        heads=[Head(len(unit.members), unit.head) for unit in units],
+        heads=[head for unit in units for head in _heads(unit)],
     )
+
+
+def _heads(unit: Unit) -> list[Head]:
+    """Return one head for all members, or for each of those that only go together none."""
+    return [Head(len(unit.members), unit.head)] if unit.head else [Head(1, 0)] * len(unit.members)
 
 
 def _order_hash(known: Sequence[Known]) -> float:

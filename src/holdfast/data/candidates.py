@@ -65,6 +65,7 @@ class _Fact(NamedTuple):
     lengths: list[tuple[int, int]]
     """(tokens, trained tokens) of each sequence"""
     counts: Mapping[str, int]
+    head: int = 0
 
 
 _Told = _Fact | UserError | EndOfStream
@@ -114,11 +115,12 @@ class CandidateReader(Generic[S]):
                     return draw
                 case UserError() as error:
                     raise error
-                case _Fact(lengths, counts):
+                case _Fact(lengths, counts, head):
                     if counts:
                         found.counted.append((draw, counts))
                     found.known.extend(
-                        Known(draw, part, tokens, trained, owner) for part, (tokens, trained) in enumerate(lengths)
+                        Known(draw, part, tokens, trained, owner, head)
+                        for part, (tokens, trained) in enumerate(lengths)
                     )
         return last
 
@@ -133,4 +135,4 @@ class CandidateReader(Generic[S]):
             return told
         found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
         lengths = [(example.tokens.size, example.trained_tokens) for example in sequences.examples]
-        return _Fact(lengths, sequences.counts)
+        return _Fact(lengths, sequences.counts, sequences.head)

@@ -39,6 +39,8 @@ class Tokenised(Generic[S]):
     """Sequences that were `truncated`, `split`, `overlong_dropped`, left out since they train nothing (`untrained`), or
     whose answer the template does not close (`no_end_of_turn`); rows that were `split_by_turn`, or whose reasoning the
     template does not write (`reasoning_dropped`). Only what happened is listed."""
+    head: int = 0
+    """First tokens that all sequences have in common, and none of which is trained."""
 
 
 class RowTokeniser:
@@ -88,10 +90,18 @@ class RowTokeniser:
         counts: Counter[str] = Counter()
         stretches = [
             piece
-            for stretch in self._stretches(self._content(row, row_format, where), where, counts)
+            for stretch in self.stretches(row, row_format, where, counts)
             for piece in fit(stretch, self._text, where, counts)
         ]
-        return Tokenised(tuple(_example(stretch, sample_id, source) for stretch in stretches), dict(counts))
+        return Tokenised(tuple(example_of(stretch, sample_id, source) for stretch in stretches), dict(counts))
+
+    def stretches(self, row: Row, row_format: RowFormat, where: str, counts: Counter[str]) -> list[Stretch]:
+        """Turn a row into sequences of any length.
+
+        Raises:
+            DataError: As `examples`.
+        """
+        return self._stretches(self._content(row, row_format, where), where, counts)
 
     def prompt_tokens(self, row: Row, row_name: str) -> NDArray[np.int64]:
         """Return the tokens a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
@@ -230,7 +240,8 @@ def _stretch(masked: Masked, *, trains_prompt: bool) -> Stretch:
     return Stretch(masked.tokens, trained)
 
 
-def _example(stretch: Stretch, sample_id: int, source: str) -> Example:
+def example_of(stretch: Stretch, sample_id: int, source: str) -> Example:
+    """Return a sequence that is a prompt of its own."""
     loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
     loss_mask[0] = False
     tokens = np.asarray(stretch.tokens, dtype=np.int64)

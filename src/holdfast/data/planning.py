@@ -36,7 +36,9 @@ class Unit(NamedTuple):
     """Tokens they take together."""
 
 
-def plan_units(lengths: Sequence[int], heads: Sequence[int], draws: Sequence[int], budget: int) -> list[Unit]:
+def plan_units(
+    lengths: Sequence[int], heads: Sequence[int], draws: Sequence[int], budget: int, *, whole: bool = False
+) -> list[Unit]:
     """Put neighbours of one draw into units of at most `budget` tokens, each head counted once per unit.
 
     Args:
@@ -44,12 +46,13 @@ def plan_units(lengths: Sequence[int], heads: Sequence[int], draws: Sequence[int
         heads: Tokens it shares with the others of its draw; 0 where nothing is shared.
         draws: Its draw; sequences of one draw follow each other.
         budget: Most tokens of a unit; no sequence is longer.
+        whole: Keep all sequences of a draw together, whatever they share; together they are no longer than the budget.
     """
     units: list[Unit] = []
     last: int | None = None
     for index, (length, head, draw) in enumerate(zip(lengths, heads, draws, strict=True)):
-        open_unit = units[-1] if units and head and draw == last else None
-        if open_unit is not None and open_unit.tokens + length - head <= budget:
+        open_unit = units[-1] if units and draw == last and (head or whole) else None
+        if open_unit is not None and (whole or open_unit.tokens + length - head <= budget):
             units[-1] = Unit((*open_unit.members, index), head, open_unit.tokens + length - head)
         else:
             units.append(Unit((index,), head, length))

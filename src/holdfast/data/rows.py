@@ -29,7 +29,7 @@ from holdfast.data.arrow_rows import (
 )
 from holdfast.data.files import default_name, files_of_split, find_local, is_hub_name, places, split_off
 from holdfast.data.json_rows import JsonRows, scan_json
-from holdfast.data.synthetic import SyntheticSource
+from holdfast.data.synthetic import SyntheticSource, TaskRows
 from holdfast.errors import DataError
 
 Row = Mapping[str, Any]
@@ -190,12 +190,13 @@ def columns_of(source: Source) -> tuple[str, ...]:
     raise DataError(f"{source.name} has no rows.")
 
 
-def open_source(source: SourceConfig, base: Path) -> Source:
+def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers") -> Source:
     """Open the rows that a source's configuration names.
 
     Args:
         source: Exactly one of its `path` and `synthetic` is set.
         base: The YAML's directory; a relative path is looked up in the current directory first, then here.
+        task_rows: What a generated task makes.
 
     Raises:
         DataError: Nothing is there, it has no rows, or a row cannot be read.
@@ -203,7 +204,7 @@ def open_source(source: SourceConfig, base: Path) -> Source:
     if source.path is None:
         if source.synthetic is None:
             raise TypeError("a source has a path or a generated task")
-        task = SyntheticSource(source.synthetic)
+        task = SyntheticSource(source.synthetic, task_rows)
         origin = Origin(source.name or task.name, f"The task {task.name}", source.columns, source.max_samples)
         return origin.by_number(task, task.fingerprint)
     path, split = split_off(source.path, base)

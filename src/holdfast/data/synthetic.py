@@ -10,13 +10,15 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import xxhash
 
 from holdfast.config.data import SyntheticConfig
 
 Item = TypeVar("Item")
+TaskRows = Literal["answers", "pairs", "labels"]
+"""What rows of a task have: an answer; a right and a wrong one; or an answer, and a label that says which it is."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS = "0123456789"
@@ -71,14 +73,22 @@ class Question:
 
 
 class SyntheticSource:
-    """The rows of one task: columns `prompt`, `completion`, `answer`, and the facts of the task."""
+    """The rows of one task: columns `prompt`, `completion`, `answer`, and the facts of the task.
 
-    def __init__(self, config: SyntheticConfig) -> None:
+    As pairs: `prompt`, `chosen` and `rejected`, swapped in noisy rows. As labels: the columns of answers and `label`;
+    half of the answers are wrong, unless the task names another share of noise.
+    """
+
+    def __init__(self, config: SyntheticConfig, rows: TaskRows = "answers") -> None:
+        if rows == "labels" and config.noise == 0:
+            config = config.model_copy(update={"noise": 0.5})
         self._config = config
+        self._rows = rows
         self._question = _TASKS[config.task]
         self.name: str = config.task
         self.size: int = config.rows
-        self.fingerprint: str = xxhash.xxh3_128_hexdigest(f"synthetic/1:{config.model_dump_json()}".encode())
+        mark = "" if rows == "answers" else f":{rows}"
+        self.fingerprint: str = xxhash.xxh3_128_hexdigest(f"synthetic/1:{config.model_dump_json()}{mark}".encode())
 
     def __len__(self) -> int:
         return self.size
@@ -92,8 +102,12 @@ class SyntheticSource:
         # A stream of its own, so that the same questions come with every share of noise.
         noise = self._draws("noise", index)
         is_noisy = noise.below(1 << 53) < self._config.noise * (1 << 53)
+        if self._rows == "pairs":
+            pair = self.preference_pair(index)
+            return {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]} if is_noisy else pair
         completion = wrong_answer(question, noise) if is_noisy else question.answer
-        return {"prompt": question.prompt, "completion": completion, "answer": question.answer, **question.facts}
+        row = {"prompt": question.prompt, "completion": completion, "answer": question.answer, **question.facts}
+        return row | {"label": not is_noisy} if self._rows == "labels" else row
 
     def scan(self, start: int) -> Iterator[Mapping[str, Any]]:
         """Yield the rows from row `start` on."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.config.data import Average
+from holdfast.config.data import Average, PairAverage
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Share:
     """Its part of the denominator."""
 
 
-def shares(average: Average, trained_tokens: Sequence[int], prompt_ids: Sequence[int], max_length: int) -> list[Share]:
+def shares(
+    average: Average | PairAverage, trained_tokens: Sequence[int], prompt_ids: Sequence[int], max_length: int
+) -> list[Share]:
     """Return the share of every sequence of an update.
 
     - token_mean: the mean over trained tokens (DAPO, arXiv:2503.14476, eq. 8).
@@ -33,6 +35,8 @@ def shares(average: Average, trained_tokens: Sequence[int], prompt_ids: Sequence
     - constant_length: the mean over sequences of their token sums divided by `max_length`, one constant for the whole
       run (Dr. GRPO, arXiv:2503.20783, section 3.2).
     - prompt_mean: the mean over prompts of the token mean over all sequences of a prompt.
+    - pair_mean: the mean over prompts of the token sum over all sequences of a prompt. For losses that sum to one
+      number per prompt, which is what losses of pairs do.
 
     Args:
         average: Which of them.
@@ -54,6 +58,10 @@ def shares(average: Average, trained_tokens: Sequence[int], prompt_ids: Sequence
             pairs = [
                 (float(1.0 / total), float(tokens / total)) for tokens, total in zip(trained, per_prompt, strict=True)
             ]
+        case "pair_mean":
+            _, first = np.unique(np.asarray(prompt_ids), return_index=True)
+            counts = np.isin(np.arange(trained.size), first)
+            pairs = [(1.0, float(count)) for count in counts]
     return [
         Share(weight, count) if tokens > 0 else Share(0.0, 0.0)
         for (weight, count), tokens in zip(pairs, trained, strict=True)
