@@ -37,7 +37,13 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
             f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
             f"`holdfast eval RUN.yaml model.path={target}`."
         )
-    here = [f"model.path={target.resolve()}", "model.config=null", "model.tokenizer=null", "model.freeze=[]", "model.lora=null"]
+    here = [
+        f"model.path={target.resolve()}",
+        "model.config=null",
+        "model.tokenizer=null",
+        "model.freeze=[]",
+        "model.lora=null",
+    ]
     loaded = load_run(path, [*here, *overrides])
     return start(verb, loaded)
 
