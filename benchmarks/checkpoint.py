@@ -132,6 +132,54 @@ class Arms:
         staged(take(self.model, self.optimizer), self.buffers)
 
 
+class Exporter:
+    """A sharded language model, and the same bytes written by nobody in particular."""
+
+    LLAMA = {  # noqa: RUF012 - never changed
+        "model_type": "llama", "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048,
+        "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 12, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+    def __init__(self, place: Path) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from holdfast.config.load import from_mapping
+        from holdfast.config.runs import SFTConfig
+        from holdfast.models.build import blueprint
+        from holdfast.parallel.collectives import ProcessExchange
+        from holdfast.parallel.failure import FailureChannel
+        from holdfast.parallel.mesh import World
+        from holdfast.training.build import build_policy
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}
+        config = from_mapping({"steps": 1, "model": model, "data": {"path": "none"}}, SFTConfig)
+        world = World(rank, size, rank, torch.device("cpu"), FailureChannel(dist.HashStore(), rank, size))
+        self.place, self.ranks = place, ProcessExchange()
+        self.origin = blueprint(config.model, place, seed=0)
+        self.policy, _ = build_policy(config, self.origin, world, self.ranks)
+        sizes = [value.numel() * value.element_size() for value in self.policy.parameters()]
+        self.bytes_, self.largest = sum(sizes), max(sizes)
+
+    def export(self) -> None:
+        from holdfast.checkpoint.export import export
+
+        export(self.policy, self.origin, self.place / "export", self.ranks, extra_files={"holdfast.yaml": ""})
+
+    def write(self) -> None:
+        """Write as many bytes to one file on rank 0, and wait for the disk."""
+        import torch.distributed as dist
+
+        if self.ranks.rank == 0:
+            block = os.urandom(2**22)
+            with (self.place / "raw").open("wb", buffering=0) as file:
+                for _ in range(self.bytes_ // len(block)):
+                    file.write(block)
+                os.fsync(file.fileno())
+        dist.barrier()
+
+
 def timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
     import torch.distributed as dist
 
@@ -178,6 +226,14 @@ def measure(disk: Path, memory: Path, swap: bool) -> Round:
         if on_disk.first:
             cool(folder)
         found[name] = timed(lambda work=work, folder=folder: work(folder), time.perf_counter)
+    found["state_mib"] = sum(part.numel() * part.element_size() for part in on_disk.copies) / 2**20
+    exporter = Exporter(disk)
+    exporter.export()  # pays for imports
+    found["raw_write"] = timed(exporter.write, time.perf_counter)
+    meter.begin_peak()
+    found["export"] = timed(exporter.export, time.perf_counter)
+    found["export_extra_mib"] = meter.peak_mib()
+    found["largest_tensor_mib"] = exporter.largest / 2**20
     return {name: {"seconds": value} for name, value in found.items()}
 
 
@@ -244,6 +300,11 @@ def main() -> None:
     verdicts.at_most(1.30, "verify over a cold read, wall", "verify_cold", "read_cold", "seconds")
     verdicts.at_most(1.50, "copy of a background save over a clone, CPU", "stage", "clone", "seconds")
     verdicts.at_most(1.30, "load and verify over DCP load, cold, wall", "load_cold_ours", "load_cold_dcp", "seconds")
+    verdicts.at_most(0.05, "extra memory of a save over the state it saves", "save_extra_mib", "state_mib", "seconds")
+    verdicts.at_least(0.7, "bytes per second of an export over raw write and fsync", "raw_write", "export", "seconds")
+    verdicts.at_most(
+        2.0, "extra memory of an export over its largest tensor", "export_extra_mib", "largest_tensor_mib", "seconds"
+    )
     sys.exit(verdicts.missed)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.models.conversion import Conversion, Header
 from holdfast.models.lora import adapters_of, merged
@@ -75,6 +76,46 @@ def full_tensor(tensor: Holding) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+@torch.no_grad()
+def first_rank_s_tensor(tensor: Holding) -> Tensor | None:
+    """Return the whole tensor on rank 0 and None elsewhere; every rank calls this for the same tensors in order.
+
+    Shards travel straight into their rows, so rank 0 holds one tensor and the others nothing but their shards.
+    """
+    if isinstance(tensor, Merged):
+        parts = [first_rank_s_tensor(part) for part in (tensor.base, tensor.a, tensor.b)]
+        base, a, b = parts
+        return None if base is None or a is None or b is None else merged(base, a, b, tensor.scale)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not isinstance(tensor, DTensor):
+        return tensor.detach() if rank == 0 else None
+    local, owners = tensor.to_local().detach(), _owners(tensor)
+    if rank != 0:
+        if rank in owners and local.numel():
+            dist.send(local.contiguous(), 0)
+        return None
+    whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    rows = -(-tensor.shape[0] // len(owners))
+    for place, owner in enumerate(owners):
+        part = whole[place * rows : (place + 1) * rows]
+        if owner == 0:
+            part.copy_(local)
+        elif part.numel():
+            dist.recv(part, owner)
+    return whole
+
+
+def _owners(tensor: DTensor) -> list[int]:
+    """Return the ranks whose shards make up a tensor, by place; of copies, the first."""
+    ranks = tensor.device_mesh.mesh
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "units are sharded by rows"
+        else:
+            ranks = ranks.select(axis, 0)
+    return [int(rank) for rank in ranks.flatten()]
+
+
 def live_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by canonical name, gathered one at a time; every rank walks through all of them.
 
@@ -93,10 +134,15 @@ def converted_tensors(
         held: From `held_tensors`.
         conversions: From `plan_outgoing`, on their headers.
         dtype: Cast floating-point tensors to this.
-        keep: Whether this rank wants the tensors; others take part in gathering and yield nothing.
+        keep: Whether this is rank 0, which gets the tensors; others send their shards and yield nothing.
     """
     for conversion in conversions:
-        gathered = {name: full_tensor(held[name]) for name in conversion.sources}
+        gathered = {}
+        for name in conversion.sources:
+            tensor = first_rank_s_tensor(held[name])
+            if keep:
+                assert tensor is not None, "rank 0 keeps, and no other"
+                gathered[name] = tensor
         if not keep:
             continue
         if dtype is not None:
