@@ -1,7 +1,8 @@
 """Holdfast post-trains Hugging Face models on PyTorch FSDP2.
 
-`holdfast.sft(config, rows=..., model=...)` and `holdfast.grpo(config, rows=..., rewards=...)` take the same trees as
-YAML files, with live objects. Names resolve on first use, so importing the package costs nothing.
+`holdfast.sft(config, rows=..., model=...)`, `holdfast.dpo(config, rows=...)` and `holdfast.grpo(config, rows=...,
+rewards=...)` take the same trees as YAML files, with live objects. Names resolve on first use, so importing the package
+costs nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.api import grpo, sft
+    from holdfast.api import dpo, grpo, sft
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "grpo", "sft"]
+__all__ = ["__version__", "dpo", "grpo", "sft"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"grpo", "sft"}:
+    if name in {"dpo", "grpo", "sft"}:
         from holdfast import api
 
         return getattr(api, name)

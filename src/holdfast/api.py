@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Draft, Loaded, check, read
 from holdfast.config.runs import SFTConfig, TrainingConfig
@@ -14,6 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World, joined
+from holdfast.recipes.dpo import dpo as run_dpo
 from holdfast.recipes.grpo import grpo as run_grpo
 from holdfast.recipes.sft import sft as run_sft
 from holdfast.training.build import Live
@@ -52,6 +54,34 @@ def sft(
     """
     live = Live(rows, model, tokenizer, objective, tuple(observers))
     return _run(SFTConfig, run_sft, config, live, {})
+
+
+def dpo(
+    config: DPOConfig | Mapping[str, Any] | str | Path,
+    *,
+    rows: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    objective: Objective | None = None,
+    observers: Sequence[Callable[..., object]] = (),
+) -> Outcome:
+    """Train on preferences in this process; under torchrun, as one of its ranks.
+
+    Args:
+        config: As in `sft`.
+        rows: Rows with `prompt`, `chosen` and `rejected` (for kto `prompt`, `completion` and `label`), instead of those
+            that `data` names.
+        model: As in `sft`; the reference is a copy of its weights, too.
+        tokenizer: As in `sft`.
+        objective: A loss over the tokens of pairs, instead of `preference`, which still says whether rows are pairs and
+            whether there is a reference.
+        observers: As in `sft`.
+
+    Raises:
+        UserError: What was asked for cannot work; nothing was written.
+        RunStopped: The run stopped before its end.
+    """
+    return _run(DPOConfig, run_dpo, config, Live(rows, model, tokenizer, objective, tuple(observers)), {})
 
 
 def grpo(  # noqa: PLR0913 - one per thing that a caller can bring

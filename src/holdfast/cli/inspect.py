@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.config.base import leaves
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.runs import as_plain
 from holdfast.config.verbs import ROOTS, load_run
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from holdfast.data.candidates import Tokenise
+    from holdfast.types import Example
 
 
 def show_config(path: Path, overrides: Sequence[str]) -> str:
@@ -52,17 +58,22 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from holdfast.data.chat import describe
     from holdfast.data.rows import open_source
     from holdfast.models.origin import load_tokenizer
-    from holdfast.training.sources import row_tokeniser
+    from holdfast.training.sources import preference_tokeniser, row_tokeniser, task_rows
 
     loaded = load_run(path, overrides)
-    section = loaded.config.data.all_sources()[0]
-    source = open_source(section, loaded.base)
+    config = loaded.config
+    section = config.data.all_sources()[0]
+    source = open_source(section, loaded.base, task_rows(config))
     found = next(iter(source.scan(row)), None)
     if found is None:
         known = "" if source.size is None else f" It has rows 0 to {source.size - 1}."
         raise DataError(f"{source.name} has no row {row}.{known}")
-    tokenizer = load_tokenizer(loaded.config.model, loaded.base)
-    tokenise = row_tokeniser(tokenizer, loaded.config.data, loaded.base, {source.name: section.rows})
+    tokenizer = load_tokenizer(config.model, loaded.base)
+    tokenise: Tokenise[Example] = (
+        preference_tokeniser(tokenizer, config, loaded.base)
+        if isinstance(config, DPOConfig)
+        else row_tokeniser(tokenizer, config.data, loaded.base, {source.name: section.rows})
+    )
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
     console = Console(highlight=False, soft_wrap=True)
     for example in sequences.examples:

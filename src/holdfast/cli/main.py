@@ -54,6 +54,14 @@ def sft(run: RunFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def dpo(run: RunFile, overrides: Overrides = None) -> None:
+    """Training on preferences between answers: DPO and its kin."""
+    from holdfast.cli.train import train
+
+    raise typer.Exit(train("dpo", run, overrides or []))
+
+
+@app.command()
 def grpo(run: RunFile, overrides: Overrides = None) -> None:
     """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
     from holdfast.cli.train import train

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.verbs import run_from_mapping
@@ -39,6 +40,7 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
+    from holdfast.recipes.dpo import dpo
     from holdfast.recipes.evaluation import evaluate_run
     from holdfast.recipes.grpo import grpo
     from holdfast.recipes.sft import sft
@@ -47,6 +49,8 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
         evaluate_run(config, base, world)
         return 0
     match config:
+        case DPOConfig():
+            outcome = dpo(config, base, world)
         case GRPOConfig():
             outcome = grpo(config, base, world)
         case SFTConfig():

@@ -30,25 +30,33 @@ def answer_rows(
         DataError: A column is missing or malformed, or the two sides do not begin alike.
     """
     found = {side: _required(row, side, name) for side in SIDES}
-    whole = {side: _is_whole_conversation(value) for side, value in found.items()}
-    if all(whole.values()):
+    whole = [side for side, value in found.items() if _is_whole_conversation(value)]
+    if len(whole) == len(SIDES):
         return _from_conversations(row, found, name), "prompt_completion"
     if row.get("prompt") is not None or prompt_is_rendered:
-        wrong = next((side for side, is_whole in whole.items() if is_whole), None)
-        if wrong is not None:
+        if whole:
             raise DataError(
-                f"{name}: its {wrong} answer is a whole conversation and the other one is not. Let both begin with the "
-                "assistant's message, or both with the prompt's."
+                f"{name}: its {whole[0]} answer is a whole conversation and the other one is not. Let both begin with "
+                "the assistant's message, or both with the prompt's."
             )
-        if not all(isinstance(value, str) for value in found.values()):  # or one would go through the template alone
-            found = {side: as_messages(value, "assistant", side, name) for side, value in found.items()}
-        return {side: {**row, "completion": value} for side, value in found.items()}, "prompt_completion"
-    if all(isinstance(value, str) for value in found.values()):
+        return {side: {**row, "completion": value} for side, value in _alike(found, name).items()}, "prompt_completion"
+    if _are_texts(found):
         return {side: {"text": value} for side, value in found.items()}, "text"
     raise DataError(
         f"{name} has no column 'prompt', and its answers are neither two texts nor two whole conversations that begin "
         f"with one. Its columns are: {', '.join(row)}."
     )
+
+
+def _are_texts(found: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in found.values())
+
+
+def _alike(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return both answers as text or both as messages, or one of the two would go through the template alone."""
+    if _are_texts(found):
+        return found
+    return {side: as_messages(value, "assistant", side, name) for side, value in found.items()}
 
 
 def labelled_row(row: Row, name: str) -> Row:

@@ -59,10 +59,14 @@ def shares(
                 (float(1.0 / total), float(tokens / total)) for tokens, total in zip(trained, per_prompt, strict=True)
             ]
         case "pair_mean":
-            _, first = np.unique(np.asarray(prompt_ids), return_index=True)
-            counts = np.isin(np.arange(trained.size), first)
-            pairs = [(1.0, float(count)) for count in counts]
+            pairs = _once_per_prompt(prompt_ids)
     return [
         Share(weight, count) if tokens > 0 else Share(0.0, 0.0)
         for (weight, count), tokens in zip(pairs, trained, strict=True)
     ]
+
+
+def _once_per_prompt(prompt_ids: Sequence[int]) -> list[tuple[float, float]]:
+    """Return weight 1 for all, and count 1 for the first sequence of each prompt."""
+    _, first = np.unique(np.asarray(prompt_ids), return_index=True)
+    return [(1.0, float(is_first)) for is_first in np.isin(np.arange(len(prompt_ids)), first)]

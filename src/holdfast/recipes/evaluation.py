@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.training.build import build_evaluation
 from holdfast.training.build_policy import build_policy_evaluation
+from holdfast.training.build_preference import build_preference_evaluation
 from holdfast.training.directory import run_directory
 from holdfast.training.evaluate import evaluate
 from holdfast.training.evaluate_policy import evaluate_policy
+from holdfast.training.preference import evaluate_preferences
 from holdfast.training.rewards import open_rewards
 
 
@@ -29,6 +32,8 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
             with open_rewards(config, base, world) as score:
                 policy = build_policy_evaluation(config, base, world, score)
                 metrics = evaluate_policy(policy, "eval")
+        case DPOConfig():
+            metrics = evaluate_preferences(build_preference_evaluation(config, base, world), "eval")
         case SFTConfig():
             metrics = evaluate(build_evaluation(config, base, world), "eval")
         case _:

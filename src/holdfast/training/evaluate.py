@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +15,17 @@ from holdfast.config.metrics import CompletionsConfig
 from holdfast.config.rollout import SamplingConfig
 from holdfast.data.packing import to_device
 from holdfast.data.stream import SampleStream
-from holdfast.models.policy import PolicyModel
-from holdfast.objectives.base import Objective, ratio
-from holdfast.parallel.collectives import ProcessExchange, reduce_sums
+from holdfast.objectives.base import ratio
+from holdfast.parallel.collectives import reduce_sums
 from holdfast.parallel.stream import live_tensors
 from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.engines import build_engine
 from holdfast.training.run import Evaluation
-from holdfast.types import Example, Finish, LossSum
+from holdfast.types import Example, Finish, LossSum, MiniBatch
+
+Prepare = Callable[[MiniBatch], MiniBatch]
+"""Called by all ranks together, with the policy in evaluation mode."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,16 @@ class Answered:
 
 
 def evaluate(
-    run: Evaluation, label: str | None = None, interrupted: Callable[[], bool] = lambda: False
+    run: Evaluation,
+    label: str | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+    prepare: Prepare = lambda mini_batch: mini_batch,
 ) -> dict[str, float]:
     """Return eval/<set>/<metric> for every evaluation set; all ranks call this together.
 
     Completions are written to completions/<label>.<set>.jsonl; the label is the step by default. `interrupted` is asked
     before every batch, the same on all ranks: what was begun is then left, and only finished sets are returned.
+    `prepare` adds to a batch what its loss compares with.
     """
     label = label or f"step-{run.state.step:08d}"
     metrics: dict[str, float] = {}
@@ -53,7 +58,7 @@ def evaluate(
     with run.phase("evaluation"):
         engine = None
         for held_out in run.evaluation_sets:
-            found = evaluate_loss(run.policy, run.objective, held_out.open_stream(), run.world.device, interrupted)
+            found = evaluate_loss(run, held_out.open_stream(), interrupted, prepare)
             if found is None:
                 return metrics
             if options is not None:
@@ -75,13 +80,10 @@ def evaluate(
 
 @torch.no_grad()
 def evaluate_loss(
-    policy: PolicyModel,
-    objective: Objective,
-    stream: SampleStream,
-    device: torch.device,
-    interrupted: Callable[[], bool] = lambda: False,
+    run: Evaluation, stream: SampleStream, interrupted: Callable[[], bool], prepare: Prepare
 ) -> dict[str, float] | None:
     """Return the mean loss and its companions over one pass, the same on every rank; None if it was interrupted."""
+    policy, device = run.policy, run.world.device
     policy.eval()
     sums: dict[str, Tensor] = {}
     step = 0
@@ -89,9 +91,9 @@ def evaluate_loss(
         if interrupted():
             policy.train()
             return None
-        for micro_batch in mini_batch.micro_batches:
+        for micro_batch in prepare(mini_batch).micro_batches:
             batch = to_device(micro_batch, device)
-            output = policy(batch, objective)
+            output = policy(batch, run.objective)
             assert isinstance(output, LossSum)
             part = {"loss": ratio(output.loss, batch.count)} | output.sums
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}

@@ -10,22 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from holdfast.advantages.group import advantages
 from holdfast.config.grpo import GRPOConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
-from holdfast.data.packing import to_device
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
 from holdfast.training.policy import PolicyRun
-from holdfast.training.reference import Reference
 from holdfast.training.rollouts import GroupFact, Rollout, rewards_of, trained_tokens
-from holdfast.types import Batch, Example, MiniBatch, Scores, Trajectory
+from holdfast.training.scoring import scored
+from holdfast.types import Example, MiniBatch, Trajectory
 
 COLUMNS: Mapping[str, Any] = {"advantages": np.float32, "sampler_logprobs": np.float32}
 """What every token of a rollout carries."""
@@ -125,7 +122,6 @@ def _example(trajectory: Trajectory, source: str) -> Example:
     )
 
 
-@torch.no_grad()
 def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
     """Add the log-probabilities that the objective compares with, and no others; all ranks call this together.
 
@@ -137,37 +133,14 @@ def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[Min
     result = list(mini_batches)
     if several or masked:
         with run.phase("proximal"):
-            result = [_scored(run, run.policy, part, "proximal_logprobs", entropy=masked) for part in result]
+            result = [scored(run, run.policy, part, "proximal_logprobs", entropy=masked) for part in result]
     if masked:
         share = run.config.entropy.top_quantile
         result = [_with_entropy_mask(run, part, share, keep_proximal=several) for part in result]
     if run.reference is not None:
         with run.phase("reference"):
-            result = [_scored(run, run.reference, part, "reference_logprobs") for part in result]
+            result = [scored(run, run.reference, part, "reference_logprobs") for part in result]
     return result
-
-
-def _scored(
-    run: PolicyRun, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False
-) -> MiniBatch:
-    """Add a model's log-probabilities, and perhaps entropies, to every trained token."""
-    batches = []
-    for micro_batch in mini_batch.micro_batches:
-        batch = to_device(micro_batch, run.world.device)
-        scores = model(batch, temperature=run.temperature, entropy=entropy)
-        assert isinstance(scores, Scores)
-        added = {name: _spread(batch, scores.logprobs)}
-        if scores.entropy is not None:
-            added["entropy"] = _spread(batch, scores.entropy)
-        batches.append(replace(batch, per_token={**batch.per_token, **added}))
-    return replace(mini_batch, micro_batches=tuple(batches))
-
-
-def _spread(batch: Batch, values: Tensor) -> Tensor:
-    """[N] values of scored tokens -> [B, T]"""
-    spread = values.new_zeros(batch.tokens.numel())
-    spread[batch.scored] = values.detach()
-    return spread.view_as(batch.tokens)
 
 
 def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, keep_proximal: bool) -> MiniBatch:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.data import DataConfig, RowFormat
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.assembly import Layout
@@ -16,10 +17,12 @@ from holdfast.data.candidates import CandidateReader, Tokenise
 from holdfast.data.chat import RowTokeniser, S, Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.order import DrawOrder
+from holdfast.data.preferences import LabelTokeniser, PairTokeniser
 from holdfast.data.prompts import PromptStream
 from holdfast.data.reading import HeldOut, RowReader
 from holdfast.data.rows import Row, Source, from_rows, open_source
 from holdfast.data.stream import Limits, SampleStream
+from holdfast.data.synthetic import TaskRows
 from holdfast.errors import DataError
 from holdfast.training.observe import load_function
 from holdfast.training.run import EvaluationSet
@@ -59,12 +62,13 @@ def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training:
         DataError: A source is missing or empty, or two have the same name.
     """
     sections = config.data.all_sources() if training else []
-    sources = [open_source(section, base) for section in sections] if rows is None else [from_rows(rows, "rows")]
+    made = task_rows(config)
+    sources = [open_source(section, base, made) for section in sections] if rows is None else [from_rows(rows, "rows")]
     formats: dict[str, RowFormat] = {
         source.name: section.rows for source, section in zip(sources, sections, strict=False)
     }
     _refuse_same_names([source.name for source in sources])
-    evaluation = {name: open_source(section, base) for name, section in config.evaluation.sets.items()}
+    evaluation = {name: open_source(section, base, made) for name, section in config.evaluation.sets.items()}
     formats |= {evaluation[name].name: section.rows for name, section in config.evaluation.sets.items()}
     if config.data.validation_split > 0:
         sources, held_out = _cut_validation(sources, config.data.validation_split)
@@ -73,6 +77,13 @@ def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training:
     mixed = len(sources) > 1 and len(weights) == len(sources)
     _check_mixture(sources, mixed)
     return OpenedData(tuple(sources), weights if mixed else None, formats, evaluation)
+
+
+def task_rows(config: TrainingConfig) -> TaskRows:
+    """Return what rows of a generated task are in this run."""
+    if not isinstance(config, DPOConfig):
+        return "answers"
+    return "pairs" if config.preference.takes_pairs else "labels"
 
 
 def _refuse_same_names(names: Sequence[str]) -> None:
@@ -138,6 +149,12 @@ def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[st
     return tokenise
 
 
+def preference_tokeniser(tokenizer: Any, config: DPOConfig, base: Path) -> Tokenise[Example]:
+    """Return the function that turns rows with preferences into sequences."""
+    rows = RowTokeniser(tokenizer, config.data, base)
+    return (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
+
+
 def training_stream(
     config: TrainingConfig,
     data: OpenedData,
@@ -169,8 +186,7 @@ def _training_rows(
         shuffle=config.data.shuffle,
         block=config.data.shuffle_buffer,
     )
-    accept = None if config.data.filter is None else _row_filter(config.data.filter, base)
-    return CandidateReader(RowReader(data.training, order), tokenise, exchange, accept)
+    return CandidateReader(RowReader(data.training, order), tokenise, exchange, row_filter(config, base))
 
 
 def _training_limits(config: TrainingConfig, data: OpenedData) -> Limits:
@@ -181,30 +197,48 @@ def _training_limits(config: TrainingConfig, data: OpenedData) -> Limits:
     return Limits(passes, config.overfit_batches or config.limit_batches, repeat)
 
 
-def evaluation_sets(
-    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[Example], exchange: Exchange, layout: Layout
+def evaluation_sets(  # noqa: PLR0913 - as many as a set is made of
+    config: TrainingConfig,
+    data: OpenedData,
+    tokenise: Tokenise[Example],
+    exchange: Exchange,
+    layout: Layout,
+    answers: Tokenise[Example] | None = None,
 ) -> tuple[EvaluationSet, ...]:
-    """Return the named evaluation sets; they are read in order, and small ones are welcome."""
+    """Return the named evaluation sets; they are read in order, and small ones are welcome.
+
+    `answers` gives the sequences that are completed and compared; default: those that are measured.
+    """
     limit = config.evaluation.limit_samples
-    batch = max(config.data.batch_size, exchange.size)
-    rows = batch if limit is None else max(min(limit, batch), 1)
-    section = config.data.model_copy(
-        update={"allow_partial": True, "batch_size": rows, "batch_size_schedule": {}, "packing": _whole(config)}
-    )
-    limits = Limits(passes=1, draws=limit)
 
     def stream_of(source: Source) -> Callable[[], SampleStream]:
         def open_stream() -> SampleStream:
-            order = DrawOrder([source.size], shuffle=False)
-            rows_of = CandidateReader(RowReader([source], order), tokenise, exchange)
-            return SampleStream(rows_of, section, exchange, layout, limits)
+            rows = CandidateReader(RowReader([source], in_order(source)), tokenise, exchange)
+            return one_pass(config, rows, exchange, layout, limit)
 
         return open_stream
 
     def prompts_of(source: Source) -> Callable[[int], Sequence[Example]]:
-        return lambda count: first_sequences(source, tokenise, count, exchange)
+        return lambda count: first_sequences(source, answers or tokenise, count, exchange)
 
     return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
+
+
+def one_pass(
+    config: TrainingConfig, rows: CandidateReader[Example], exchange: Exchange, layout: Layout, limit: int | None = None
+) -> SampleStream:
+    """Return a stream over the first rows, or all; small numbers of them are welcome."""
+    batch = max(config.data.batch_size, exchange.size)
+    size = batch if limit is None else max(min(limit, batch), 1)
+    section = config.data.model_copy(
+        update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": _whole(config)}
+    )
+    return SampleStream(rows, section, exchange, layout, Limits(passes=1, draws=limit))
+
+
+def in_order(source: Source) -> DrawOrder:
+    """Return the order of a source's own."""
+    return DrawOrder([source.size], shuffle=False)
 
 
 def _whole(config: TrainingConfig) -> str:
@@ -226,7 +260,11 @@ def first_sequences(source: Source, tokenise: Tokenise[S], count: int | None, ex
     return found
 
 
-def _row_filter(path: str, base: Path) -> Callable[[Row], bool]:
+def row_filter(config: TrainingConfig, base: Path) -> Callable[[Row], bool] | None:
+    """Return the function that says which training rows are taken; None takes all."""
+    path = config.data.filter
+    if path is None:
+        return None
     function = load_function(path, base, "data.filter")
 
     def accept(row: Row) -> bool:

@@ -1,0 +1,69 @@
+"""The built parts of a run on preferences, and what its losses compare the policy with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from holdfast.config.dpo import DPOConfig
+from holdfast.data.assembly import Layout
+from holdfast.training.divergence import divergence
+from holdfast.training.evaluate import evaluate
+from holdfast.training.reference import Reference
+from holdfast.training.run import Evaluation, Run
+from holdfast.training.scoring import scored
+from holdfast.types import MiniBatch
+
+
+@dataclass(kw_only=True)
+class PreferenceEvaluation(Evaluation):
+    """A policy, and what its answers are compared with."""
+
+    config: DPOConfig
+    layout: Layout
+    """How its batches are packed."""
+    reference: Reference | None
+    """The policy as it was at the start of the run, frozen; None where no loss asks for it, or where rows carry what it
+    said."""
+
+
+@dataclass(kw_only=True)
+class PreferenceRun(PreferenceEvaluation, Run):
+    """Everything a step touches."""
+
+
+def compared(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+    """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
+    if run.reference is None:
+        return mini_batch
+    with run.phase("reference"):
+        result = scored(run, run.reference, mini_batch, "reference_logprobs")
+        if run.config.preference.takes_pairs:
+            return result
+        kl = divergence(run, run.reference, mini_batch, run.layout)
+    return replace(
+        result,
+        micro_batches=tuple(
+            replace(
+                batch,
+                per_token={**batch.per_token, "kl": torch.full_like(batch.weights, kl, dtype=torch.float64)},
+            )
+            for batch in result.micro_batches
+        ),
+    )
+
+
+def evaluate_preferences(
+    run: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Return eval/<set>/<metric>, as `evaluate`; a loss is compared there with what it is compared with in training."""
+    return with_margins(evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch)))
+
+
+def with_margins(metrics: dict[str, float]) -> dict[str, float]:
+    """Add rewards/margins where single answers gave rewards of both kinds."""
+    sides = {name.removesuffix("chosen") for name in metrics if name.endswith("rewards/chosen")}
+    missing = sorted(side for side in sides if f"{side}margins" not in metrics)
+    return metrics | {f"{side}margins": metrics[f"{side}chosen"] - metrics[f"{side}rejected"] for side in missing}
