@@ -188,6 +188,7 @@ def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator
         if given != name or tuple(tensor.shape) != header.shape or tensor.dtype != header.dtype:
             raise ValueError(f"planned {name} {header}, got {given} {tuple(tensor.shape)} {tensor.dtype}")
         file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        del tensor  # the next one is gathered while it has a name
 
 
 def index_json(files: Mapping[str, list[str]], headers: Mapping[str, Header]) -> str:

@@ -137,18 +137,24 @@ def converted_tensors(
         keep: Whether this is rank 0, which gets the tensors; others send their shards and yield nothing.
     """
     for conversion in conversions:
-        gathered = {}
-        for name in conversion.sources:
-            tensor = first_rank_s_tensor(held[name])
-            if keep:
-                assert tensor is not None, "rank 0 keeps, and no other"
-                gathered[name] = tensor
-        if not keep:
-            continue
-        if dtype is not None:
-            gathered = {
-                name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in gathered.items()
-            }
-        converted = conversion.run(gathered)
+        gathered = _gathered(held, conversion.sources, dtype)
+        if keep:
+            # No name may hold a tensor that was handed out while the next one is gathered.
+            yield from _handed_out(conversion.run(gathered))
         del gathered
-        yield from converted.items()
+
+
+def _gathered(held: Mapping[str, Holding], names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return whole tensors, cast if asked to, on rank 0; nothing elsewhere."""
+    found = {}
+    for name in names:
+        tensor = first_rank_s_tensor(held[name])
+        if tensor is not None:
+            found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return found
+
+
+def _handed_out(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    while tensors:
+        name = next(iter(tensors))
+        yield name, tensors.pop(name)
