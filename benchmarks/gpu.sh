@@ -63,11 +63,14 @@ part() {
 
 part tests -m pytest -m gpu
 part head benchmarks/head.py --device cuda --rounds "${ROUNDS:-3}"
-if "$python" -c "import trl" 2>/dev/null; then
-    part sft_vs_trl benchmarks/sft_vs_trl.py --device cuda --rounds "${ROUNDS:-3}"
-else
-    echo "skipped: sft_vs_trl needs trl" | tee "$out/sft_vs_trl.txt"
-fi
+part decode benchmarks/decode.py --device cuda --rounds "${ROUNDS:-3}"
+for script in sft_vs_trl grpo_vs_trl; do
+    if "$python" -c "import trl" 2>/dev/null; then
+        part "$script" "benchmarks/$script.py" --device cuda --rounds "${ROUNDS:-3}"
+    else
+        echo "skipped: $script needs trl" | tee "$out/$script.txt"
+    fi
+done
 
 if ((${#failed[@]})); then
     echo "failed or missed a target: ${failed[*]}"

@@ -10,7 +10,8 @@ on a GPU (gpu_like_head.py); only the second ratio says something about a GPU.
 Completions have a fixed length in every arm because the model never ends one: see `endless`. Each arm counts the prompt
 and completion tokens that its loss was handed, digests the prompts and counts forward calls; the script stops if arms
 differ in what they trained on. On a GPU the model is shaped like a 0.5B one and a step has 8 prompts x 8 x 512 tokens;
-both trainers compute in bfloat16, and `decode_ms` is what a step spends outside its update, per token of a completion.
+both trainers compute in bfloat16 (TRL under autocast, as its option `bf16` does). `decode_ms` is what a step spends
+outside its update, per token of a completion; `update_mfu` is ours, a shared prompt counted once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,12 @@ class Watch:
         """Note the time between two steps."""
         self._stamps.append(self._meter.seconds())
 
-    def report(self, **more: float) -> None:
-        """Print the arm's line."""
+    def report(self, utilisation: Callable[[float, float], float] | None = None) -> None:
+        """Print the arm's line.
+
+        Args:
+            utilisation: (positions, seconds) of a step's update -> share of the device's peak.
+        """
         peak = self._meter.peak_mib()
         ends = self._stamps[1:]
         steps = [end - start for start, end in zip(self._stamps[:-1], ends, strict=True)][WARM_UP:]
@@ -143,7 +148,9 @@ class Watch:
             "completion_tokens": self.completion_tokens,
             "digest": hashlib.sha256(json.dumps(sorted(self.prompts)).encode()).hexdigest()[:8],
         }
-        print(json.dumps(result | more))
+        if utilisation is not None:
+            result["update_mfu"] = utilisation(self._positions / len(ends), update)
+        print(json.dumps(result))
 
 
 def holdfast(shape: Shape, device: str) -> None:
@@ -196,7 +203,10 @@ def holdfast(shape: Shape, device: str) -> None:
         for _ in range(STEPS):
             grpo_step(run)
             watch.tick()
-    watch.report()
+    if run.peak_flops is None:
+        watch.report()
+    else:
+        watch.report(lambda positions, seconds: run.cost.flops(positions, length) / seconds / run.peak_flops)
 
 
 def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
