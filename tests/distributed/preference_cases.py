@@ -1,0 +1,220 @@
+"""What rank pools run: steps on preferences, and what they did to a model; and the same with plain transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.config.dpo import DPOConfig, PairDataConfig
+from holdfast.config.load import from_mapping
+from holdfast.data.characters import character_tokenizer
+from holdfast.data.chat import RowTokeniser
+from holdfast.data.preferences import LabelTokeniser, PairTokeniser
+from holdfast.models.policy import PolicyModel
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor
+from holdfast.recipes.dpo import dpo_step
+from holdfast.training.build import Live
+from holdfast.training.build_preference import build_preference_run
+from holdfast.training.preference import evaluate_preferences
+from holdfast.types import Example
+from tests.oracle import preference as oracle
+
+MAX_LENGTH = 48
+LETTERS = np.array(list("abcdefghij"))
+
+
+def pairs_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return pairs whose prompts and answers have uneven lengths; every third pair begins its answers alike."""
+    generator = np.random.default_rng(seed)
+
+    def word(least: int, most: int) -> str:
+        return "".join(generator.choice(LETTERS, generator.integers(least, most)))
+
+    rows = []
+    for number in range(count):
+        begin = word(2, 6) if number % 3 == 0 else ""
+        rows.append(
+            {
+                "prompt": f"copy {word(1, 9)}=",
+                "chosen": f"{begin}{word(1, 20)}a",
+                "rejected": f"{begin}{word(1, 20)}b",
+            }
+        )
+    return rows
+
+
+def labelled_of(count: int) -> list[dict[str, Any]]:
+    """Return the same answers one by one, with labels."""
+    rows = []
+    for number, pair in enumerate(pairs_of(count)):
+        label = number % 3 != 1
+        completion = pair["chosen" if label else "rejected"]
+        rows.append({"prompt": pair["prompt"], "completion": completion, "label": label})
+    return rows
+
+
+def settings(directory: str, **sections: Any) -> dict[str, Any]:
+    """Return a small run's tree; sections are merged over the defaults."""
+    tree: dict[str, Any] = {
+        "steps": 3,
+        "model": {"path": directory, "dtype": "float64"},
+        "data": {"path": "rows", "batch_size": 4, "max_length": MAX_LENGTH, "shuffle": False},
+        "preference": {"loss": {"kind": "dpo", "beta": 0.3}},
+        "optim": {"kind": "sgd", "lr": 0.5, "schedule": "constant", "clip_norm": None},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values if isinstance(values, dict) else values
+    return tree
+
+
+def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
+    """Train and return metrics, gradients, final parameters, and how often models were called."""
+    run = build_preference_run(from_mapping(tree, DPOConfig), Path.cwd(), world, Live(rows=rows))
+    parameters = sharded_parameters(run.policy)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    gradients: list[dict[str, Any]] = []
+
+    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
+        gradients.append(
+            {
+                names[id(parameter)]: full_tensor(parameter.grad).double().numpy().copy()
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            }
+        )
+
+    run.optimizer.register_step_pre_hook(keep)
+    calls = {"policy": 0, "reference": 0}
+    _count(run.policy, calls, "policy")
+    if isinstance(run.reference, PolicyModel):
+        _count(run.reference, calls, "reference")
+    lines, forwards = [], []
+    for _ in range(steps):
+        before = dict(calls)
+        metrics = dpo_step(run)
+        assert metrics is not None
+        lines.append(metrics)
+        forwards.append({name: calls[name] - before[name] for name in calls})
+    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
+    return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards}
+
+
+def evaluate(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, float]:
+    """Train, and return what the evaluation sets say afterwards."""
+    run = build_preference_run(from_mapping(tree, DPOConfig), Path.cwd(), world, Live(rows=rows))
+    for _ in range(steps):
+        dpo_step(run)
+    return evaluate_preferences(run, interrupted=lambda: False)
+
+
+def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:
+    def add(*_: Any) -> None:
+        calls[name] += 1
+
+    model.register_forward_pre_hook(add)
+
+
+def sequences_of(rows: Sequence[dict[str, Any]]) -> list[tuple[Example, ...]]:
+    """Return the sequences of each row."""
+    config = PairDataConfig(path="rows", max_length=MAX_LENGTH)
+    tokeniser = RowTokeniser(character_tokenizer(), config, Path.cwd())
+    tokenise = LabelTokeniser(tokeniser, config) if "label" in rows[0] else PairTokeniser(tokeniser, config)
+    return [tokenise(row, number, "rows", "row").examples for number, row in enumerate(rows)]
+
+
+def answer_logprob(model: Any, tokens: Any, loss_mask: Any) -> torch.Tensor:
+    """Return the log-probability of one sequence's trained tokens."""
+    whole = torch.as_tensor(tokens)[None]
+    logprobs = model(input_ids=whole).logits.log_softmax(-1)[0, :-1]
+    chosen = logprobs.gather(1, whole[0, 1:, None]).squeeze(1)
+    return (chosen * torch.as_tensor(loss_mask[1:])).sum()
+
+
+def by_hand(model: Any, rows: Sequence[dict[str, Any]], loss: oracle.Loss, lr: float, batch: int = 4) -> dict[str, Any]:
+    """Make the same updates with plain transformers, a sequence at a time, and derivatives of the loss by hand."""
+    reference = copy.deepcopy(model)
+    sequences = sequences_of(rows)
+    losses, margins, gradients = [], [], []
+    for start in range(0, len(rows), batch):
+        total, linear, gap = 0.0, torch.zeros((), dtype=torch.float64), 0.0
+        pairs = sequences[start : start + batch]
+        for pair in pairs:
+            logprobs, answers = [], []
+            for example in pair:
+                logprob = answer_logprob(model, example.tokens, example.loss_mask)
+                with torch.no_grad():
+                    before = answer_logprob(reference, example.tokens, example.loss_mask)
+                length = example.trained_tokens
+                answers.append(
+                    oracle.Answer(float(logprob.detach() - before), float(logprob.detach()) / length, length)
+                )
+                logprobs.append(logprob)
+            value, *slopes = loss(*answers)
+            total += value / len(pairs)
+            gap += (answers[0].r - answers[1].r) / len(pairs)
+            for side in (0, 1):
+                slope = slopes[side] + slopes[2 + side] / answers[side].length
+                linear = linear + slope * logprobs[side] / len(pairs)
+        losses.append(total)
+        margins.append(gap)
+        gradients.append(descend(model, linear, lr))
+    return {"losses": losses, "margins": margins, "gradients": gradients, "parameters": parameters_of(model)}
+
+
+def kto_by_hand(model: Any, rows: Sequence[dict[str, Any]], beta: float, lr: float, batch: int = 4) -> dict[str, Any]:
+    """Make KTO's updates in the same way; z0 is measured with each prompt before the next row's answer."""
+    reference = copy.deepcopy(model)
+    sequences = [examples[0] for examples in sequences_of(rows)]
+    losses, divergences, gradients = [], [], []
+    for start in range(0, len(rows), batch):
+        members, labels = sequences[start : start + batch], [row["label"] for row in rows[start : start + batch]]
+        z0 = mismatched_kl(model, reference, members)
+        total, linear = 0.0, torch.zeros((), dtype=torch.float64)
+        for example, label in zip(members, labels, strict=True):
+            logprob = answer_logprob(model, example.tokens, example.loss_mask)
+            with torch.no_grad():
+                before = answer_logprob(reference, example.tokens, example.loss_mask)
+            value, slope = oracle.kto(beta, z0, label, 1.0, float(logprob.detach() - before))
+            total += value / len(members)
+            linear = linear + slope * logprob / len(members)
+        losses.append(total)
+        divergences.append(z0)
+        gradients.append(descend(model, linear, lr))
+    return {"losses": losses, "kl": divergences, "gradients": gradients, "parameters": parameters_of(model)}
+
+
+@torch.no_grad()
+def mismatched_kl(model: Any, reference: Any, members: Sequence[Example]) -> float:
+    ratios = []
+    for place, example in enumerate(members):
+        other = members[(place + 1) % len(members)]
+        prompt = example.tokens[: int(example.loss_mask.argmax())]
+        answer = other.tokens[int(other.loss_mask.argmax()) :]
+        tokens = np.concatenate([prompt, answer])[:MAX_LENGTH]
+        mask = np.arange(tokens.size) >= prompt.size
+        ratios.append(float(answer_logprob(model, tokens, mask) - answer_logprob(reference, tokens, mask)))
+    return max(0.0, float(np.mean(ratios)))
+
+
+def descend(model: Any, loss: torch.Tensor, lr: float) -> dict[str, Any]:
+    """Take a step of plain gradient descent; return the gradients."""
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in found:
+                parameter.sub_(lr * found[name])
+    return {name: gradient.numpy() for name, gradient in found.items()}
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
