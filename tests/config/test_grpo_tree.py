@@ -75,6 +75,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"kl": {"coefficient": 0.1, "estimator": "k1"}},
         "kl.estimator: the gradient of k1 in the loss is zero on average",
     ),
+    ({"model": {"path": "m", "dropout": True}}, "model.dropout: a ratio compares two forward passes"),
+    ({"model": {"path": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout: a ratio compares two forward passes"),
+    (
+        {"groups": {"between": {"reward": "exat", "low": 0.1}}},
+        "groups.between.reward: exat is none of the rewards exact",
+    ),
+    ({"groups": {"flat": "drop"}, "advantage": "reinforce_pp"}, "groups.flat: drop leaves out groups whose rewards"),
+    ({"groups": {"flat": "resample"}, "limit_batches": 3}, "groups.flat: resample draws more prompts than a batch has"),
+    (
+        {"kl": {"coefficient": 0.1}, "checkpoint": {"init_from": "runs/a/checkpoints/step-00000001"}},
+        "checkpoint.init_from: the reference policy would be model.path without these weights",
+    ),
+    (
+        {"objective": {"kind": "path", "path": "f.py:g"}, "kl": {"coefficient": 0.1}},
+        "kl: a loss of your own (objective.path) takes nothing from this section",
+    ),
+    ({"kl": {"coefficient": 0.1}, "reference": {"kind": "none"}}, "reference.kind: none, but kl.coefficient=0.1"),
+    (
+        {"kl": {"coefficient": 0.1}, "reference": {"kind": "adapter_off"}},
+        "reference.kind: adapter_off is not the model",
+    ),
 ]
 
 

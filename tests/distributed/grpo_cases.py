@@ -61,7 +61,13 @@ def flat_from_the_third_step(sample: Sample) -> float:
     return even_share(sample) if sample.sample_id // 2**20 < 8 else 1.0
 
 
+def even_share_of_one_prompt(sample: Sample) -> float:
+    """Return the same for the first prompt, and 1 for all others."""
+    return even_share(sample) if sample.sample_id // 2**20 == 0 else 1.0
+
+
 REWARDS = {
+    "even_share_of_one_prompt": even_share_of_one_prompt,
     "flat_from_the_third_step": flat_from_the_third_step,
     "even_share": even_share,
     "flat": flat,

@@ -167,3 +167,48 @@ def test_momentum_does_not_move_a_policy_that_learned_nothing(pools: Any, llama:
     assert [line["optim/no_gradient"] for line in found["lines"]] == [0.0, 0.0, 1.0, 1.0]
     for name, parameter in taught["parameters"].items():
         np.testing.assert_array_equal(found["parameters"][name], parameter, err_msg=name)
+
+
+def test_metrics_of_a_step_speak_of_its_tokens_however_few_groups_are_left(pools: Any, llama: Path) -> None:
+    """One group of four is not flat: with four mini-batches there is one update, and no zeros are averaged in."""
+    tree = settings(str(llama), groups={"flat": "drop"}, metrics={"entropy": True})
+
+    one = pools(2).run(train, tree, ROWS, 1, "even_share_of_one_prompt")[0]
+    four = pools(2).run(train, tree | {"updates": {"mini_batches": 4}}, ROWS, 1, "even_share_of_one_prompt")[0]
+
+    assert one["lines"][0]["rollout/trained_groups"] == four["lines"][0]["rollout/trained_groups"] == 1.0
+    assert four["state"]["updates"] == 1
+    assert four["lines"][0]["entropy"] == pytest.approx(one["lines"][0]["entropy"], rel=1e-6)
+    assert four["lines"][0]["entropy"] > 2.0
+
+
+def test_what_a_step_without_a_trained_token_cannot_measure_is_not_there(pools: Any, llama: Path) -> None:
+    """Controllers must not take an absent entropy or KL for zero."""
+    targets = {"kl": {"coefficient": 0.05, "target": 0.1}, "entropy": {"coefficient": 0.01, "target": 3.0}}
+    tree = settings(str(llama), groups={"flat": "drop"}, **targets)
+
+    found = pools(2).run(train, tree, ROWS, 2, "flat")[0]
+
+    for line in found["lines"]:
+        assert "kl" not in line
+        assert "entropy" not in line
+        assert (line["kl/coefficient"], line["entropy/coefficient"]) == (0.05, 0.01)
+
+
+def test_a_context_longer_than_the_model_s_positions_is_refused(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), data={"max_length": 400})
+
+    errors = pools(2).errors(train, tree, ROWS)
+
+    assert {kind for kind, _ in errors} == {"ConfigError"}
+    assert "data.max_length allows sequences of 400 tokens, and llama has 128 positions" in errors[0][1]
+
+
+def test_a_mixed_storage_policy_has_a_twin_for_its_reference(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), kl={"coefficient": 0.1}, optim={"lr": 2.0})
+    tree["model"] |= {"dtype": "float32", "frozen_dtype": "bfloat16", "freeze": [r"layers\.0\."]}
+
+    lines = pools(2).run(train, tree, ROWS, 2)[0]["lines"]
+
+    assert lines[0]["kl"] == 0.0
+    assert lines[1]["kl"] > 0

@@ -88,7 +88,34 @@ class GRPOConfig(TrainingConfig):
         if self.data.batch_size_schedule:
             yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"
 
+        if self.model.dropout or (self.model.lora is not None and self.model.lora.dropout > 0):
+            key = "model.dropout" if self.model.dropout else "model.lora.dropout"
+            yield key, "a ratio compares two forward passes of one policy, which dropout makes differ; turn it off"
+        yield from self._groups()
+
+    def _groups(self) -> Iterator[Mistake]:
+        groups, labels = self.groups, [reward.label for reward in self.reward]
+        if groups.between is not None and groups.between.reward.partition("/")[0] not in labels:
+            yield (
+                "groups.between.reward",
+                f"{groups.between.reward} is none of the rewards {', '.join(labels)}, so every group would be left out",
+            )
+        if groups.flat != "keep" and self.advantage.smallest_group == 1:
+            yield (
+                "groups.flat",
+                f"{groups.flat} leaves out groups whose rewards are alike, but advantage: {self.advantage.kind} does "
+                "not compare within groups; use keep",
+            )
+        if groups.flat == "resample" and (self.overfit_batches is not None or self.limit_batches is not None):
+            yield "groups.flat", "resample draws more prompts than a batch has, which the limits on batches forbid"
+
     def _learning(self) -> Iterator[Mistake]:
+        own = self.objective.kind == "path"
+        acting = [name for name in ("kl", "entropy") if own and getattr(self, name) != type(getattr(self, name))()]
+        acting += ["correction"] if own and self.correction.kind != "off" else []
+        acting += ["off_policy_mask"] if own and self.off_policy_mask.max_kl is not None else []
+        for name in acting:
+            yield name, "a loss of your own (objective.path) takes nothing from this section; write it into the loss"
         if self.objective.kind in {"gspo", "gspo_token"} and self.data.average != "sequence_mean":
             yield (
                 "data.average",
@@ -104,5 +131,11 @@ class GRPOConfig(TrainingConfig):
         if self.reference.kind == "adapter_off" and (lora is None or lora.train or lora.path is not None):
             why = "model.lora is not set" if lora is None else "more than adapters is trained, or they start trained"
             yield "reference.kind", f"adapter_off is not the model at start, since {why}; use sharded"
+        if self.kl.coefficient > 0 and self.checkpoint.init_from is not None:
+            yield (
+                "checkpoint.init_from",
+                "the reference policy would be model.path without these weights; export that checkpoint and name the "
+                "export in model.path",
+            )
         if self.reference.kind == "none" and self.kl.coefficient > 0:
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"

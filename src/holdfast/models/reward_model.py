@@ -11,6 +11,7 @@ from torch import Tensor
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.reward import ModelRewardConfig
+from holdfast.data.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
 from holdfast.models.origin import load_tokenizer, locate
 
@@ -58,9 +59,9 @@ class RewardModel:
 
     def text(self, prompt: str, completion: str, row: Mapping[str, Any]) -> str:
         """Return what is scored: a conversation in the model's template if the row's prompt is one, else the text."""
-        messages = row.get("prompt", row.get("messages"))
-        if isinstance(messages, list | tuple) and self._tokenizer.chat_template is not None:
-            answered = [*messages, {"role": "assistant", "content": completion}]
+        asked = prompt_of(row, "a row") if {"prompt", "messages", "conversations", "instruction"} & set(row) else prompt
+        if isinstance(asked, Conversation) and self._tokenizer.chat_template is not None:
+            answered = [*asked.messages, {"role": "assistant", "content": completion}]
             return str(self._tokenizer.apply_chat_template(answered, tokenize=False))
         return prompt + completion
 

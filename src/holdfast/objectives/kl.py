@@ -89,4 +89,5 @@ def next_kl_coefficient(config: KLConfig, coefficient: float, measured: float, c
     if config.target is None or math.isnan(measured):
         return coefficient
     error = min(max(measured / config.target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * completions / config.horizon)
+    # More completions than a few horizons would turn the coefficient negative, and it would never come back.
+    return coefficient * min(max(1 + error * completions / config.horizon, 0.5), 2.0)

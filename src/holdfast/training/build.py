@@ -170,9 +170,9 @@ def build_model(  # noqa: PLR0913 - the borders of a run
 
 
 def build_policy(
-    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange
+    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange, *, trained: bool = True
 ) -> tuple[PolicyModel, ShardPlan]:
-    """Plan, shard, fill and check the policy.
+    """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
 
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
@@ -181,6 +181,8 @@ def build_policy(
     storage = getattr(torch, config.model.dtype)
     frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
     set_storage(origin.model, storage, frozen)
+    if not trained:
+        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
     if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
         origin.model.set_experts_implementation("eager")
     packed = origin.packed and config.data.packing != "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
@@ -10,7 +9,7 @@ from holdfast.data.candidates import Tokenise
 from holdfast.data.chat import RowTokeniser
 from holdfast.data.prompts import prompt_tokeniser
 from holdfast.data.rows import Source
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, DataError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
@@ -49,6 +48,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"rollout.shared_prefix: on, but {measured.origin.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )
+    together(exchange, lambda: _check_positions(config, measured))
     policy = _policy(config, measured, started.data, tokenise, score)
     reference = _reference(config, base, policy, live)
     return PolicyRun(
@@ -93,10 +93,26 @@ def _policy(
         engine=together(measured.exchange, lambda: _engine(config, measured)),
         score=score,
         prompt_sets=tuple(
-            PromptSet(name, _reader(source, tokenise, config.evaluation.limit_samples, measured.exchange))
+            PromptSet(name, _prompts(name, source, tokenise, config.evaluation.limit_samples, measured.exchange))
             for name, source in data.evaluation.items()
         ),
     )
+
+
+def _check_positions(config: GRPOConfig, measured: Evaluation) -> None:
+    """Refuse sequences that are longer than the model has positions for: decoding and training would differ there."""
+    text = measured.origin.skeleton.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    longest = config.data.max_length - config.rollout.max_new_tokens
+    asked = config.evaluation.sampling.max_new_tokens if config.evaluation.sets else None
+    needed = {"data.max_length": config.data.max_length, "evaluation.sampling.max_new_tokens": longest + (asked or 0)}
+    for key, tokens in needed.items():
+        if positions is not None and tokens > positions:
+            raise ConfigError(
+                f"{key} allows sequences of {tokens} tokens, and {measured.origin.family.name} has {positions} "
+                "positions (max_position_embeddings). Lower data.max_length or max_new_tokens, or set "
+                "model.config_override.max_position_embeddings."
+            )
 
 
 def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -> Reference | None:
@@ -107,10 +123,21 @@ def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -
     return build_reference(policy, base, live, kind=kind, why=f"kl.coefficient={coefficient:g}")
 
 
-def _reader(
-    source: Source, tokenise: Tokenise[Prompt], limit: int | None, exchange: ProcessExchange
-) -> Callable[[], Sequence[Prompt]]:
-    return lambda: first_sequences(source, tokenise, limit, exchange)
+def _prompts(
+    name: str, source: Source, tokenise: Tokenise[Prompt], limit: int | None, exchange: ProcessExchange
+) -> tuple[Prompt, ...]:
+    """Read this rank's share of an evaluation set now, so that what is wrong with it shows before step 1.
+
+    Raises:
+        DataError: A row is malformed, or no prompt is short enough; the same on all ranks.
+    """
+    prompts = together(exchange, lambda: tuple(first_sequences(source, tokenise, limit, exchange)))
+    if not sum(exchange.gather(len(prompts))):
+        raise DataError(
+            f"evaluation.sets.{name}: no prompt of {source.name} leaves room for a completion in "
+            "data.max_length. Raise it."
+        )
+    return prompts
 
 
 def _engine(config: GRPOConfig, measured: Evaluation) -> RolloutEngine:

@@ -14,11 +14,15 @@ from holdfast.training.policy import PolicyRun
 
 def controlled_objective(run: PolicyRun) -> Objective:
     """Return the objective with the coefficients of the present step."""
-    objective, found = run.objective, run.state.controllers
+    objective, found, config = run.objective, run.state.controllers, run.config
     if not isinstance(objective, PolicyGradient) or not found:
         return objective
-    entropy = acting_entropy_coefficient(run.config.entropy, found["entropy"], found.get("measured_entropy"))
-    return objective.with_coefficients(found["kl"], entropy)
+    # What has no target (any more) is the configuration's, whatever a checkpoint remembers.
+    kl = config.kl.coefficient if config.kl.target is None else found["kl"]
+    entropy = config.entropy.coefficient
+    if config.entropy.target is not None:
+        entropy = acting_entropy_coefficient(config.entropy, found["entropy"], found.get("measured_entropy"))
+    return objective.with_coefficients(kl, entropy)
 
 
 def measured(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:

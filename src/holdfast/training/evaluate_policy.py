@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.rollout import SamplingConfig
 from holdfast.rollout.sampling import mixed
-from holdfast.training.policy import PolicyEvaluation, PromptSet
+from holdfast.training.policy import PolicyEvaluation, PromptSet, rest
 from holdfast.training.rollout_metrics import length_metrics, reward_metrics
 from holdfast.training.rollouts import rewards_of, sample_groups, score_groups, share_facts
 from holdfast.training.run import StepAbandoned
@@ -43,6 +43,7 @@ def evaluate_policy(
             flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
             write_groups(run.directory / "completions" / name, flat)
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in found.items()}
+    rest(run)
     return metrics
 
 
@@ -57,7 +58,7 @@ def evaluation_sampling(run: PolicyEvaluation) -> SamplingConfig:
 
 def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, float], list[Group]]:
     options = run.config.evaluation
-    mine = prompts.read()
+    mine = prompts.prompts
     seeds = {
         prompt.prompt_id: tuple(
             mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)

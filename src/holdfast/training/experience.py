@@ -20,7 +20,7 @@ from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
 from holdfast.training.policy import PolicyRun
-from holdfast.training.rollouts import GroupFact, Rollout, rewards_of, trained_tokens
+from holdfast.training.rollouts import GroupFact, Rollout, parts_of, rewards_of, trained_tokens
 from holdfast.training.scoring import scored
 from holdfast.types import Example, MiniBatch, Trajectory
 
@@ -48,28 +48,19 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
 
 def batch_advantages(config: GRPOConfig, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
     """Return [P, G] advantages of all groups of a step, the same on every rank."""
-    parts = {
-        section.label: np.array(
-            [[_number(fact.parts.get(section.label)) for fact in group.completions] for group in facts],
-            dtype=np.float64,
-        )
-        for section in config.reward
-    }
+    parts = {section.label: parts_of(facts, section.label) for section in config.reward}
     greedy = np.array([fact.greedy for fact in facts])
     weights = {section.label: section.weight for section in config.reward}
     return advantages(config.advantage, rewards_of(facts), parts, weights, greedy)
 
 
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
 def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     """Return the mini-batches of one pass, each over its own prompts; all ranks call this together.
 
-    Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks.
+    Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks. None is
+    empty unless all are: with fewer prompts than mini-batches there are fewer updates.
     """
-    count = run.config.updates.mini_batches
+    count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
     layout = replace(
         layout_of(run),
         columns=COLUMNS,
@@ -77,10 +68,10 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
         shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
     )
     with run.phase("pack"):
-        size = -(-len(rollout.facts) // count)
+        edges = [number * len(rollout.facts) // count for number in range(count + 1)]
         return [
-            _mini_batch(run, rollout, rollout.facts[start : start + size], layout)
-            for start in (number * size for number in range(count))
+            _mini_batch(run, rollout, rollout.facts[start:end], layout)
+            for start, end in zip(edges[:-1], edges[1:], strict=True)
         ]
 
 

@@ -42,7 +42,7 @@ def export_run(run: Run, name: str) -> str:
             extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
         )
         lora = run.config.model.lora
-        if lora is not None:
+        if lora is not None and not lora.train:  # peft's two files would lack what is trained whole
             texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
             settings = peft_settings(run.policy, lora, run.config.model.path or "")
             export_adapters(run.policy, settings, place.with_name(f"{name}-adapter"), run.exchange, texts)

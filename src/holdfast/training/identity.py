@@ -27,7 +27,7 @@ _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
 
 
-_OF_POLICIES = ("reward", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
+_OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
 _SAMPLED_BY = {
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
 }  # fmt: skip
@@ -52,6 +52,8 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     files = {key: hash_file(path) for key, path in _user_files(config, base)}
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
+    if config.model.lora is not None:
+        model["model.lora"] = config.model.lora.model_dump_json()
     if _has_reference(config) or config.checkpoint.frozen == "skip":
         model["model.path"] = weights_mark(origin, config.seed)
     return {
@@ -74,6 +76,7 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     if isinstance(config, GRPOConfig):
         loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
         loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+        loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     return loss
 
 

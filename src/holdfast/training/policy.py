@@ -23,7 +23,7 @@ class PromptSet:
     """Prompts that are never trained on."""
 
     name: str
-    read: Callable[[], Sequence[Prompt]]
+    prompts: Sequence[Prompt]
     """This rank's share."""
 
 
@@ -54,3 +54,10 @@ def publish(run: PolicyEvaluation) -> None:
     if run.published != run.state.updates:
         run.engine.update_weights(live_tensors(run.policy), run.state.updates)
         run.published = run.state.updates
+
+
+def rest(run: PolicyEvaluation) -> None:
+    """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
+    if run.plan.sharded:
+        run.engine.sleep()
+        run.published = None

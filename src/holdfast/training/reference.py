@@ -63,18 +63,15 @@ def build_reference(policy: Evaluation, base: Path, live: Live, *, kind: str, wh
         _check_off(policy, exchange)
         return AdapterOff(policy.policy)
     offload = config.parallel.cpu_offload or kind == "offloaded"
-    model = config.model.model_copy(update={"frozen_dtype": "same"})
-    parallel = config.parallel.model_copy(update={"cpu_offload": offload})
-    twin = config.model_copy(update={"model": model, "parallel": parallel})
+    twin = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cpu_offload": offload})})
     origin = first_rank_first(
         exchange,
         lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer),
     )
-    origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
     if world.is_first:
         where = "in host memory" if offload else "sharded like the policy"
         print(f"reference policy: {where}, for {why}; its plan:", flush=True)
-    reference, plan = build_policy(twin, origin, world, exchange)
+    reference, plan = build_policy(twin, origin, world, exchange, trained=False)
     reference.padded = policy.policy.padded
     reference.eval()
     with exchange.together():

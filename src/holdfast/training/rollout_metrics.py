@@ -49,6 +49,9 @@ def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
     spreads = [float(np.std(row[kept], ddof=1)) for row, kept in zip(rewards, scored, strict=True) if kept.sum() > 1]
     metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
     completions = [completion for group in facts for completion in group.completions]
+    for name in sorted({name for completion in completions for name in completion.metrics}):
+        told = [completion.metrics[name] for completion in completions if name in completion.metrics]
+        metrics[f"rewards/{name}"] = float(np.mean(told))
     for name in sorted({name for completion in completions for name in completion.parts}):
         values = [value for completion in completions if (value := completion.parts.get(name)) is not None]
         if values:
@@ -73,16 +76,29 @@ def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
     }
 
 
-def of_several_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return one line for the updates of a step: means, but sums of what was worked on and the last of what counts on.
+def of_several_updates(
+    updates: Sequence[Mapping[str, float]], sums: Sequence[Mapping[str, tuple[float, float]]]
+) -> dict[str, float]:
+    """Return one line for the updates of a step.
 
+    What is a mean over tokens or sequences is their mean over all updates, and left out where there were none; the loss
+    is then 0. Of the rest, what was worked on is summed, the last of what counts on is kept, and others are averaged.
     `data/order_hash` folds all of them, so it differs if any update differs.
+
+    Args:
+        updates: What each update told.
+        sums: Total and denominator of each update's means.
     """
     names = list(dict.fromkeys(name for line in updates for name in line))
     joined = {}
     for name in names:
         values = [line[name] for line in updates if name in line]
-        if name == "data/order_hash":
+        parts = [found[name] for found in sums if name in found]
+        if parts:
+            total, denominator = math.fsum(part[0] for part in parts), math.fsum(part[1] for part in parts)
+            if denominator or name == "loss":
+                joined[name] = total / denominator if denominator else 0.0
+        elif name == "data/order_hash":
             joined[name] = float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
         elif name in _LAST:
             joined[name] = values[-1]

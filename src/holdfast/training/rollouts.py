@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import flat_groups
-from holdfast.config.policy import AdvantageConfig
+from holdfast.config.policy import AdvantageConfig, ScaledAdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
-from holdfast.training.policy import PolicyEvaluation, PolicyRun, publish
+from holdfast.training.policy import PolicyEvaluation, PolicyRun, publish, rest
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
@@ -41,6 +42,8 @@ class CompletionFact(NamedTuple):
     finish: Finish
     fault: str | None
     drop: str | None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What rewards told beside their numbers."""
 
 
 class GroupFact(NamedTuple):
@@ -82,7 +85,8 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     kept = 0
     try:
         for round_ in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
-            rows = wanted if round_ == 0 else math.ceil((wanted - kept) * groups_config.oversample)
+            more = math.ceil((wanted - kept) * groups_config.oversample)
+            rows = wanted if round_ == 0 else min(more, wanted)
             with run.phase("data"):
                 batch: PromptBatch | None = run.stream.next(run.state.step, rows)
             if batch is None:
@@ -94,6 +98,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     except StepAbandoned:
         run.stream.load_state(before)
         raise
+    rest(run)
     if not found:
         return None
     rollout = _joined(found, wanted)
@@ -115,8 +120,10 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     facts = share_facts(run, groups, scored)
     if config.advantage.needs_greedy:
         facts = _with_greedy(run, batch.mine, facts)
-    kept = {fact.prompt_id for fact in select(facts, config.groups, config.advantage)}
-    trimmed = [_without_dropped(fact, config.groups) for fact in facts if fact.prompt_id in kept]
+    trimmed = [_without_dropped(fact, config.groups) for fact in facts]
+    labels = [reward.label for reward in config.reward]
+    kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, labels)}
+    trimmed = [fact for fact in trimmed if fact.prompt_id in kept]
     mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
     told = run.exchange.gather([item.message for item in scored if item.message][:8])
     return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, tuple(line for lines in told for line in lines))
@@ -250,6 +257,7 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionFact:
         trajectory.finish,
         scored.fault,
         scored.drop,
+        dict(scored.metrics),
     )
 
 
@@ -258,13 +266,36 @@ def rewards_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
     return np.array([[fact.reward for fact in group.completions] for group in facts], dtype=np.float64)
 
 
-def select(facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig) -> list[GroupFact]:
-    """Return the groups that are trained on: a pure function of what all ranks know."""
+def parts_of(facts: Sequence[GroupFact], label: str) -> NDArray[np.float64]:
+    """Return one reward of groups of one size, [P, G]; NaN where it gave none, or the completion does not count."""
+    return np.array(
+        [
+            [
+                math.nan if math.isnan(fact.reward) or fact.parts.get(label) is None else fact.parts[label]
+                for fact in group.completions
+            ]
+            for group in facts
+        ],
+        dtype=np.float64,
+    )
+
+
+def select(
+    facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig, labels: Sequence[str]
+) -> list[GroupFact]:
+    """Return the groups that are trained on: a pure function of what all ranks know.
+
+    Args:
+        facts: With rewards that count for no baseline already taken out.
+        config: Which groups.
+        advantage: Says what a group is compared by.
+        labels: The rewards. Normalised one by one, several may differ where their sum does not.
+    """
     if not facts:
         return []
     flat = flat_groups(rewards_of(facts), advantage.tolerance)
-    if advantage.smallest_group == 1:
-        flat = np.zeros_like(flat)  # its baseline is not the group: alike rewards have advantages all the same
+    if isinstance(advantage, ScaledAdvantageConfig) and advantage.combine == "normalise_then_sum":
+        flat &= np.all([flat_groups(parts_of(facts, label), advantage.tolerance) for label in labels], axis=0)
     return [
         fact
         for fact, is_flat in zip(facts, flat, strict=True)

@@ -89,6 +89,8 @@ class Run(Evaluation):
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
 
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Total and denominator of the last update's metrics, over all ranks."""
     said: list[str] = field(default_factory=list)
     """What a step has to tell the user; the journal prints it, on rank 0, and empties the list."""
     samples: list[dict[str, Any]] = field(default_factory=list)

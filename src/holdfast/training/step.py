@@ -91,7 +91,8 @@ def _update(
             f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
             f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
         )
-    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
+    run.sums = {name: (total, denominator) for name, (total, denominator) in numbers.items()}
+    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in run.sums.items()}
     return metrics | {
         "grad_norm": norm,
         "learning_rate": rate,
