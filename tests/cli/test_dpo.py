@@ -1,0 +1,267 @@
+"""`holdfast dpo` as a user meets it: what it writes, how it goes on, what it refuses; and `holdfast.dpo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.metrics.sink import read_metrics
+from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.test_refusals import everything_in, refused
+from tests.cli.warm import Done, WarmPython
+
+LOSS = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Hinge:
+    margin: float
+
+    def losses(self, pairs):
+        return (self.margin - self.rewards(pairs.chosen) + self.rewards(pairs.rejected)).clamp(min=0)
+
+    def rewards(self, answers):
+        return answers.mean_logps
+
+def hinge(margin):
+    return Hinge(margin)
+"""
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a run on preferences that works on two ranks, with its rows in the same directory."""
+    rows = [{"prompt": f"add {n}=", "chosen": str(n), "rejected": "no"} for n in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    return tree | {"steps": 4, "preference": {"loss": "dpo"}, "optim": {"lr": 0.01}}
+
+
+def dpo(warm: WarmPython, place: Path, tree: dict[str, Any], *overrides: str) -> Done:
+    write_run(place / "run.yaml", tree)
+    return warm.run("-m", "holdfast.cli.main", "dpo", "run.yaml", *overrides, cwd=place)
+
+
+def steps_of(place: Path, name: str = "run") -> list[dict[str, Any]]:
+    return [line for line in read_metrics(place / "runs" / name / "metrics.jsonl") if "loss" in line]
+
+
+def test_a_run_leaves_metrics_completions_and_a_model(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
+    evaluation = {"sets": {"held": {"path": "rows.jsonl"}}, "completions": {"samples": 5, "max_new_tokens": 4}}
+
+    done = dpo(warm, tmp_path, pairs | {"evaluation": evaluation})
+
+    assert done.code == 0, done.err
+    lines = steps_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert (lines[0]["rewards/margins"], lines[0]["loss"]) == (0.0, 0.6931471805599453)
+    assert lines[-1]["loss"] < 0.69
+    expected = {
+        "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
+        "logps/rejected", "nll_loss", "grad_norm", "timing/reference",
+    }  # fmt: skip
+    assert expected <= lines[0].keys()
+    last = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")[-1]
+    assert {"eval/held/loss", "eval/held/rewards/accuracies", "eval/held/completions/accuracy"} <= last.keys()
+    completions = (tmp_path / "runs" / "run" / "completions" / "step-00000004.held.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reference"] for line in completions] == ["0", "1", "2", "3", "4"]
+    assert (tmp_path / "runs" / "run" / "exports" / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"reference": {"precompute": True}},
+        {"preference": {"loss": "kto"}, "data": {"synthetic": {"task": "sort", "rows": 40}, "batch_size": 4}},
+    ],
+    ids=["dpo", "dpo, reference asked before", "kto"],
+)
+def test_a_killed_run_that_goes_on_is_identical(
+    warm: WarmPython, tmp_path: Path, pairs: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run.yaml", pairs | sections)
+
+    done = warm.run("-m", "holdfast.cli.main", "prove", "run.yaml", "--steps", "5", "--kill-at", "4", cwd=tmp_path)
+
+    assert done.code == 0, done.out + done.err
+    assert done.out.splitlines()[-1] == "identical"
+
+
+def test_a_run_goes_on_at_another_number_of_ranks(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
+    straight = pairs | {"model": pairs["model"] | {"dtype": "float64"}, "optim": {"kind": "sgd", "lr": 0.1}}
+    straight["optim"]["schedule"] = "constant"
+    dpo(warm, tmp_path, straight, "run.name=straight")
+    dpo(warm, tmp_path, straight, "steps=2")
+
+    done = dpo(warm, tmp_path, straight, "launch.ranks=1")
+
+    assert done.code == 0, done.err
+    for name in ("loss", "rewards/margins", "grad_norm"):
+        expected = [line[name] for line in steps_of(tmp_path, "straight")]
+        assert [line[name] for line in steps_of(tmp_path)] == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+
+
+def test_a_run_does_not_go_on_with_another_loss_or_another_reference(
+    warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from holdfast.data.characters import character_tokenizer
+
+    def save(seed: int) -> None:
+        import torch
+
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(tmp_path / "model")
+        character_tokenizer().save_pretrained(tmp_path / "model")
+
+    save(0)
+    stored = pairs | {"model": {"path": "model"}}
+    assert dpo(warm, tmp_path, stored, "steps=2").code == 0
+
+    other_loss = dpo(warm, tmp_path, stored, "preference.loss=ipo")
+    save(1)
+    other_model = dpo(warm, tmp_path, stored)
+
+    assert (other_loss.code, other_model.code) == (2, 2)
+    assert "was made with other things than this run has (objective: preference)" in other_loss.err
+    assert "was made with other things than this run has (model: model.path)" in other_model.err
+
+
+def test_a_loss_of_the_user_s_own_trains(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
+    (tmp_path / "loss.py").write_text(LOSS)
+    section = {"kind": "path", "path": "loss.py:hinge", "kwargs": {"margin": 1.0}, "needs_reference": False}
+
+    done = dpo(warm, tmp_path, pairs | {"preference": {"loss": section}})
+    wrong = dpo(warm, tmp_path, pairs | {"preference": {"loss": section | {"kwargs": {}}}}, "run.name=wrong")
+
+    assert done.code == 0, done.err
+    assert "reference policy" not in done.out
+    lines = steps_of(tmp_path)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[0]["loss"] == pytest.approx(1 - lines[0]["rewards/margins"], rel=1e-6)
+    assert wrong.code == 2
+    assert "preference.loss.path loss.py:hinge called with no arguments raises TypeError" in wrong.err
+
+
+def rows_of(**changed: Any) -> Any:
+    """Return what makes every row have other columns."""
+
+    def spoil(folder: Path, tree: dict[str, Any]) -> None:
+        row = {"prompt": "add 1=", "chosen": "2", "rejected": "3"} | changed
+        kept = {name: value for name, value in row.items() if value is not ...}
+        write_rows(folder / "rows.jsonl", [kept] * 12)
+
+    return spoil
+
+
+def section(name: str, **values: Any) -> Any:
+    def spoil(folder: Path, tree: dict[str, Any]) -> None:
+        tree[name] = tree.get(name, {}) | values
+
+    return spoil
+
+
+def long_prompts(folder: Path, tree: dict[str, Any]) -> None:
+    rows_of(prompt="1" * 40)(folder, tree)
+
+
+def long_prompts_refused(folder: Path, tree: dict[str, Any]) -> None:
+    long_prompts(folder, tree)
+    tree["data"]["overlong"] = "refuse"
+
+
+def labels_missing(folder: Path, tree: dict[str, Any]) -> None:
+    rows_of(completion="2", chosen=..., rejected=...)(folder, tree)
+    tree["preference"] = {"loss": "kto"}
+
+
+def foreign_cache(folder: Path, tree: dict[str, Any]) -> None:
+    (folder / "said").write_text("something else")
+    tree["reference"] = {"precompute": True, "cache": "said"}
+
+
+def bad_row_before_the_pass(folder: Path, tree: dict[str, Any]) -> None:
+    rows_of(rejected=...)(folder, tree)
+    tree["reference"] = {"precompute": True}
+
+
+def shared_but_padded(folder: Path, tree: dict[str, Any]) -> None:
+    tree["data"] |= {"packing": "none", "shared_prompt": "on"}
+
+
+BAD = [
+    (rows_of(rejected="2"), "its chosen and its rejected answer are the same, so there is nothing to prefer."),
+    (rows_of(rejected=...), "has no column 'rejected': a pair has prompt, chosen and rejected."),
+    (rows_of(chosen=""), "its chosen answer is empty, so there is nothing to prefer."),
+    (rows_of(prompt=...), "has no prompt, and its chosen and rejected texts begin differently."),
+    (long_prompts, "No row of rows can be trained on (counted: overlong_dropped: "),
+    (long_prompts_refused, "has 42 tokens, more than data.max_length=32. Raise data.max_length to 42"),
+    (labels_missing, "has no column 'label': kto takes prompt, completion and label."),
+    (section("preference", loss="kto"), "has no column 'label': kto takes prompt, completion and label."),
+    (section("reference", kind="none"), "reference.kind: none, but preference.loss: dpo compares with a reference"),
+    (foreign_cache, "said is not a whole file of reference log-probabilities ("),
+    (bad_row_before_the_pass, "has no column 'rejected': a pair has prompt, chosen and rejected."),
+    (shared_but_padded, "data.shared_prompt: on, but llama is trained with one sequence per row"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), BAD)
+def test_a_bad_input_is_one_paragraph_and_leaves_nothing(
+    warm: WarmPython, tmp_path: Path, pairs: dict[str, Any], spoil: Any, said: str
+) -> None:
+    spoil(tmp_path, pairs)
+    write_run(tmp_path / "run.yaml", pairs)
+    before = everything_in(tmp_path)
+
+    done = warm.run("-m", "holdfast.cli.main", "dpo", "run.yaml", cwd=tmp_path)
+
+    refused(done, tmp_path, before, said)
+
+
+def test_a_reference_for_a_loss_without_one_is_refused(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
+    done = dpo(warm, tmp_path, pairs | {"preference": {"loss": "orpo"}, "reference": {"kind": "sharded"}})
+
+    assert done.code == 2
+    assert "reference.kind: preference.loss: orpo compares with no reference; leave kind out" in done.err
+
+
+def test_rows_that_prefer_nothing_can_be_dropped_and_are_counted(
+    warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]
+) -> None:
+    rows = [{"prompt": f"add {n}=", "chosen": str(n), "rejected": str(n + n % 2)} for n in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+
+    done = dpo(warm, tmp_path, pairs | {"data": pairs["data"] | {"unusable": "drop", "shuffle": False}}, "steps=1")
+
+    assert done.code == 0, done.err
+    assert steps_of(tmp_path)[0]["data/alike_dropped"] == 4.0
+    assert steps_of(tmp_path)[0]["data/rows"] == 4.0
+
+
+SCRIPT = """
+import json, sys
+import holdfast
+
+tree, rows = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+outcome = holdfast.dpo(tree, rows=rows)
+print(json.dumps({"step": outcome.step, "loss": outcome.metrics["loss"], "margin": outcome.metrics["rewards/margins"]}))
+"""
+
+
+def test_the_call_from_python_is_the_command(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert dpo(warm, tmp_path, pairs, "launch.ranks=1").code == 0
+    live = pairs | {"run": {"name": "live"}, "data": pairs["data"] | {"path": None}, "launch": {"device": "cpu"}}
+
+    done = warm.run("script.py", json.dumps(live), json.dumps(rows), cwd=tmp_path)
+
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    expected = steps_of(tmp_path)[-1]
+    assert found == {"step": 4, "loss": expected["loss"], "margin": expected["rewards/margins"]}
