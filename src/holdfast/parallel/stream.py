@@ -90,10 +90,15 @@ def first_rank_s_tensor(tensor: Holding) -> Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor.detach() if rank == 0 else None
     local, owners = tensor.to_local().detach(), _owners(tensor)
-    if rank != 0:
-        if rank in owners and local.numel():
-            dist.send(local.contiguous(), 0)
-        return None
+    if rank == 0:
+        return _received(tensor, local, owners)
+    if rank in owners and local.numel():
+        dist.send(local.contiguous(), 0)
+    return None
+
+
+def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
+    """Return the whole tensor from rank 0's shard and those that the others send."""
     whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
     rows = -(-tensor.shape[0] // len(owners))
     for place, owner in enumerate(owners):

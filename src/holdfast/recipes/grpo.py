@@ -47,10 +47,12 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     rollout = with_advantages(run, rollout)
     mini_batches = score_rollout(run, pack_rollout(run, rollout))
     updates = mini_batches * run.config.updates.passes
-    lines = []
+    lines, sums = [], []
     for number, mini_batch in enumerate(updates):
         lines.append(train_step(run, mini_batch, ends_step=number == len(updates) - 1))
-    metrics = of_several_updates(lines) | rollout_metrics(rollout, run.config.advantage.tolerance)
+        sums.append(run.sums)
+    metrics = of_several_updates(lines, sums) | rollout_metrics(rollout, run.config.advantage.tolerance)
+    metrics |= measured(run, metrics)
     record(run, rollout, metrics)
     tell_samples(run, rollout)
-    return metrics | measured(run, metrics)
+    return metrics

@@ -80,7 +80,10 @@ class TransformersEngine:
             logits_processor=[drawing],
             stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
             # A model's own generation settings must not change what is drawn.
-            temperature=None, top_k=None, top_p=None, repetition_penalty=None,
+            temperature=None,
+            top_k=None,
+            top_p=None,
+            repetition_penalty=None,
         )
         logprobs = torch.stack(drawing.logprobs, 1).tolist()
         return [

@@ -49,15 +49,22 @@ def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
     spreads = [float(np.std(row[kept], ddof=1)) for row, kept in zip(rewards, scored, strict=True) if kept.sum() > 1]
     metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
     completions = [completion for group in facts for completion in group.completions]
-    for name in sorted({name for completion in completions for name in completion.metrics}):
-        told = [completion.metrics[name] for completion in completions if name in completion.metrics]
+    for name, told in _by_name([completion.metrics for completion in completions]).items():
         metrics[f"rewards/{name}"] = float(np.mean(told))
-    for name in sorted({name for completion in completions for name in completion.parts}):
-        values = [value for completion in completions if (value := completion.parts.get(name)) is not None]
-        if values:
-            metrics[f"rewards/{name}/mean"] = float(np.mean(values))
-            metrics[f"rewards/{name}/std"] = float(np.std(values))
+    for name, values in _by_name([completion.parts for completion in completions]).items():
+        metrics[f"rewards/{name}/mean"] = float(np.mean(values))
+        metrics[f"rewards/{name}/std"] = float(np.std(values))
     return metrics
+
+
+def _by_name(told: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return the numbers of each name, by name; None is no number."""
+    found: dict[str, list[float]] = {}
+    for values in told:
+        for name, value in values.items():
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    return dict(sorted(found.items()))
 
 
 def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
@@ -89,21 +96,17 @@ def of_several_updates(
         updates: What each update told.
         sums: Total and denominator of each update's means.
     """
-    names = list(dict.fromkeys(name for line in updates for name in line))
-    joined = {}
-    for name in names:
-        values = [line[name] for line in updates if name in line]
-        parts = [found[name] for found in sums if name in found]
-        if parts:
-            total, denominator = math.fsum(part[0] for part in parts), math.fsum(part[1] for part in parts)
-            if denominator or name == "loss":
-                joined[name] = total / denominator if denominator else 0.0
-        elif name == "data/order_hash":
-            joined[name] = float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
-        elif name in _LAST:
-            joined[name] = values[-1]
-        elif name in _SUMMED:
-            joined[name] = math.fsum(values)
-        else:
-            joined[name] = math.fsum(values) / len(values)
+    joined = {name: _joined(name, values) for name, values in _by_name(updates).items() if name not in sums[0]}
+    for name in sums[0]:
+        total, denominator = (math.fsum(found[name][part] for found in sums) for part in (0, 1))
+        if denominator or name == "loss":
+            joined[name] = total / denominator if denominator else 0.0
     return joined
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name == "data/order_hash":
+        return float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
+    if name in _LAST:
+        return values[-1]
+    return math.fsum(values) if name in _SUMMED else math.fsum(values) / len(values)

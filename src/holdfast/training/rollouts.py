@@ -108,13 +108,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
 
 def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     config = run.config
-    seed = config.seed if config.rollout.seed is None else config.rollout.seed
-    seeds = {
-        prompt.prompt_id: tuple(
-            mixed(seed, run.state.step, prompt.prompt_id, place) for place in range(config.rollout.group_size)
-        )
-        for prompt in batch.mine
-    }
+    seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in batch.mine}
     groups = sample_groups(run, batch.mine, config.rollout, seeds)
     groups, scored = score_groups(run, groups)
     facts = share_facts(run, groups, scored)
@@ -127,6 +121,13 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
     told = run.exchange.gather([item.message for item in scored if item.message][:8])
     return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, tuple(line for lines in told for line in lines))
+
+
+def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
+    """Return the seed of each completion of a prompt, at any number of ranks the same."""
+    config = run.config.rollout
+    seed = run.config.seed if config.seed is None else config.seed
+    return tuple(mixed(seed, run.state.step, prompt_id, place) for place in range(config.group_size))
 
 
 def _with_greedy(run: PolicyRun, prompts: Sequence[Prompt], facts: Sequence[GroupFact]) -> list[GroupFact]:
