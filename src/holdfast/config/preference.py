@@ -39,11 +39,11 @@ class DPOLossConfig(_Loss):
     """Assumed share of pairs whose sides are swapped (conservative DPO; Mitchell, 2023, "A note on DPO with noisy
     preferences")."""
     lengths: Lengths = "sum"
-    """`mean` divides r by the answer's tokens: length-normalised DPO (Tulu 3, arXiv:2411.15124, eq. 6)."""
+    """`mean` divides r by the answer's tokens: length-normalised DPO (Tulu 3, arXiv:2411.15124)."""
 
 
 class RobustLossConfig(_Loss):
-    """DPO without bias where a known share of the pairs is swapped (arXiv:2403.00409, eq. 12)."""
+    """DPO without bias where a known share of the pairs is swapped (arXiv:2403.00409)."""
 
     kind: Literal["robust"] = "robust"
     beta: Positive = 0.1
@@ -63,7 +63,7 @@ class IPOLossConfig(_Loss):
 
 
 class APOZeroLossConfig(_Loss):
-    """1 - sigmoid(beta r_chosen) + sigmoid(beta r_rejected): raises chosen answers (APO-zero, arXiv:2408.06266)."""
+    """1 - sigmoid(beta r_chosen) + sigmoid(beta r_rejected): raises chosen answers (arXiv:2408.06266, eq. 7)."""
 
     kind: Literal["apo_zero"] = "apo_zero"
     beta: Positive = 0.1
@@ -71,7 +71,7 @@ class APOZeroLossConfig(_Loss):
 
 
 class APODownLossConfig(_Loss):
-    """sigmoid(beta r_chosen) + 1 - sigmoid(beta (r_chosen - r_rejected)): lowers both (APO-down, arXiv:2408.06266)."""
+    """sigmoid(beta r_chosen) + 1 - sigmoid(beta (r_chosen - r_rejected)): lowers both (arXiv:2408.06266, eq. 8)."""
 
     kind: Literal["apo_down"] = "apo_down"
     beta: Positive = 0.1
@@ -105,7 +105,7 @@ class ORPOLossConfig(_Loss):
 
 
 class KTOLossConfig(_Loss):
-    """Single answers, each desirable or not (KTO, arXiv:2402.01306, eq. 8).
+    """Single answers, each desirable or not (KTO, arXiv:2402.01306, section 4).
 
     weight (1 - sigmoid(beta (r - z0))) for a desirable answer, and with the sign turned for another. z0 is the KL
     divergence of the policy from its reference, measured on prompts with answers of other rows before each update, over
@@ -117,8 +117,8 @@ class KTOLossConfig(_Loss):
     beta: Positive = 0.1
     """As in `dpo`."""
     desirable_weight: Positive = 1.0
-    """With n_d desirable answers and n_u others, the paper keeps n_d desirable_weight / (n_u undesirable_weight)
-    between 1 and 1.5 (eq. 9)."""
+    """With n_d desirable answers and n_u others, keep n_d desirable_weight / (n_u undesirable_weight) at 1 or a little
+    above."""
     undesirable_weight: Positive = 1.0
 
 

@@ -73,8 +73,8 @@ class DPO(_Compared):
     """Likelihood that the chosen answer wins, under the Bradley-Terry model of beta r.
 
     Rafailov et al. (arXiv:2305.18290), eq. 7. With smoothing e, cDPO: the expectation over labels of which a share e is
-    swapped (Mitchell, 2023, "A note on DPO with noisy preferences", eq. 3). With mean lengths, length-normalised DPO
-    (Tulu 3, arXiv:2411.15124, eq. 6).
+    swapped (Mitchell, 2023, "A note on DPO with noisy preferences"). With mean lengths, length-normalised DPO
+    (Tulu 3, arXiv:2411.15124).
     """
 
     label_smoothing: float = 0.0
@@ -87,7 +87,7 @@ class DPO(_Compared):
 
 @dataclass(frozen=True)
 class Robust(_Compared):
-    """DPO's loss without the bias that a share e of swapped pairs gives it (arXiv:2403.00409, eq. 12).
+    """DPO's loss without the bias that a share e of swapped pairs gives it (Chowdhury et al., arXiv:2403.00409).
 
     It has no lower bound: a pair that is ordered very wrongly may have a negative loss.
     """
@@ -112,7 +112,7 @@ class IPO(_Compared):
 
 @dataclass(frozen=True)
 class APOZero(_Compared):
-    """Raise what was chosen and lower what was rejected, each on its own (arXiv:2408.06266, section 4, APO-zero)."""
+    """Raise what was chosen and lower what was rejected, each on its own (APO-zero, arXiv:2408.06266, eq. 7)."""
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return [P]: 1 - sigmoid(beta r_chosen) + sigmoid(beta r_rejected)."""
@@ -121,7 +121,7 @@ class APOZero(_Compared):
 
 @dataclass(frozen=True)
 class APODown(_Compared):
-    """Lower both, the rejected more, for answers that are worse than the policy's (arXiv:2408.06266, APO-down)."""
+    """Lower both, the rejected more, where both are worse than the policy's own (APO-down, arXiv:2408.06266, eq. 8)."""
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return [P]: sigmoid(beta r_chosen) + 1 - sigmoid(beta (r_chosen - r_rejected))."""

@@ -87,7 +87,7 @@ class PairedPreference:
 class KTO:
     """Single answers, desirable or not, against the KL divergence z0 from the reference.
 
-    Ethayarajh et al. (arXiv:2402.01306), eq. 8: weight (1 - sigmoid(beta (r - z0))) where desirable, else weight
+    Ethayarajh et al. (arXiv:2402.01306), section 4: weight (1 - sigmoid(beta (r - z0))) where desirable, else weight
     (1 - sigmoid(beta (z0 - r))). Of `tokens.per_token` it reads `reference_logprobs`; `desirable`, bool; and `kl`, z0,
     which all tokens of an update share: it is measured before the update's first forward pass, over all ranks.
     """

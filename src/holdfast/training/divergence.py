@@ -1,6 +1,6 @@
 """KTO's z0: how far the policy is from its reference, on prompts with answers that belong to other rows.
 
-Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4.1: z0 = max(0, mean of log policy(y' | x) - log reference(y' | x)
+Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4: z0 = max(0, mean of log policy(y' | x) - log reference(y' | x)
 over mismatched pairs (x, y') of the batch), without a gradient. Here the batch is the whole update, over all ranks:
 every prompt is followed by the answer of the next row in draw order, and z0 is known before the first forward pass of
 the update, so it does not depend on how that is split. Deviation: the authors' code takes it per micro-batch.
