@@ -93,5 +93,5 @@ class Replica:
 
     def release(self) -> None:
         """Give the weights' memory back until the next refresh."""
-        for parameter in self.model.parameters():
+        for parameter in self.model.parameters() if self._filled else ():
             parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)

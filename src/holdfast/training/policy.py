@@ -58,6 +58,6 @@ def publish(run: PolicyEvaluation) -> None:
 
 def rest(run: PolicyEvaluation) -> None:
     """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-    if run.plan.sharded:
+    if run.plan.sharded and run.published is not None:
         run.engine.sleep()
         run.published = None
