@@ -23,8 +23,9 @@ from tests.training.cases import run, tree
 
 EVERY_STEP = {
     "step", "loss", "nll", "mean_token_accuracy", "entropy", "grad_norm", "learning_rate", "num_tokens", "epoch",
-    "nll/sort", "nll/add", "optim/skipped_steps", "optim/no_gradient", "step_time", "data/rows", "data/tokens", "data/mean_length",
-    "data/fill", "data/micro_batches", "data/order_hash", "timing/data", "timing/forward_backward", "timing/optimizer",
+    "nll/sort", "nll/add", "optim/skipped_steps", "optim/no_gradient", "step_time", "data/rows",
+    "data/tokens", "data/mean_length", "data/fill", "data/micro_batches", "data/order_hash", "timing/data",
+    "timing/forward_backward", "timing/optimizer",
     "throughput/tokens_per_second", "throughput/mfu", "memory/resident_gib",
 }  # fmt: skip
 OF_AN_EVALUATION = {
