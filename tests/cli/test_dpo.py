@@ -73,11 +73,10 @@ def test_a_run_leaves_metrics_completions_and_a_model(warm: WarmPython, tmp_path
 @pytest.mark.parametrize(
     "sections",
     [
-        {},
         {"reference": {"precompute": True}},
         {"preference": {"loss": "kto"}, "data": {"synthetic": {"task": "sort", "rows": 40}, "batch_size": 4}},
     ],
-    ids=["dpo", "dpo, reference asked before", "kto"],
+    ids=["dpo, reference asked before", "kto, reference beside the policy"],
 )
 def test_a_killed_run_that_goes_on_is_identical(
     warm: WarmPython, tmp_path: Path, pairs: dict[str, Any], sections: dict[str, Any]
@@ -159,13 +158,6 @@ def rows_of(**changed: Any) -> Any:
     return spoil
 
 
-def section(name: str, **values: Any) -> Any:
-    def spoil(folder: Path, tree: dict[str, Any]) -> None:
-        tree[name] = tree.get(name, {}) | values
-
-    return spoil
-
-
 def long_prompts(folder: Path, tree: dict[str, Any]) -> None:
     rows_of(prompt="1" * 40)(folder, tree)
 
@@ -198,12 +190,9 @@ BAD = [
     (rows_of(rejected="2"), "its chosen and its rejected answer are the same, so there is nothing to prefer."),
     (rows_of(rejected=...), "has no column 'rejected': a pair has prompt, chosen and rejected."),
     (rows_of(chosen=""), "its chosen answer is empty, so there is nothing to prefer."),
-    (rows_of(prompt=...), "has no prompt, and its chosen and rejected texts begin differently."),
     (long_prompts, "No row of rows can be trained on (counted: overlong_dropped: "),
     (long_prompts_refused, "has 42 tokens, more than data.max_length=32. Raise data.max_length to 42"),
     (labels_missing, "has no column 'label': kto takes prompt, completion and label."),
-    (section("preference", loss="kto"), "has no column 'label': kto takes prompt, completion and label."),
-    (section("reference", kind="none"), "reference.kind: none, but preference.loss: dpo compares with a reference"),
     (foreign_cache, "said is not a whole file of reference log-probabilities ("),
     (bad_row_before_the_pass, "has no column 'rejected': a pair has prompt, chosen and rejected."),
     (shared_but_padded, "data.shared_prompt: on, but llama is trained with one sequence per row"),
