@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-MINUTES = {"units": 4, "distributed": 6, "faults": 8, "architectures": 6, "demo": 4}
+MINUTES = {"units": 4, "commands": 6, "distributed": 6, "faults": 7, "architectures": 6, "demo": 5}
 SUITES = {
     "distributed": "distributed",
     "training": "distributed",
     "checkpoint": "faults",
     "crash": "faults",
     "launch": "faults",
+    "cli": "commands",
+    "rewards": "commands",
     "models": "architectures",
     "rollout": "architectures",
     "examples": "demo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ pytest_plugins = ["tests.budgets"]
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure
 settings.load_profile("shared machine")
+
+# A shell that starts a command with & has it ignore Ctrl-C, and its children, whose Ctrl-C is tested, inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -7,6 +7,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
+
+DESCRIPTORS = 700
+"""Open files at which the processes of a pool are replaced by new ones; ordinary limits begin at 1,024."""
 
 
 class RankError(AssertionError):
@@ -95,6 +99,8 @@ class RankPool:
                 results[rank] = connection.recv()  # type: ignore[union-attr]
             if any(not ok for ok, _ in results.values()):
                 timeout_seconds = min(timeout_seconds, 20.0)  # the others may hang in a collective without this rank
+        if self._most_descriptors() > DESCRIPTORS:
+            self.close()
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
@@ -109,6 +115,10 @@ class RankPool:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
+
+    def _most_descriptors(self) -> int:
+        """Return how many files the fullest process holds: the groups of earlier tasks' meshes cannot be given back."""
+        return max(len(list(Path(f"/proc/{process.pid}/fd").iterdir())) for process in self._processes)
 
     def close(self, *, kill: bool = False) -> None:
         """End the processes; a pool that is used again starts new ones."""

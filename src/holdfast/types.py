@@ -104,7 +104,7 @@ class Trajectory:
     """The sum that advantages are made of; None if it could not be scored."""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     """By name of the reward or of its part."""
-    advantages: NDArray[np.float32] | None = None
+    advantages: NDArray[np.floating[Any]] | None = None
     """[L]; None before they are known"""
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[L] each; carried by pack, split and unpack without knowing what they mean."""

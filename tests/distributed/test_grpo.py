@@ -19,6 +19,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_directory(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)
 
 
+SHARED_PROMPT = 2e-8
+"""Where a prompt is forwarded once, llama's norms, which are float32 in a float64 model too, round the sum of its
+completions' gradients; where it is repeated, each gradient alone, as the oracle does."""
+
+
+def one_prompt_for_all(tree: dict[str, Any]) -> bool:
+    return tree["rollout"].get("shared_prefix") != "off" and tree["data"].get("packing") != "none"
+
+
 SPLITS = [
     pytest.param(1, {}, id="1 rank"),
     pytest.param(1, {"rollout": {"shared_prefix": "off"}}, id="1 rank, prompts repeated"),
@@ -42,11 +51,12 @@ def test_every_split_makes_the_updates_of_the_paper(
     expected = by_hand(tiny_model("llama", tie_word_embeddings=True).double(), found["sampled"], lr=0.5)
 
     losses, norms = ([line[name] for line in found["lines"]] for name in ("loss", "grad_norm"))
-    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-8)  # near 0: advantages sum to 0
-    np.testing.assert_allclose(norms, expected["norms"], rtol=1e-6)
+    rounding = SHARED_PROMPT if one_prompt_for_all(tree) else 1e-10
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-10)  # near 0: advantages sum to 0
+    np.testing.assert_allclose(norms, expected["norms"], rtol=rounding)
     assert set(found["parameters"]) == set(expected["parameters"])
     for name, parameter in expected["parameters"].items():
-        np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=rounding, err_msg=name)
 
 
 def test_what_is_sampled_does_not_depend_on_the_number_of_ranks(pools: Any, llama: Path) -> None:
@@ -153,7 +163,7 @@ def test_a_reward_without_a_number_leaves_baseline_and_average(pools: Any, llama
     expected = by_hand(tiny_model("llama", tie_word_embeddings=True).double(), [step], lr=0.5)
 
     assert len(step) == 12
-    np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=1e-6)
+    np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=SHARED_PROMPT)
 
 
 def test_momentum_does_not_move_a_policy_that_learned_nothing(pools: Any, llama: Path) -> None:
@@ -178,7 +188,7 @@ def test_metrics_of_a_step_speak_of_its_tokens_however_few_groups_are_left(pools
 
     assert one["lines"][0]["rollout/trained_groups"] == four["lines"][0]["rollout/trained_groups"] == 1.0
     assert four["state"]["updates"] == 1
-    assert four["lines"][0]["entropy"] == pytest.approx(one["lines"][0]["entropy"], rel=1e-6)
+    assert four["lines"][0]["entropy"] == pytest.approx(one["lines"][0]["entropy"], rel=1e-10)
     assert four["lines"][0]["entropy"] > 2.0
 
 

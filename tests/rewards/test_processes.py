@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.rewards import frames
 from tests.rewards.conftest import Start, is_alive, samples, wait_for
 
 RANK = """
@@ -147,3 +151,21 @@ def test_a_pool_starts_and_closes_twice(start: Start) -> None:
     pool.start()
 
     assert pool.score(samples("a"))[0].reward == 1.0
+
+
+def test_a_message_is_awaited_on_a_descriptor_of_any_number() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this machine allows no descriptor above 1,199")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1100)
+    try:
+        frames.write(writer, b"scored")
+        assert frames.read(high, time.monotonic() + 5) == b"scored"
+        with pytest.raises(TimeoutError):
+            frames.read(high, time.monotonic() + 0.01)
+    finally:
+        for descriptor in (reader, writer, high):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -8,8 +8,9 @@ sequences move once. `state()` is a handful of integers and continues exactly at
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -53,7 +54,11 @@ class Limits:
     """Candidates per pass: only the first rows."""
 
 
-class BatchStream(Generic[S, T]):
+Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], Rest | None]]
+"""Cuts candidates into windows of `goal` tokens together: function(found, tokens of its first row used, goal)."""
+
+
+class BatchStream(ABC, Generic[S, T]):
     """Batches of candidates, one after the other.
 
     Args:
@@ -61,6 +66,7 @@ class BatchStream(Generic[S, T]):
         config: The data section.
         exchange: The ranks.
         limits: How much of the data is served.
+        cut: Cuts the candidates of a batch into windows; without it, batches are made of whole rows.
 
     Raises:
         DataError: The limits, or a batch size, cannot be kept with this data.
@@ -72,6 +78,7 @@ class BatchStream(Generic[S, T]):
         config: DataConfig,
         exchange: Exchange,
         limits: Limits | None = None,
+        cut: Cut[S] | None = None,
     ) -> None:
         self.cursor = Cursor()
         self._rows: CandidateReader[S] = rows
@@ -79,6 +86,7 @@ class BatchStream(Generic[S, T]):
         self._config = config
         self._exchange = exchange
         self._limits = limits or Limits()
+        self._cut: Cut[S] | None = cut
         self._counts: Counter[str] = Counter()
         self._seen = (0, 0)
         """Rows and tokens read so far: how long a row is on average."""
@@ -86,13 +94,9 @@ class BatchStream(Generic[S, T]):
         """A batch that was read early, and where the stream stands after it."""
         self._refuse_what_cannot_be()
 
+    @abstractmethod
     def _batch_of(self, found: Candidates[S]) -> T:
         """Make a batch of its candidates."""
-        raise NotImplementedError
-
-    def _cut(self, found: Candidates[S], offset: int, goal: int) -> tuple[Candidates[S], Rest | None]:
-        """Cut candidates into windows that hold `goal` tokens; `offset` tokens of the first row were used before."""
-        raise NotImplementedError
 
     @property
     def fingerprint(self) -> list[str]:
@@ -214,8 +218,8 @@ class BatchStream(Generic[S, T]):
 
     def _collect(self, size: int) -> tuple[Candidates[S], Cursor, bool]:
         """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""
-        wrapped, window = self._config.packing == "wrapped", self._config.max_length
-        goal = size * window if wrapped else size
+        wrapped = self._cut is not None
+        goal = size * self._config.max_length if wrapped else size
         cursor, found = self.cursor, Candidates[S]()
         draw, filled, end = cursor.draw, 0, self._pass_end()
         while filled < goal and (end is None or draw < end):
@@ -226,7 +230,7 @@ class BatchStream(Generic[S, T]):
             filled = found.tokens - cursor.offset if wrapped else found.rows
             end = self._pass_end()  # known as soon as a stream's end is
         rest, left = Rest(draw, 0), None
-        if wrapped:
+        if self._cut is not None:
             found, left = self._cut(found, cursor.offset, goal)
             rest = left or rest
         self._counts.update(found.counts)
@@ -306,11 +310,11 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         layout: Layout | None = None,
         limits: Limits | None = None,
     ) -> None:
-        super().__init__(rows, config, exchange, limits)
+        super().__init__(rows, config, exchange, limits, self._windows if config.packing == "wrapped" else None)
         self._layout = layout or Layout()
 
     def _batch_of(self, found: Candidates[Example]) -> MiniBatch:
         return assemble(found, self._exchange, self._config, self._layout)
 
-    def _cut(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
+    def _windows(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
         return cut_windows(found, self._exchange, offset=offset, goal=goal, window=self._config.max_length)

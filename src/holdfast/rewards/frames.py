@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import struct
@@ -41,7 +42,7 @@ def read(descriptor: int, deadline: float | None = None) -> bytes | None:
 def _read_exactly(descriptor: int, size: int, deadline: float | None) -> bytes | None:
     pieces: list[bytes] = []
     while size > 0:
-        if deadline is not None and not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if deadline is not None and not _is_readable(descriptor, max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         piece = os.read(descriptor, min(size, _CHUNK_BYTES))
         if not piece:
@@ -49,6 +50,12 @@ def _read_exactly(descriptor: int, size: int, deadline: float | None) -> bytes |
         pieces.append(piece)
         size -= len(piece)
     return b"".join(pieces)
+
+
+def _is_readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(math.ceil(1000 * seconds)))
 
 
 class Incoming:

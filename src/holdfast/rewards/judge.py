@@ -131,8 +131,8 @@ def _key(variable: str | None, name: str) -> str | None:
     if variable is None:
         return None
     # The one secret that may not stand in a YAML; everything else about a run does.
-    key = os.path.expandvars(f"${{{variable}}}")
-    if not key or key == f"${{{variable}}}":
+    key = os.environ.get(variable)
+    if not key:
         raise CannotStart(
             f"reward {name}: the environment variable {variable} is not set, and it is named as the judge's key. "
             f"Export {variable}, or remove api_key_variable."

@@ -5,7 +5,7 @@ Advantages are computed on groups, before packing; nothing that packing reorders
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,11 @@ from holdfast.training.rollouts import GroupFact, Rollout, parts_of, rewards_of,
 from holdfast.training.scoring import scored
 from holdfast.types import Example, MiniBatch, Trajectory
 
-COLUMNS: Mapping[str, Any] = {"advantages": np.float32, "sampler_logprobs": np.float32}
-"""What every token of a rollout carries."""
+
+def columns_of(config: GRPOConfig) -> dict[str, Any]:
+    """Return what every token of a rollout carries, and its type: advantages are as exact as the policy's weights."""
+    exact = np.float64 if config.model.dtype == "float64" else np.float32
+    return {"advantages": exact, "sampler_logprobs": np.float32}
 
 
 def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
@@ -36,10 +39,11 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
         found = batch_advantages(run.config, rollout.facts)
         row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
         groups = []
+        exact = columns_of(run.config)["advantages"]
         for group in rollout.groups:
             values = found[row[group.prompt.prompt_id]]
             trajectories = tuple(
-                replace(trajectory, advantages=np.where(trajectory.loss_mask, np.float32(value), np.float32(0)))
+                replace(trajectory, advantages=np.where(trajectory.loss_mask, value, 0.0).astype(exact))
                 for trajectory, value in zip(group.trajectories, values, strict=True)
             )
             groups.append(replace(group, trajectories=trajectories))
@@ -63,7 +67,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
     layout = replace(
         layout_of(run),
-        columns=COLUMNS,
+        columns=columns_of(run.config),
         constant_length=run.config.rollout.max_new_tokens,
         shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
     )
