@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -108,6 +109,26 @@ def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> li
         if there != wanted or any((name, offsets) not in stored for offsets, _ in wanted):
             found.append(name)
     return found
+
+
+def chunk_from(data: bytes) -> Tensor | None:
+    """Return the tensor that DCP stored as these bytes; None if they are none of its."""
+    try:
+        part: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
+        return None
+    return part if isinstance(part, Tensor) else None
+
+
+def stored_chunk(storage: Storage, path: str, info: Any) -> Tensor | None:
+    """Return one stored chunk, `info` of DCP's metadata saying where in the file it is; None if it cannot be read."""
+    try:
+        with storage.open(path) as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+    except (OSError, ValueError, OverflowError):
+        return None
+    return chunk_from(data)
 
 
 def one_process_is_meant() -> None:

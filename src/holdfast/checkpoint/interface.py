@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from holdfast.checkpoint import reader, rehearsal, verification
 from holdfast.checkpoint.layout import step_of
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.reader import Declared, Loaded
+from holdfast.checkpoint.matching import Declared
+from holdfast.checkpoint.reader import Loaded
 from holdfast.checkpoint.rehearsal import Report
 from holdfast.checkpoint.snapshot import hold, set_random_state, take
 from holdfast.checkpoint.storage import Storage, open_storage

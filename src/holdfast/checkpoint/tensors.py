@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata
+from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, stored_chunk
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP
@@ -68,16 +67,7 @@ class StoredCheckpoint:
         return found
 
     def _read_chunk(self, info: Any) -> Tensor | None:
-        if info is None:
-            return None
-        try:
-            with self.storage.open(f"{self.name}/{DCP}/{info.relative_path}") as file:
-                file.seek(info.offset)
-                data = io.BytesIO(file.read(info.length))
-            part: Tensor = torch.load(data, map_location="cpu", weights_only=True)
-        except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
-            return None
-        return part
+        return None if info is None else stored_chunk(self.storage, f"{self.name}/{DCP}/{info.relative_path}", info)
 
     def model_headers(self, dtype: torch.dtype | None) -> dict[str, Header]:
         """Return name and shape of every model tensor, with floating-point dtypes replaced by `dtype` if given."""

@@ -8,15 +8,13 @@ tensors  every chunk of every tensor, read through DCP   (`holdfast checkpoint v
 from __future__ import annotations
 
 import errno
-import io
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import torch
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, without_chunks
+from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, stored_chunk, without_chunks
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.foreign import describe_foreign
 from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
@@ -164,19 +162,9 @@ def _differing(
         if files is not None and f"{DCP}/{info.relative_path}" not in files:
             continue
         expected = wanted.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
-        if _hash_stored(storage, f"{name}/{DCP}/{info.relative_path}", info) != expected:
+        chunk = stored_chunk(storage, f"{name}/{DCP}/{info.relative_path}", info)
+        if chunk is None or hash_tensor(chunk) != expected:
             yield index.fqn
-
-
-def _hash_stored(storage: Storage, path: str, info: Any) -> str | None:
-    """Return the hash of one stored chunk's bytes, or None if it cannot be read."""
-    try:
-        with storage.open(path) as file:
-            file.seek(info.offset)
-            data = io.BytesIO(file.read(info.length))
-        return hash_tensor(torch.load(data, map_location="cpu", weights_only=True))
-    except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
-        return None
 
 
 def check_tensors(storage: Storage, name: str, manifest: Manifest) -> None:

@@ -11,7 +11,8 @@ from holdfast.checkpoint.choose import Choice
 from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.layout import ASSETS
-from holdfast.checkpoint.reader import Declared, Loaded, load
+from holdfast.checkpoint.matching import Declared
+from holdfast.checkpoint.reader import Loaded, load
 from holdfast.checkpoint.snapshot import set_random_state
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.config.base import leaves

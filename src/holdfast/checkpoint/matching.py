@@ -1,0 +1,158 @@
+"""What is in a checkpoint must match what it is loaded into: names, shapes, dtypes, which parameters are trained, the
+optimizer's class. Each deviation must be declared by pattern, and is recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
+from holdfast.optim.state import names_of, qualified_name
+from holdfast.parallel.materialise import local_part
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Deviations a user allows, as patterns of canonical parameter names."""
+
+    add: Sequence[str] = ()
+    """In the model, not in the checkpoint: keep what they are."""
+    drop: Sequence[str] = ()
+    """In the checkpoint, not in the model: leave behind."""
+    cast: Sequence[str] = ()
+    """Stored in another dtype: convert."""
+    freeze: Sequence[str] = ()
+    """Trained then, frozen now: leave their optimizer state behind."""
+    unfreeze: Sequence[str] = ()
+    """Frozen then, trained now: start without optimizer state."""
+
+
+class Wanted(NamedTuple):
+    """One stored tensor, and the sharding in which this rank wants its part."""
+
+    live: Tensor
+    entry: TensorEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The stored one."""
+        found: torch.dtype = getattr(torch, self.entry.dtype)
+        return found
+
+    @property
+    def stored_hash(self) -> str | None:
+        """Hash of this rank's part, if this very part was saved as a chunk."""
+        place = chunk_of(self.live)
+        return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == place), None)
+
+    def staging(self) -> Tensor:
+        """Return memory for this rank's part, in the live sharding.
+
+        Where this very part was saved as a chunk, its hash will say whether all of it was read; elsewhere the memory
+        shows what was not.
+        """
+        shape = local_part(self.live).shape
+        hashed = self.stored_hash is not None
+        return like(self.live, torch.empty(shape, dtype=self.dtype) if hashed else poisoned(shape, self.dtype))
+
+
+@dataclass
+class Plan:
+    """What will be read, and what was allowed to differ."""
+
+    wanted: dict[str, Wanted] = field(default_factory=dict)
+    """By DCP name."""
+    deviations: list[str] = field(default_factory=list)
+    kept: int = 0
+    """Frozen tensors that the checkpoint leaves to the model."""
+    refused: list[str] = field(default_factory=list)
+
+
+def plan_model(
+    plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
+) -> None:
+    """Plan what the model takes, and note what it refuses."""
+    stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
+    live = model_tensors(model)
+    partial = TRAINED in manifest.contents
+    for key in sorted({*stored, *live}):
+        name = key.removeprefix(MODEL)
+        if key not in stored:
+            _plan_missing(plan, name, parameters.get(name), partial, declared)
+        elif key not in live:
+            _allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
+        elif tuple(live[key].shape) != stored[key].shape:
+            plan.refused.append(f"{name} is {list(stored[key].shape)} there and {list(live[key].shape)} here")
+        else:
+            _plan_tensor(plan, key, live[key], stored[key], declared)
+            trained = name in parameters and parameters[name].requires_grad
+            if name in parameters and trained != stored[key].requires_grad:
+                patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
+                words = "frozen then and is trained now" if trained else "trained then and is frozen now"
+                _allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+
+
+def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
+    """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
+    if partial and parameter is not None and not parameter.requires_grad:
+        plan.kept += 1
+    else:
+        _allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+
+
+def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
+    wanted = plan.wanted[key] = Wanted(live, entry)
+    name = key.removeprefix(MODEL)
+    if wanted.dtype != live.dtype:
+        here = str(live.dtype).removeprefix("torch.")
+        _allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
+
+
+def plan_optimizer(
+    plan: Plan, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], manifest: Manifest
+) -> None:
+    """Plan what the optimizer takes, and note what it refuses."""
+    if manifest.optimizer is None:
+        plan.refused.append(
+            "the checkpoint has no optimizer state (it holds "
+            f"{', '.join(manifest.contents)}). To start a new run from its weights, set init_from instead of resuming"
+        )
+        return
+    if manifest.optimizer["kind"] != qualified_name(optimizer):
+        plan.refused.append(f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}")
+        return
+    names = names_of(optimizer, parameters)
+    for key, entry in manifest.tensors.items():
+        if not key.startswith(OPTIM):
+            continue
+        name = key.removeprefix(OPTIM).rpartition(".")[0]
+        parameter = parameters.get(name)
+        if parameter is None or id(parameter) not in names or not parameter.requires_grad:
+            continue  # the parameter's own deviation was declared, or refused above
+        sharded = entry.shape == tuple(parameter.shape)
+        plan.wanted[key] = Wanted(parameter.data if sharded else torch.empty(entry.shape), entry)
+
+
+def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return memory that shows if it was not written: NaN, or zero for types that have none."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
+
+
+def _allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+    if any(re.search(pattern, name) for pattern in patterns):
+        plan.deviations.append(f"{what} ({flag})")
+    else:
+        plan.refused.append(f"{what} (allow it with {flag})")
+
+
+def refusal(place: str, refused: Sequence[str]) -> str:
+    """Return the paragraph about a checkpoint that does not fit."""
+    more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
+    return f"{place} does not fit this run: {'; '.join(refused[:4])}{more}. Nothing was changed."
