@@ -171,16 +171,27 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
-def describe(snapshot: Snapshot) -> dict[str, TensorEntry]:
-    """Return this rank's part of every tensor, hashed."""
-    found = {}
+class Described(NamedTuple):
+    """What a rank says of its part of a snapshot."""
+
+    tensors: dict[str, TensorEntry]
+    finite: bool
+    """Whether no floating-point number in it is NaN or infinite."""
+
+
+def describe(snapshot: Snapshot) -> Described:
+    """Hash this rank's part of every tensor, and look for NaN and infinity while it is in the processor's cache."""
+    found: dict[str, TensorEntry] = {}
+    finite = True
     for name, tensor in snapshot.tensors.items():
         offsets, sizes = chunk_of(tensor)
         local = local_part(tensor)
         chunks = (Chunk(offsets, sizes, hash_tensor(local)),) if local.numel() or not tensor.numel() else ()
         dtype = str(tensor.dtype).removeprefix("torch.")
         found[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
-    return found
+        if finite and local.is_floating_point() and local.numel():
+            finite = bool(torch.isfinite(torch.stack(torch.aminmax(local))).all())
+    return Described(found, finite)
 
 
 def outline(snapshot: Snapshot) -> dict[str, tuple[tuple[int, ...], str, bool]]:
@@ -189,13 +200,6 @@ def outline(snapshot: Snapshot) -> dict[str, tuple[tuple[int, ...], str, bool]]:
         name: (tuple(tensor.shape), str(tensor.dtype), name in snapshot.trained)
         for name, tensor in snapshot.tensors.items()
     }
-
-
-def is_finite(snapshot: Snapshot) -> bool:
-    """Return whether no floating-point tensor of this rank holds NaN or infinity."""
-    parts = [local_part(tensor) for tensor in snapshot.tensors.values() if tensor.is_floating_point()]
-    parts = [part for part in parts if part.numel()]
-    return all(bool(torch.isfinite(torch.stack(torch.aminmax(part))).all()) for part in parts)
 
 
 class RandomState(NamedTuple):

@@ -24,11 +24,18 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from holdfast.checkpoint.dcp_files import METADATA, Writer, one_process_is_meant, read_dcp_metadata, without_chunks
+from holdfast.checkpoint.dcp_files import (
+    METADATA,
+    Writer,
+    one_process_is_meant,
+    read_dcp_metadata,
+    without_chunks,
+    without_crc32,
+)
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import Snapshot, describe, is_finite, outline
+from holdfast.checkpoint.snapshot import Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
@@ -92,7 +99,7 @@ def commit(
         with _together(ranks, "rank state"):
             files |= _write_small(snapshot, storage, staging, ranks.rank)
         reached("collect")
-        everything = ranks.gather((files, describe(snapshot), is_finite(snapshot)))
+        everything = ranks.gather((files, describe(snapshot)))
         manifest: Manifest | None = None
         with _together(ranks, "manifest"):
             if ranks.rank == 0:
@@ -178,7 +185,8 @@ def _write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: Pro
     if ranks.size == 1:
         one_process_is_meant()
     try:
-        dcp_save(dict(snapshot.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+        with without_crc32():
+            dcp_save(dict(snapshot.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
     except CheckpointException as error:  # torch raises it on every rank, with the causes by rank
         rank, (cause, _) = next(iter(error.failures.items()))
         raise SaveFailed(f"rank {rank} could not save in phase 'shards': {_reason(cause)}.") from error
@@ -203,10 +211,15 @@ def _json(value: Any) -> bytes:
 
 
 def _manifest(
-    snapshot: Snapshot, about: About, storage: Storage, staging: str, everything: list[Any], seconds: float
+    snapshot: Snapshot,
+    about: About,
+    storage: Storage,
+    staging: str,
+    everything: list[tuple[dict[str, FileEntry], Described]],
+    seconds: float,
 ) -> Manifest:
-    files = {name: entry for theirs, _, _ in everything for name, entry in theirs.items()}
-    tensors = merge([described for _, described, _ in everything])
+    files = {name: entry for theirs, _ in everything for name, entry in theirs.items()}
+    tensors = merge([described.tensors for _, described in everything])
     _check_written(storage, staging, files, tensors)
     return Manifest(
         run_id=about.run_id,
@@ -221,7 +234,7 @@ def _manifest(
         metrics=dict(about.metrics),
         parent=about.parent,
         parent_step=about.parent_step,
-        finite=all(finite for _, _, finite in everything),
+        finite=all(described.finite for _, described in everything),
         deviations=about.deviations,
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
