@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from holdfast.models.conversion import plan_incoming, plan_outgoing
 from holdfast.models.names import tied_names
 from holdfast.models.safetensors_files import StoredTensors, index_json, plan_files, write_file
 from holdfast.models.weights_in import StoredSource
-from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.parallel.stream import Pieces, converted_tensors, headers_of, held_tensors
 from tests.models.cases import import_and_export
 from tests.models.directories import KINDS, filled, model_of, tensors_in, write_directory
 
@@ -29,6 +30,12 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+def whole(tensors: Iterator[tuple[str, Pieces]]) -> dict[str, torch.Tensor]:
+    """Join the pieces of each tensor."""
+    found = {name: list(pieces) for name, pieces in tensors}
+    return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in found.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +54,7 @@ def test_what_comes_in_goes_out_byte_by_byte(tmp_path: Path, kind: str) -> None:
 
     held = held_tensors(policy)
     conversions = plan_outgoing(origin.skeleton, headers_of(held, None), origin.used_conversions)
-    found = dict(converted_tensors(held, conversions, None, keep=True))
+    found = whole(converted_tensors(held, conversions, None, keep=True))
 
     assert_same_tensors(found, tensors_in(tmp_path))
 
@@ -60,7 +67,7 @@ def test_a_model_of_no_directory_goes_out_under_the_names_transformers_uses(tmp_
 
     conversions = plan_outgoing(saved, headers_of(held, None), None)
 
-    assert_same_tensors(dict(converted_tensors(held, conversions, None, keep=True)), tensors_in(tmp_path))
+    assert_same_tensors(whole(converted_tensors(held, conversions, None, keep=True)), tensors_in(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3"])
@@ -119,7 +126,7 @@ def test_our_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
         "f": torch.tensor([True, False]),
     }
     with (tmp_path / "ours.safetensors").open("wb") as file:
-        write_file(file, headers_of(tensors, None), iter(tensors.items()))
+        write_file(file, headers_of(tensors, None), ((name, iter([tensor])) for name, tensor in tensors.items()))
 
     assert_same_tensors(tensors_in(tmp_path), tensors)
     assert int.from_bytes((tmp_path / "ours.safetensors").read_bytes()[:8], "little") % 8 == 0  # as the format advises
@@ -215,7 +222,7 @@ def test_the_names_of_one_directory_do_not_leak_into_the_next(tmp_path: Path) ->
         policy, origin = filled(directory)
         held = held_tensors(policy)
         conversions = plan_outgoing(origin.skeleton, headers_of(held, None), origin.used_conversions)
-        assert_same_tensors(dict(converted_tensors(held, conversions, None, keep=True)), tensors_in(directory))
+        assert_same_tensors(whole(converted_tensors(held, conversions, None, keep=True)), tensors_in(directory))
 
 
 def test_float32_weights_are_exported_in_the_dtype_asked_for(tmp_path: Path) -> None:
@@ -223,7 +230,7 @@ def test_float32_weights_are_exported_in_the_dtype_asked_for(tmp_path: Path) -> 
     held = dict(saved.state_dict())
 
     conversions = plan_outgoing(saved, headers_of(held, torch.bfloat16), None)
-    found = dict(converted_tensors(held, conversions, torch.bfloat16, keep=True))
+    found = whole(converted_tensors(held, conversions, torch.bfloat16, keep=True))
 
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     half = held["model.layers.0.mlp.experts.gate_up_proj"][1, : found[name].shape[0]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from holdfast.checkpoint.storage import exchange
 from holdfast.errors import ConfigError, RunStopped
@@ -21,7 +21,7 @@ from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.stream import Holding, converted_tensors, headers_of, held_tensors
+from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
 
 EXPORTED_CONFIG = "holdfast.yaml"
 """The run's resolved configuration in an export, so that `holdfast eval EXPORT` needs nothing else."""
@@ -152,7 +152,7 @@ class _Contents:
     texts: dict[str, str]
 
 
-def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Tensor]], largest: int) -> None:
+def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Pieces]], largest: int) -> None:
     headers = contents.headers
     staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
     try:

@@ -2,15 +2,17 @@
 
 The format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON header with
 dtype, shape and byte range of every tensor, then the bytes. The library writes a file from a dictionary that holds all
-its tensors at once; ours writes each tensor as it comes and holds one.
+its tensors at once; ours writes each piece of a tensor as it comes, while the next one is on its way.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -167,11 +169,16 @@ def tensor_bytes(header: Header) -> int:
     return torch.Size(header.shape).numel() * header.dtype.itemsize
 
 
-def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator[tuple[str, Iterator[Tensor]]]) -> None:
     """Write one file from tensors that arrive in the order of `headers`; what follows them is left in the iterator.
 
+    Args:
+        file: Open for writing.
+        headers: Names, shapes and dtypes of its tensors.
+        tensors: Names, and each tensor in pieces of consecutive rows.
+
     Raises:
-        ValueError: A tensor has another name, shape or dtype than planned.
+        ValueError: A tensor has another name, size or dtype than planned.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -181,14 +188,49 @@ def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for name, header in headers.items():
-        given, tensor = next(tensors)
-        if given != name or tuple(tensor.shape) != header.shape or tensor.dtype != header.dtype:
-            raise ValueError(f"planned {name} {header}, got {given} {tuple(tensor.shape)} {tensor.dtype}")
-        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        del tensor  # the next one is gathered while it has a name
+    with _Behind(file) as behind:
+        behind.write(len(text).to_bytes(8, "little") + text)
+        for name, header in headers.items():
+            given, pieces = next(tensors)
+            left = tensor_bytes(header)
+            for piece in pieces:
+                left -= piece.numel() * piece.element_size()
+                if given != name or piece.dtype != header.dtype or left < 0:
+                    raise ValueError(f"planned {name} {header}, got {given} {tuple(piece.shape)} {piece.dtype}")
+                behind.write(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                del piece  # the next one is gathered while it has a name
+            if left:
+                raise ValueError(f"planned {name} {header}, and {left} bytes of {given} are missing")
+
+
+class _Behind:
+    """Writes one piece in a thread of its own while the next is gathered, and asks the disk to begin at once."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+        if self._last is not None and error[0] is None:
+            self._last.result()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Take the next piece as soon as the one before is written; raise what went wrong with that."""
+        if self._last is not None:
+            self._last.result()
+        self._last = self._thread.submit(self._write, data)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        start = self._file.tell()
+        self._file.write(data)
+        self._file.flush()
+        if hasattr(os, "posix_fadvise"):  # starts writing what is not on the disk yet, and waits for nothing
+            os.posix_fadvise(self._file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
 
 
 def index_json(files: Mapping[str, list[str]], headers: Mapping[str, Header]) -> str:

@@ -77,13 +77,13 @@ def full_tensor(tensor: Holding) -> Tensor:
 
 
 @torch.no_grad()
-def first_rank_s_tensor(tensor: Holding) -> Tensor | None:
+def whole_on_first(tensor: Holding) -> Tensor | None:
     """Return the whole tensor on rank 0 and None elsewhere; every rank calls this for the same tensors in order.
 
     Shards travel straight into their rows, so rank 0 holds one tensor and the others nothing but their shards.
     """
     if isinstance(tensor, Merged):
-        parts = [first_rank_s_tensor(part) for part in (tensor.base, tensor.a, tensor.b)]
+        parts = [whole_on_first(part) for part in (tensor.base, tensor.a, tensor.b)]
         base, a, b = parts
         return None if base is None or a is None or b is None else merged(base, a, b, tensor.scale)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -95,6 +95,34 @@ def first_rank_s_tensor(tensor: Holding) -> Tensor | None:
     if rank in owners and local.numel():
         dist.send(local.contiguous(), 0)
     return None
+
+
+@torch.no_grad()
+def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
+    """Yield a tensor's rows on rank 0, shard by shard as they lie, and nothing elsewhere.
+
+    Every rank walks through this for the same tensors in order; a shard travels when it is asked for.
+    """
+    if not isinstance(tensor, DTensor):
+        whole = whole_on_first(tensor)
+        if whole is not None:
+            yield whole
+        return
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    local, owners = tensor.to_local().detach(), _owners(tensor)
+    if rank in owners and rank != 0 and local.numel():
+        dist.send(local.contiguous(), 0)
+    rows = -(-tensor.shape[0] // len(owners))
+    for place, owner in enumerate(owners if rank == 0 else ()):
+        count = min(rows, tensor.shape[0] - place * rows)
+        if count <= 0:
+            return
+        if owner == 0:
+            yield local
+        else:
+            part = torch.empty(count, *tensor.shape[1:], dtype=local.dtype, device=local.device)
+            dist.recv(part, owner)
+            yield part
 
 
 def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
@@ -130,10 +158,16 @@ def live_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, full_tensor(tensor)
 
 
+Pieces = Iterator[Tensor]
+"""Consecutive rows of one tensor, each piece as it arrives; of a tensor without dimensions, the tensor."""
+
+
 def converted_tensors(
     held: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Pieces]]:
     """Yield tensors under the names of the model's directory, gathering one group at a time.
+
+    Pieces must be used before the next tensor is asked for; those that were not are gathered and lost.
 
     Args:
         held: From `held_tensors`.
@@ -142,6 +176,13 @@ def converted_tensors(
         keep: Whether this is rank 0, which gets the tensors; others send their shards and yield nothing.
     """
     for conversion in conversions:
+        if conversion.renames_only:
+            pieces = (_cast(piece, dtype) for piece in pieces_on_first(held[conversion.sources[0]]))
+            if keep:
+                yield next(iter(conversion.targets)), pieces
+            for _ in pieces:
+                pass
+            continue
         gathered = _gathered(held, conversion.sources, dtype)
         if keep:
             # No name may hold a tensor that was handed out while the next one is gathered.
@@ -149,17 +190,21 @@ def converted_tensors(
         del gathered
 
 
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 def _gathered(held: Mapping[str, Holding], names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return whole tensors, cast if asked to, on rank 0; nothing elsewhere."""
     found = {}
     for name in names:
-        tensor = first_rank_s_tensor(held[name])
+        tensor = whole_on_first(held[name])
         if tensor is not None:
-            found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            found[name] = _cast(tensor, dtype)
     return found
 
 
-def _handed_out(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _handed_out(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Pieces]]:
     while tensors:
         name = next(iter(tensors))
-        yield name, tensors.pop(name)
+        yield name, iter([tensors.pop(name)])
