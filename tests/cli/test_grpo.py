@@ -19,6 +19,7 @@ from tests.cli.warm import Done, WarmPython
 
 REWARDS = """
 import os, sys, time
+from pathlib import Path
 
 def even(completion_ids):
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
@@ -39,6 +40,7 @@ def hangs(completion, sample_id):
     return 1.0
 
 def slow(completion):
+    Path("asked").touch()
     time.sleep(3)
     return 1.0
 """
@@ -173,7 +175,7 @@ def test_sigterm_while_rewards_are_made_ends_in_time(tmp_path: Path, policy: dic
     write_run(tmp_path / "run.yaml", slow)
     run = LiveRun(tmp_path, verb="grpo")
     try:
-        run.wait_for(lambda: "rehearsal" in (tmp_path / "out.txt").read_text())
+        run.wait_for((tmp_path / "asked").exists)
         run.terminate()
         done, seconds = run.end(60)
     finally:
@@ -182,6 +184,8 @@ def test_sigterm_while_rewards_are_made_ends_in_time(tmp_path: Path, policy: dic
     assert done.code == 3, done.err
     assert seconds < 40
     assert run.processes() == {}
+    saved = [path.name for path in (tmp_path / "runs" / "run" / "checkpoints").glob("step-*")]
+    assert saved == ["step-00000001"], "the step whose rewards were made is the last, and is kept"
 
 
 def nothing_imports(folder: Path, tree: dict[str, Any]) -> None:

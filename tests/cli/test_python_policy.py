@@ -14,6 +14,8 @@ import holdfast
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.errors import ConfigError
+from holdfast.objectives.clip import Clip
+from holdfast.objectives.policy import PolicyGradient
 from tests.cli.conftest import TINY
 from tests.cli.test_python import said
 from tests.cli.warm import WarmPython, run
@@ -103,3 +105,20 @@ def test_a_python_call_for_several_ranks_names_the_verb_that_starts_them() -> No
         holdfast.grpo(
             settings("x", launch={"ranks": 2}), rows=[{"prompt": "a"}], rewards=one, model=object(), tokenizer=object()
         )
+
+
+def test_a_live_loss_beside_sections_that_would_not_act_is_refused(tmp_path: Path) -> None:
+    tree = {
+        "steps": 1,
+        "model": {"config": TINY, "tokenizer": "builtin:characters"},
+        "data": {"synthetic": {"task": "sort"}, "max_length": 32},
+        "rollout": {"max_new_tokens": 8},
+        "reward": "exact",
+        "kl": {"coefficient": 0.1},
+        "run": {"dir": str(tmp_path)},
+    }
+
+    with pytest.raises(ConfigError, match=r"kl: a loss of your own \(objective=\) takes nothing from this section"):
+        holdfast.grpo(tree, objective=PolicyGradient(Clip()))
+
+    assert not list(tmp_path.iterdir())

@@ -61,6 +61,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"updates": {"mini_batches": 5}}, "updates.mini_batches: data.batch_size=32 prompts cannot be dealt to 5"),
     ({"objective": "gspo"}, "data.average: token_mean weighs sequences by their length"),
     ({"data": {"path": "d", "overlong": "truncate"}}, "data.overlong: 'truncate' should be 'drop' or 'refuse'"),
+    (
+        {"data": {"path": "d", "train_on_prompt": True}},
+        "data.train_on_prompt: a rollout is trained on what",
+    ),
+    ({"data": {"path": "d", "append_eos": False}}, "data.append_eos: a rollout is trained on what"),
+    ({"data": {"path": "d", "rows": "text"}}, "data.rows: text is a shape of supervised rows"),
     ({"rollout": {"max_new_tokens": 1024}}, "leaves no room for a prompt in data.max_length=1024"),
     (
         {"groups": {"between": {"reward": "r", "low": 0.9, "high": 0.1}}},

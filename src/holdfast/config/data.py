@@ -176,3 +176,14 @@ class PromptDataConfig(DataConfig):
     """What happens to a prompt that leaves no room for max_new_tokens within max_length; dropped ones are counted."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit` lays whole sequences side by side; `none` pads, one sequence per row."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what supervised rows have and prompts have not."""
+        yield from super().mistakes()
+        for name in ("train_on", "train_on_prompt", "append_eos"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield name, "a rollout is trained on what the policy said, and on nothing of the row; leave it out"
+        for index, source in enumerate(self.all_sources()):
+            if source.rows != "auto":
+                key = f"sources.{index}.rows" if self.sources else "rows"
+                yield key, f"{source.rows} is a shape of supervised rows; leave it out, the columns tell"

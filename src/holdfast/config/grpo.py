@@ -110,11 +110,7 @@ class GRPOConfig(TrainingConfig):
             yield "groups.flat", "resample draws more prompts than a batch has, which the limits on batches forbid"
 
     def _learning(self) -> Iterator[Mistake]:
-        own = self.objective.kind == "path"
-        acting = [name for name in ("kl", "entropy") if own and getattr(self, name) != type(getattr(self, name))()]
-        acting += ["correction"] if own and self.correction.kind != "off" else []
-        acting += ["off_policy_mask"] if own and self.off_policy_mask.max_kl is not None else []
-        for name in acting:
+        for name in self.terms_of_ours() if self.objective.kind == "path" else ():
             yield name, "a loss of your own (objective.path) takes nothing from this section; write it into the loss"
         if self.objective.kind in {"gspo", "gspo_token"} and self.data.average != "sequence_mean":
             yield (
@@ -125,6 +121,12 @@ class GRPOConfig(TrainingConfig):
         repeated = repeated_labels(self.reward)
         if repeated:
             yield "reward", f"two rewards are called {repeated[0]}; give one of them a name"
+
+    def terms_of_ours(self) -> list[str]:
+        """Return the sections that change our losses and say something; a user's own loss takes nothing from them."""
+        found = [name for name in ("kl", "entropy") if getattr(self, name) != type(getattr(self, name))()]
+        found += ["correction"] if self.correction.kind != "off" else []
+        return found + (["off_policy_mask"] if self.off_policy_mask.max_kl is not None else [])
 
     def _reference(self) -> Iterator[Mistake]:
         lora = self.model.lora

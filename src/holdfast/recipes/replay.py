@@ -6,7 +6,9 @@ import tempfile
 from pathlib import Path
 
 from holdfast.checkpoint.choose import Choice
-from holdfast.checkpoint.find import one
+from holdfast.checkpoint.layout import step_name
+from holdfast.checkpoint.reader import verified_manifest
+from holdfast.checkpoint.storage import open_storage
 from holdfast.config.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
@@ -34,20 +36,18 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
         ConfigError: The step was not kept, or there is no checkpoint right before it.
     """
     kept = read_record(directory, step)
-    before = directory / FOLDER / f"step-{step - 1:08d}"
-    if step > 1 and not before.exists():
+    storage, before = open_storage(config.checkpoint.storage or directory / FOLDER), step_name(step - 1)
+    if step > 1 and not storage.exists(before):
         raise ConfigError(
-            f"Step {step} is made again from the checkpoint of step {step - 1}, and {before} does not exist. Keep "
+            f"Step {step} is made again from the checkpoint of step {step - 1}, and {storage.root} has none. Keep "
             "checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
         apart = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
         run = build_policy_run(apart, kept.base, world, lambda _: [])
         if step > 1:
-            stored = one(str(before))
-            resume(
-                run, stored.storage, Choice(stored.name, stored.manifest, f"weights of step {step - 1}"), run.exchange
-            )
+            manifest = verified_manifest(storage, before, run.exchange)
+            resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.exchange)
         run.objective = controlled_objective(run)
         metrics = learn(run, kept.rollout)
         run.exchange.close()

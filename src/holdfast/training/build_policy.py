@@ -70,6 +70,14 @@ def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score:
 
 
 def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, live: Live) -> Evaluation:
+    if live.objective is not None:
+        compares = getattr(live.objective, "needs_reference", False)
+        for section in config.terms_of_ours():
+            if section != "kl" or not compares:  # that of a loss which compares says that there is a reference
+                raise ConfigError(
+                    f"{section}: a loss of your own (objective=) takes nothing from this section. Write it into the "
+                    "loss, and leave the section out."
+                )
     objective = live.objective or together(exchange, lambda: policy_objective(config, base))
     return build_model(config, base, world, exchange, live, objective)
 
@@ -104,7 +112,8 @@ def _check_positions(config: GRPOConfig, measured: Evaluation) -> None:
     text = measured.origin.skeleton.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     longest = config.data.max_length - config.rollout.max_new_tokens
-    asked = config.evaluation.sampling.max_new_tokens if config.evaluation.sets else None
+    evaluated = config.evaluation.sets or config.data.validation_split > 0
+    asked = config.evaluation.sampling.max_new_tokens if evaluated else None
     needed = {"data.max_length": config.data.max_length, "evaluation.sampling.max_new_tokens": longest + (asked or 0)}
     for key, tokens in needed.items():
         if positions is not None and tokens > positions:

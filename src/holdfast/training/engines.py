@@ -35,6 +35,11 @@ def build_engine(measured: Evaluation, kind: EngineKind = "auto", rows: int = 51
         )
     if can and kind != "transformers":
         return InProcessEngine(origin, device, dtype, stops, rows=rows)
+    if kind == "auto" and measured.world.is_first:
+        why = origin.family.why_not_packed or "data.packing or model.attention says so"
+        print(
+            f"rollouts by transformers' generate, which is slower: {origin.family.name} is padded ({why})", flush=True
+        )
     return TransformersEngine(origin, device, dtype, stops, pad_token(tokenizer), rows)
 
 
