@@ -33,6 +33,8 @@ class World:
     device: torch.device
     failure: FailureChannel
     """Tells the others why this rank failed, and learns why another did."""
+    local_size: int | None = None
+    """Ranks on this machine; None where nobody said."""
     break_resume: str | None = None
     """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
 
@@ -77,7 +79,8 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     try:
         channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
         with channel.guard():
-            yield World(rank, size, local_rank, device, channel, os.environ.get(BREAK_VARIABLE))
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+            yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE))
             dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
     finally:
         dist.destroy_process_group()

@@ -40,7 +40,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         yield here.score
         return
     if section.workers == "auto":
-        cores = len(os.sched_getaffinity(0)) // max(1, world.size)
+        cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
         section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
     exchange = open_exchange(config)
     scorer = together(exchange, lambda: Scorer(config.reward, section, base, world, _logs(config, world)))
