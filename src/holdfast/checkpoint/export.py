@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.checkpoint.manifest import NAME as MANIFEST
 from holdfast.checkpoint.storage import exchange
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.build import Blueprint
@@ -131,8 +132,9 @@ def check_target(directory: Path) -> None:
     """Refuse to replace anything but an export.
 
     Raises:
-        ConfigError: Something else stands there.
+        ConfigError: Something else stands there, or it lies inside a checkpoint.
     """
+    check_outside(directory)
     if not directory.exists():
         return
     if directory.resolve() == Path.cwd() or not directory.is_dir():
@@ -141,6 +143,17 @@ def check_target(directory: Path) -> None:
         raise ConfigError(
             f"{directory} holds other things than an export, which would be deleted. Name a new directory."
         )
+
+
+def check_outside(place: Path) -> None:
+    """Refuse to write into a checkpoint: it would not be what its manifest says any more.
+
+    Raises:
+        ConfigError: One of the directories above is a checkpoint.
+    """
+    above = next((folder for folder in place.resolve().parents if (folder / MANIFEST).exists()), None)
+    if above is not None:
+        raise ConfigError(f"{place} lies inside the checkpoint {above}, which would be damaged. Name another place.")
 
 
 @dataclass(frozen=True)
@@ -229,9 +242,14 @@ def replace_directory(staging: Path, directory: Path) -> None:
         staging.rename(directory)
     elif not directory.exists():
         staging.rename(directory)
-    descriptor = os.open(directory.parent, os.O_RDONLY)
+    sync_directory(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,19 @@ import torch
 import yaml
 from torch import Tensor
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
-from holdfast.checkpoint.export import EXPORTED_CONFIG, write_model
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.export import (
+    EXPORTED_CONFIG,
+    ExportFailed,
+    check_outside,
+    check_target,
+    sync_directory,
+    write_model,
+)
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
+from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
 from holdfast.config.lora import LoRAConfig
 from holdfast.config.model import ModelConfig
@@ -53,6 +65,8 @@ def export_stored(
         ExportFailed: Writing failed, or what was written reads back differently.
     """
     last = checkpoints[-1]
+    check_target(directory)
+    _check_writable(directory)
     if TRAINED in last.manifest.contents:
         raise NoCheckpoint(
             f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. Use the "
@@ -63,7 +77,7 @@ def export_stored(
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
         held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
         write_model(
-            held,
+            _Read(held, last),
             headers,
             origin,
             directory,
@@ -72,6 +86,45 @@ def export_stored(
             largest_file_bytes=largest_file_bytes,
             extra_files=texts,
         )
+
+
+def _check_writable(place: Path) -> None:
+    """Refuse a place that cannot be written before anything is read.
+
+    Raises:
+        ConfigError: The nearest directory above is none, or not this user's to write.
+    """
+    above = next(folder for folder in place.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"{place} cannot be written: {above} is no directory that this user can write to.")
+
+
+@contextmanager
+def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{checkpoint.path} cannot be read any more: {error.strerror or error}. If its run goes on, retention may "
+            "have deleted it: keep a checkpoint with `holdfast checkpoint pin` before it is exported."
+        ) from error
+
+
+class _Read(Mapping[str, Tensor]):
+    """Tensors of a checkpoint that may be deleted while they are read."""
+
+    def __init__(self, held: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
+        self._held, self._checkpoint = held, checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _reading(self._checkpoint):
+            return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def _held(
@@ -125,7 +178,8 @@ def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
         if file.startswith(prefix):
             place = folder / file.removeprefix(prefix)
             place.parent.mkdir(parents=True, exist_ok=True)
-            data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
+            with _reading(checkpoint):
+                data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
             if hash_bytes(data) != checkpoint.manifest.files[file].hash:
                 raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
             place.write_bytes(data)
@@ -156,9 +210,40 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
     """Write {"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "param_groups": [...]}}.
 
     The whole state is in memory at once; `torch.load(path, weights_only=True)` reads it.
+
+    Raises:
+        ConfigError: The name is taken, or lies where nothing can be written.
+        ExportFailed: Writing failed; nothing was left.
     """
+    check_outside(path)
     if path.exists():
-        raise ConfigError(f"{path} exists. Remove it, or name another file.")
+        raise _taken(path)
+    _check_writable(path)
+    with _reading(checkpoint):
+        state = _whole_state(checkpoint)
+    staging = path.with_name(f".staging-{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        rename_new(staging, path)
+        sync_directory(path.parent)
+    except FileExistsError:
+        raise _taken(path) from None
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
+        raise ExportFailed(f"{path} could not be written: {error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            staging.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(f"{path} exists. Remove it, or name another file.")
+
+
+def _whole_state(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     model = {key.removeprefix(MODEL): checkpoint.read(key) for key in manifest.tensors if key.startswith(MODEL)}
     state: dict[str, dict[str, Any]] = {}
@@ -175,7 +260,4 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
             | {key: decode(value) for key, value in group["hyperparameters"].items()}
             for group in manifest.optimizer["groups"]
         ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.staging")
-    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, staging)
-    staging.replace(path)
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}

@@ -106,14 +106,17 @@ def diff(
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
     from holdfast.checkpoint import find
     from holdfast.checkpoint.compare import differences
+    from holdfast.checkpoint.verification import verify
 
-    found = 0
-    for line in differences(find.one(first), find.one(second)):
+    found, both = 0, (find.one(first), find.one(second))
+    for line in differences(*both):
         typer.echo(line)
         found += 1
         if not everything:
             break
     if not found:
+        for checkpoint in both:  # what was compared so far is what the manifests say
+            verify(checkpoint.storage, checkpoint.name, "files")
         typer.echo("identical")
     raise typer.Exit(1 if found else 0)
 
