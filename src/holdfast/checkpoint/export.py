@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,23 @@ ASSETS = (
 """Copied byte for byte from where the model came from."""
 
 
+Reached = Callable[[str], object]
+PHASES = ("tensors", "assets", "read back", "publish", "published")
+"""Of writing an export; what crash tests stop at."""
+
+
 class ExportFailed(RunStopped):  # noqa: N818 - the name says what happened
     """An export could not be written, or read back differently; nothing was left in its place."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model directory is written."""
+
+    dtype: torch.dtype | None
+    largest_file_bytes: int
+    texts: dict[str, str]
+    reached: Reached = lambda _: None
 
 
 def export(
@@ -50,6 +65,7 @@ def export(
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
     extra_files: Mapping[str, str] | None = None,
+    reached: Reached = lambda _: None,
 ) -> None:
     """Write `directory`; every rank calls this, rank 0 writes.
 
@@ -61,6 +77,7 @@ def export(
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
         extra_files: Texts to lay beside the weights, by file name.
+        reached: Told each of `PHASES` as it begins, on the rank that writes.
 
     Peak memory is one converted tensor. The directory appears whole or not at all; one that stood there is replaced.
 
@@ -68,16 +85,8 @@ def export(
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
     held = held_tensors(policy)
-    write_model(
-        held,
-        headers_of(held, dtype),
-        origin,
-        directory,
-        exchange,
-        dtype=dtype,
-        largest_file_bytes=largest_file_bytes,
-        extra_files=extra_files,
-    )
+    form = Form(dtype, largest_file_bytes, dict(extra_files or {}), reached)
+    write_model(held, headers_of(held, dtype), origin, directory, exchange, form)
 
 
 def write_model(
@@ -86,17 +95,15 @@ def write_model(
     origin: Blueprint,
     directory: Path,
     exchange: ProcessExchange,
-    *,
-    dtype: torch.dtype | None,
-    largest_file_bytes: int,
-    extra_files: Mapping[str, str] | None,
+    form: Form,
 ) -> None:
     """Do what `export` does with tensors that may be sharded, or be read only when they are asked for.
 
     Args:
         held: The model's tensors under their canonical names.
         held_headers: Their shapes, with the dtypes that are written.
-        origin, directory, exchange, dtype, largest_file_bytes, extra_files: As in `export`.
+        origin, directory, exchange: As in `export`.
+        form: The other arguments of `export`.
 
     Raises:
         ExportFailed: As `export`.
@@ -105,10 +112,10 @@ def write_model(
         if exchange.rank == 0:
             check_target(directory)
     conversions, headers = _planned(held_headers, origin)
-    tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
+    tensors = converted_tensors(held, conversions, form.dtype, keep=exchange.rank == 0)
     with exchange.together():
         if exchange.rank == 0:
-            _write(directory, _Contents(origin, headers, dict(extra_files or {})), tensors, largest_file_bytes)
+            _write(directory, origin, headers, tensors, form)
         else:
             for _ in tensors:
                 pass
@@ -156,35 +163,32 @@ def check_outside(place: Path) -> None:
         raise ConfigError(f"{place} lies inside the checkpoint {above}, which would be damaged. Name another place.")
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What a directory shall hold, the tensors' data aside."""
-
-    origin: Blueprint
-    headers: dict[str, Header]
-    texts: dict[str, str]
-
-
-def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Tensor]], largest: int) -> None:
-    headers = contents.headers
+def _write(
+    directory: Path, origin: Blueprint, headers: dict[str, Header], tensors: Iterator[tuple[str, Tensor]], form: Form
+) -> None:
     staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
-        files = plan_files(headers, largest)
+        form.reached("tensors")
+        files = plan_files(headers, form.largest_file_bytes)
         for name, members in files.items():
             with (staging / name).open("wb") as file:
                 write_file(file, {member: headers[member] for member in members}, tensors)
                 file.flush()
                 os.fsync(file.fileno())
+        form.reached("assets")
         if len(files) > 1:
             (staging / INDEX).write_text(index_json(files, headers), encoding="utf-8")
-        for name, text in contents.texts.items():
+        for name, text in form.texts.items():
             (staging / name).write_text(text, encoding="utf-8")
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
-        write_assets(staging, contents.origin, stored)
+        write_assets(staging, origin, stored)
+        form.reached("read back")
         _read_back(staging, files, headers)
+        form.reached("publish")
         replace_directory(staging, directory)
+        form.reached("published")
     except OSError as error:
         for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
             pass

@@ -107,13 +107,13 @@ class Session:
             self._outcome = error
 
     def _write(self, snapshot: Snapshot, about: About) -> Saved:
-        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self._reach)
+        notes: list[str] = []
+        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self._reach, told=notes.append)
         if self.read_back:
             self._verify(manifest)
         self._reach("retention")
         needed = {about.step} | ({self.resumed.step} if self.resumed is not None else set())
         deleted: list[int] = []
-        notes: list[str] = []
         if self.ranks.rank == 0:
             try:
                 deleted = prune(self.storage, self.retention, needed=needed)

@@ -20,6 +20,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, 
 from holdfast.checkpoint.export import (
     EXPORTED_CONFIG,
     ExportFailed,
+    Form,
     check_outside,
     check_target,
     sync_directory,
@@ -76,16 +77,8 @@ def export_stored(
         origin = _origin(last, Path(folder))
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
         held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
-        write_model(
-            _Read(held, last),
-            headers,
-            origin,
-            directory,
-            ProcessExchange(),
-            dtype=dtype,
-            largest_file_bytes=largest_file_bytes,
-            extra_files=texts,
-        )
+        form = Form(dtype, largest_file_bytes, texts)
+        write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
 
 
 def _check_writable(place: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.errors import CheckpointError, SaveFailed
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint, SaveFailed
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
@@ -149,7 +149,15 @@ class Checkpoints:
             self._deviations = loaded.deviations
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
-        elif self._config.init_from is not None:
+            return
+        lost = run.exchange.agree(directory.last_saved(run.directory) if run.world.is_first else None)
+        if lost is not None:
+            raise NoCheckpoint(
+                f"{run.directory} saved a checkpoint of step {lost}, and {self._storage.root} holds none: it was moved "
+                "or deleted, or is not mounted. Put it back, set checkpoint.storage to where it is, or choose another "
+                "run.name to start again from step 0."
+            )
+        if self._config.init_from is not None:
             start_from(run, self._config.init_from, self._ranks)
 
     def rehearse(self, requests: StopRequests) -> None:
@@ -168,12 +176,7 @@ class Checkpoints:
             self._rehearsed = report = rehearse(
                 self._storage, self._held, optimizer, self._ranks, keep=config.keep.last + _extra(config)
             )
-            deaf = requests.drill(run.exchange)
-        if deaf:
-            raise RehearsalFailed(
-                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, so a preempted run would "
-                "lose its last steps. Look for signal.signal in your observers and libraries."
-            )
+            self._drill(requests)
         words = report.describe(
             ranks=run.world.size,
             background=config.background,
@@ -186,16 +189,27 @@ class Checkpoints:
         )
         say(self._run, words, *([warning] if late else []))
 
-    def check_first_step(self) -> None:
-        """Rehearse again if the optimizer's real state is other than what was rehearsed.
+    def _drill(self, requests: StopRequests) -> None:
+        deaf = requests.drill(self._run.exchange)
+        if deaf:
+            raise RehearsalFailed(
+                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "
+                "run would lose its last steps. Look for signal.signal and pthread_sigmask in your code and libraries."
+            )
+
+    def check_first_step(self, requests: StopRequests) -> None:
+        """Drill again, and rehearse again if the optimizer's real state is other than what was rehearsed.
 
         Raises:
             RehearsalFailed: As `rehearse`.
         """
         run, before = self._run, self._rehearsed
-        if before is None or self._config.contents != "full":
+        if before is None:
             return
         self._rehearsed = None
+        self._drill(requests)  # by now the user's losses and models have run
+        if self._config.contents != "full":
+            return
         now = outline(take(self._held, run.optimizer))
         if any(run.exchange.gather(now != before.outline)):
             rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=self._config.keep.last)

@@ -40,6 +40,7 @@ def export_run(run: Run, name: str) -> str:
             dtype=_dtype(run),
             largest_file_bytes=run.config.checkpoint.export_shard_bytes,
             extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
+            reached=lambda name: run.world.failure.phase(f"export: {name}"),
         )
         lora = run.config.model.lora
         if lora is not None and not lora.train:  # peft's two files would lack what is trained whole
