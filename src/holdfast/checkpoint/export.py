@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.checkpoint.layout import STAGING, TRASH
 from holdfast.checkpoint.manifest import NAME as MANIFEST
 from holdfast.checkpoint.storage import exchange
 from holdfast.errors import ConfigError, RunStopped
@@ -166,7 +167,7 @@ def check_outside(place: Path) -> None:
 def _write(
     directory: Path, origin: Blueprint, headers: dict[str, Header], tensors: Iterator[tuple[str, Tensor]], form: Form
 ) -> None:
-    staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
+    staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
@@ -241,13 +242,20 @@ def replace_directory(staging: Path, directory: Path) -> None:
     old = staging
     if directory.exists() and not exchange(staging, directory):
         # A file system that cannot exchange: for a moment neither has the name.
-        old = directory.parent / f".trash-{directory.name}-{uuid.uuid4().hex[:8]}"
+        old = directory.parent / f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}"
         directory.rename(old)
         staging.rename(directory)
     elif not directory.exists():
         staging.rename(directory)
     sync_directory(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def clean_exports(folder: Path) -> None:
+    """Remove what exports that were killed left half written or half deleted; the caller holds the run's lease."""
+    for left in folder.glob(".*") if folder.is_dir() else ():
+        if left.name.startswith((STAGING, TRASH)):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def sync_directory(directory: Path) -> None:

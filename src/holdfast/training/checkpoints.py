@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint, SaveFailed
+from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
@@ -29,7 +30,7 @@ from holdfast.training import directory
 from holdfast.training.assets import run_assets
 from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
-from holdfast.training.exports import check_export
+from holdfast.training.exports import EXPORTS, check_export
 from holdfast.training.resume import resume, say, start_from
 from holdfast.training.run import Run
 
@@ -110,6 +111,7 @@ class Checkpoints:
                     directory.create(run.directory, run.config, run.config.verb)
                 named.append(directory.run_id(run.directory))
                 clean(self._storage)
+                clean_exports(run.directory / EXPORTS)
         return run.exchange.agree(named[0] if named else "")
 
     def __exit__(

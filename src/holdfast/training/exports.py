@@ -13,7 +13,7 @@ from holdfast.models.lora import peft_settings
 from holdfast.training import directory
 from holdfast.training.run import Run
 
-BEST = "best"
+EXPORTS, BEST = "exports", "best"
 
 
 def check_export(run: Run) -> None:
@@ -30,7 +30,7 @@ def export_run(run: Run, name: str) -> str:
 
     Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
     """
-    place = run.directory / "exports" / name
+    place = run.directory / EXPORTS / name
     with run.phase("export"):
         export(
             run.policy,
