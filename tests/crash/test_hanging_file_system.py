@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ while True:
                 held[file.stat().st_ino] = descriptor
     time.sleep(0.0002)
 """
-"""Takes a lease on rank 1's shard of step 2, as a file server does: whoever opens it then waits in the kernel."""
+"""Takes a lease on a shard of step 2, as a file server does: the rank that reads it back waits in the kernel."""
 
 QUICK = ("checkpoint.timeout_minutes=0.05", "steps=100000", "checkpoint.rehearsal.enabled=false")
 """Three seconds for a save, and half a minute for the ranks to notice it one after the other."""
@@ -99,13 +100,14 @@ def test_a_save_that_hangs_while_it_is_waited_for_is_named_with_its_rank_and_pha
     )
 
     assert code == 3, said
-    assert "Rank 0 hung in phase 'save'" in said
+    assert "a save has hung for more than 0.05 minutes: rank 0 in phase 'retention'." in said
+    assert "Traceback" not in said
     assert seconds < 120
     assert left_of(tmp_path) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(2, id="21-lease of a file server blocks rank 1's read back")])
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="21-lease of a file server blocks a rank that reads back")])
 def test_a_rank_that_hangs_while_it_reads_back_is_named(warm: WarmPython, tmp_path: Path, ranks: int) -> None:
     """The kernel breaks such a lease by force after 45 seconds, which is later than the run gives up."""
     if float(Path("/proc/sys/fs/lease-break-time").read_text()) < 45:
@@ -120,5 +122,5 @@ def test_a_rank_that_hangs_while_it_reads_back_is_named(warm: WarmPython, tmp_pa
         holder.wait()
 
     assert code == 3, said
-    assert "a save has hung for more than 0.05 minutes: rank 1 in phase 'read back'." in said
+    assert re.search(r"a save has hung for more than 0\.05 minutes: rank [01] in phase 'read back'\. Look", said)
     assert left_of(tmp_path) == []

@@ -81,6 +81,7 @@ class Checkpoints:
             background=self._config.background,
             read_back=self._config.read_back,
             reached=run.world.failure.in_background,
+            patience=self._wait_for_all,
         )
         self._held = hold(run.policy, frozen=self._config.frozen == "save")
         try:
@@ -291,7 +292,7 @@ class Checkpoints:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
         """
         try:
-            self._wait_together()
+            self._fail_together(self._wait_for_all())
             saved = self.session.collect()
         except CheckpointError as error:
             self._failures += 1
@@ -306,8 +307,8 @@ class Checkpoints:
         say(self._run, *(f"warning: {note}" for note in saved.notes))
         return [saved]
 
-    def _wait_together(self) -> None:
-        """Wait until the save in flight has ended on every rank; a rank that hangs in it is named on all.
+    def _wait_for_all(self) -> list[Status]:
+        """Wait until the save in flight has ended on every rank, and return how; one that hangs in it is named on all.
 
         Raises:
             SaveFailed: It has not ended long after the others gave up.
@@ -318,8 +319,7 @@ class Checkpoints:
             told = run.exchange.gather((session.status, session.phase, time.monotonic() > deadline))
             waiting = [rank for rank, (status, _, _) in enumerate(told) if status == "running"]
             if not waiting:
-                self._fail_together([status for status, _, _ in told])
-                return
+                return [status for status, _, _ in told]
             if told[0][2]:
                 session.abandon()
                 where = ", ".join(f"rank {rank} in phase {told[rank][1]!r}" for rank in waiting)
