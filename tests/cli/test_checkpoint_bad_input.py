@@ -360,3 +360,30 @@ def test_commands_beside_a_run_that_goes_on_see_whole_checkpoints_and_delete_non
     assert [done.code for done in looked + listed] == [0] * 12, looked
     assert not [done for done in listed if "damaged" in done.out]
     assert checkpoint("verify", "runs/run").code == 0
+
+
+def moved(place: Path) -> str:
+    for step in (1, 2, 3, 4):
+        (place / of_step(step)).rename(place / f"step-{step}")
+    return f"checkpoint.storage={place / 'runs/run/checkpoints'}"
+
+
+def another_storage(place: Path) -> str:
+    return f"checkpoint.storage={place / 'elsewhere'}"
+
+
+@pytest.mark.parametrize("lose", [moved, another_storage])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_again_at_step_0(
+    warm: WarmPython, place: Path, lose: Callable[[Path], str]
+) -> None:
+    storage = lose(place)
+    before = (place / "runs/run/metrics.jsonl").read_bytes()
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", "steps=5", storage, cwd=place)
+
+    assert done.code == 2, done
+    assert "runs/run saved a checkpoint of step 4, and " in done.err
+    assert "holds none: it was moved or deleted, or is not mounted." in done.err
+    assert "choose another run.name to start again from step 0." in done.err
+    assert "Traceback" not in done.err
+    assert (place / "runs/run/metrics.jsonl").read_bytes() == before
