@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.hashing import hash_bytes
+from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.conftest import Command, of_step
 from tests.cli.warm import WarmPython
 from tests.crash.disks import Remount, disk
@@ -387,3 +388,52 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_at_step_0(
     assert "choose another run.name to start again from step 0." in done.err
     assert "Traceback" not in done.err
     assert (place / "runs/run/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.config.hidden_size=32"], "other things than this run has (model: head_dim, hidden_size)"),
+        (["optim.kind=sgd"], "its optimizer is torch.optim.adamw.AdamW, this run's is torch.optim.sgd.SGD."),
+        (
+            ["model.config.num_hidden_layers=2", "checkpoint.resume.changed=[model]"],
+            "model.layers.1.mlp.down_proj.weight is in the model and not in the checkpoint (allow it with resume.add)",
+        ),
+    ],
+)
+def test_a_run_that_changed_its_model_or_optimizer_is_not_resumed(
+    warm: WarmPython, place: Path, overrides: list[str], words: str
+) -> None:
+    before = contents(place / "runs/run/checkpoints") | contents(place / "runs/run/exports")
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", "steps=5", *overrides, cwd=place)
+
+    assert done.code == 2, done
+    assert words in done.err
+    assert "Nothing was changed." in done.err
+    assert "Traceback" not in done.err
+    assert contents(place / "runs/run/checkpoints") | contents(place / "runs/run/exports") == before
+
+
+@pytest.mark.parametrize("verb", ["export", "average"])
+def test_code_that_lies_in_a_checkpoint_is_run_only_on_demand(checkpoint: Command, place: Path, verb: str) -> None:
+    assets, target = place / of_step(4) / "assets", place / "executed"
+    yaml = (assets / "holdfast.yaml").read_text()
+    (assets / "holdfast.yaml").write_text(yaml.replace("trust_remote_code: false", "trust_remote_code: true"))
+    config = json.loads((assets / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (assets / "config.json").write_text(json.dumps(config))
+    (assets / "evil.py").write_text(
+        f"import pathlib; pathlib.Path({str(target)!r}).touch()\n"
+        "from transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+    rewrite_manifest(place / of_step(4))
+
+    done = checkpoint(verb, of_step(4), "-o", "out")
+    executed = target.exists()
+    checkpoint(verb, of_step(4), "-o", "out", "--trust-remote-code")
+
+    assert done.code == 2
+    assert "Give --trust-remote-code if you trust whoever wrote this checkpoint." in done.err
+    assert not executed
+    assert target.exists(), "the code does nothing, so the test shows nothing"

@@ -50,6 +50,7 @@ def export_stored(
     *,
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
 
@@ -58,8 +59,10 @@ def export_stored(
         directory: Replaced if it exists.
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
+        trust_remote_code: Whether Python code that lies in the checkpoint may be run, where its model needs some.
 
     Raises:
+        ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
         CheckpointMismatch: The checkpoints hold different models.
         NoCheckpoint: The checkpoint lacks the files that describe its model.
@@ -74,7 +77,7 @@ def export_stored(
             "exports of its run: the same command writes one when it ends."
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
-        origin = _origin(last, Path(folder))
+        origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
         held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
         form = Form(dtype, largest_file_bytes, texts)
@@ -164,7 +167,7 @@ class _Adapted(Mapping[str, Tensor]):
         return len(self._headers)
 
 
-def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
+def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:
     """Describe the model from the small files in its checkpoint."""
     prefix = f"{ASSETS}/"
     for file in checkpoint.manifest.files:
@@ -182,6 +185,11 @@ def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
             "loop that made it, or use --format torch."
         )
     section = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"]
+    if section["trust_remote_code"] and not trust_remote_code:
+        raise ConfigError(
+            f"{checkpoint.path} says that its model comes with Python code of its own, which an export would run. "
+            "Give --trust-remote-code if you trust whoever wrote this checkpoint."
+        )
     config = ModelConfig(path=str(folder), trust_remote_code=section["trust_remote_code"])
     return described(config, folder, _stored_headers(folder / STORED_HEADERS))
 
