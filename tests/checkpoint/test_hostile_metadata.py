@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from holdfast import checkpoint
+from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.dcp_files import read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from tests.checkpoint.cases import load_into_other, save_after
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after
 from tests.checkpoint.damage import Touch, rewrite_manifest
+from tests.crash.processes import run_doomed
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +159,110 @@ def test_a_damaged_metadata_that_asks_for_gigabytes_gets_none(saved: Path, tmp_p
     assert refused.startswith("refused:")
     assert ".metadata is damaged: its hash is not the manifest's" in refused
     assert int(grown) < limit_mib
+
+
+BITS = tuple(1 << bit for bit in range(8))
+ASKS_FOR_MUCH = (b"r", b"\x8d", b"\x8e", b"\x96", b"B", b"X", b"\x95", b"T", b"\x8b")
+"""Opcodes of pickles that are followed by an amount of memory, or by a length."""
+
+
+def load_each_flip(world: World, directory: str, count: int) -> tuple[Counter[str], bool, int, list[str]]:
+    """Flip bits of the newest .metadata, at random and into every opcode that asks for memory; try to load each time.
+
+    Returns:
+        What came of it; whether the live model stayed as it was; by how many MiB memory grew; what is chosen then.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    newest = Path(directory) / "step-00000002"
+    file, chance = newest / "dcp/.metadata", random.Random(13)
+    data = file.read_bytes()
+    flips = [(chance.randrange(len(data)), 1 << chance.randrange(8)) for _ in range(count)]
+    flips += [(at, bit) for at, byte in enumerate(data) for bit in BITS if bytes([byte ^ bit]) in ASKS_FOR_MUCH][::40]
+    toy = build(world, seed=1)
+    optimizer = optimizer_of(toy)
+    before, memory = contents(toy, optimizer), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found: Counter[str] = Counter()
+    for at, bit in flips:
+        if world.is_first:
+            file.write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+        dist.barrier()
+        try:
+            checkpoint.load(str(newest), toy, optimizer)
+            found["loaded silently"] += 1
+        except CheckpointCorrupt as error:
+            found["named" if ".metadata is damaged: its hash is not the manifest's" in str(error) else str(error)] += 1
+        dist.barrier()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) // 1024
+    untouched = contents(toy, optimizer) == before
+    choice = newest_verified(LocalStorage(Path(directory)), ProcessExchange())
+    return found, untouched, grown, [] if choice is None else [choice.name, choice.words]
+
+
+@pytest.mark.parametrize("count", [pytest.param(200, id="13-bit flips in .metadata, loaded by 2 ranks")])
+def test_flips_in_metadata_are_refused_by_all_ranks_without_the_memory_they_ask_for(
+    pools: Any, tmp_path: Path, count: int
+) -> None:
+    for step in (1, 2):
+        pools(2).run(save_after, str(tmp_path / "run" / f"step-0000000{step}"), step)
+
+    ended = run_doomed(load_each_flip, 2, str(tmp_path / "run"), count)
+
+    assert [(end.code, end.error) for end in ended] == [(0, None)] * 2
+    for found, untouched, grown, chosen in (end.value for end in ended):
+        assert set(found) == {"named"}
+        assert found["named"] > count + 20
+        assert untouched
+        assert grown < 200
+        assert chosen[0] == "step-00000001"
+        assert "skipped step 2 (dcp/.metadata is damaged: its hash is not the manifest's" in chosen[1]
+
+
+def in_a_shard(copy: Path, target: Path) -> None:
+    """Replace the first stored tensor by an archive of torch's whose pickle creates a file."""
+    archive = io.BytesIO()
+    torch.save(Touch(target), archive)
+    metadata = pickle.loads((copy / "dcp/.metadata").read_bytes())
+    index = next(iter(metadata.storage_data))
+    info = metadata.storage_data[index]
+    shard = copy / "dcp" / info.relative_path
+    data = shard.read_bytes()
+    metadata.storage_data[index] = replace(info, offset=len(data), length=len(archive.getvalue()))
+    shard.write_bytes(data + archive.getvalue())
+    (copy / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_a_rank_s_state(copy: Path, target: Path) -> None:
+    (copy / "rank/rank-00001.json").write_bytes(pickle.dumps(Touch(target)))
+
+
+def in_the_run_s_state(copy: Path, target: Path) -> None:
+    (copy / "trainer.json").write_bytes(pickle.dumps(Touch(target)))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(in_a_shard, id="14-hostile tensor in a shard"),
+        pytest.param(in_a_rank_s_state, id="14-hostile state of a rank"),
+        pytest.param(in_the_run_s_state, id="14-hostile state of the run"),
+    ],
+)
+def test_a_hostile_pickle_anywhere_else_is_never_run_either(
+    pools: Any, saved: Path, tmp_path: Path, place: Callable[[Path, Path], None]
+) -> None:
+    target = tmp_path / "executed"
+    copy = Path(shutil.copytree(saved, tmp_path / "run" / saved.name))
+    place(copy, target)
+    rewrite_manifest(copy)
+
+    errors = pools(2).outcomes(load_into_other, str(copy), timeout_seconds=60)
+
+    assert not any(ok for ok, _ in errors)
+    assert {error[0] for _, error in errors} == {"CheckpointCorrupt"}
+    if place is in_a_shard:
+        with pytest.raises(CheckpointCorrupt):
+            checkpoint.verify(str(copy))
+    assert not target.exists()
 
 
 def test_a_flip_in_metadata_is_found_by_its_hash_before_it_is_read(saved: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 import yaml
 
 from tests.cli.warm import Done, WarmPython, run
+
+Command = Callable[..., Done]
+"""Runs `holdfast checkpoint ARGUMENTS`."""
 
 HOLDFAST = Path(sys.executable).parent / "holdfast"
 
@@ -56,3 +60,38 @@ def write_run(path: Path, tree: dict[str, Any]) -> Path:
     """Write a run's YAML."""
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+@pytest.fixture(scope="session")
+def trained(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a run of four steps on two ranks, a checkpoint of each; nobody changes it."""
+    place = tmp_path_factory.mktemp("trained")
+    write_rows(place / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(12)])
+    tree = {
+        "steps": 4,
+        "model": {"config": TINY | {"tie_word_embeddings": True}, "tokenizer": "builtin:characters"},
+        "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
+        "optim": {"lr": 0.01, "schedule": "constant"},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}},
+        "launch": {"ranks": 2, "device": "cpu"},
+    }
+    write_run(place / "run.yaml", tree)
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=place)
+    assert done.code == 0, done.err
+    return place
+
+
+@pytest.fixture
+def place(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy, to be changed."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+@pytest.fixture
+def checkpoint(warm: WarmPython, place: Path) -> Command:
+    """Return a function that runs `holdfast checkpoint ARGUMENTS` beside the run."""
+    return lambda *arguments: warm.run("-m", "holdfast.cli.main", "checkpoint", *arguments, cwd=place)
+
+
+def of_step(step: int) -> str:
+    return f"runs/run/checkpoints/step-{step:08d}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,45 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.checkpoint.damage import Touch, rewrite_manifest
-from tests.cli.conftest import TINY, write_rows, write_run
-from tests.cli.warm import Done, WarmPython
-
-Command = Callable[..., Done]
-
-
-@pytest.fixture(scope="module")
-def trained(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a run of four steps on two ranks, a checkpoint of each; nobody changes it."""
-    place = tmp_path_factory.mktemp("trained")
-    write_rows(place / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(12)])
-    tree = {
-        "steps": 4,
-        "model": {"config": TINY | {"tie_word_embeddings": True}, "tokenizer": "builtin:characters"},
-        "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
-        "optim": {"lr": 0.01, "schedule": "constant"},
-        "checkpoint": {"every_steps": 1, "keep": {"last": 9}},
-        "launch": {"ranks": 2, "device": "cpu"},
-    }
-    write_run(place / "run.yaml", tree)
-    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=place)
-    assert done.code == 0, done.err
-    return place
-
-
-@pytest.fixture
-def place(trained: Path, tmp_path: Path) -> Path:
-    """Return a copy, to be changed."""
-    return Path(shutil.copytree(trained, tmp_path / "copy"))
-
-
-@pytest.fixture
-def checkpoint(warm: WarmPython, place: Path) -> Command:
-    """Return a function that runs `holdfast checkpoint ARGUMENTS` beside the run."""
-    return lambda *arguments: warm.run("-m", "holdfast.cli.main", "checkpoint", *arguments, cwd=place)
-
-
-def of_step(step: int) -> str:
-    return f"runs/run/checkpoints/step-{step:08d}"
+from tests.cli.conftest import Command, of_step
 
 
 def losses(place: Path) -> dict[int, float]:
@@ -240,49 +201,6 @@ def test_prune_keeps_the_newest_whole_one_beside_damaged_newer_ones(checkpoint: 
 
     assert done.out == "deleted step 1\n3 checkpoints stay\n"
     assert checkpoint("verify", of_step(2)).code == 0
-
-
-FOREIGN = {
-    "verl": (["model_world_size_2_rank_0.pt"], "it looks like a checkpoint of verl or EasyR1 (one pickle per rank)."),
-    "EasyR1": (["actor/model_world_size_8_rank_3.pt"], "it looks like a checkpoint of verl or EasyR1"),
-    "Lightning": ([".metadata", "__0_0.distcp", "meta.pt"], "it looks like a sharded checkpoint of Lightning."),
-    "accelerate": (["pytorch_model_fsdp_0/.metadata"], "it looks like a checkpoint of accelerate or transformers'"),
-    "Trainer": (["random_states_0.pkl", "model.safetensors"], "it looks like a checkpoint of accelerate or"),
-    "DCP": ([".metadata", "__0_0.distcp"], "it is a plain DCP directory (torchtitan writes such)."),
-    "Hugging Face": (["config.json", "model.safetensors"], "it is a Hugging Face model directory. Start from it with"),
-    "anything": (["notes.txt"], "it holds notes.txt."),
-}
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_other_people_s_directories_are_named(checkpoint: Command, place: Path, kind: str) -> None:
-    files, words = FOREIGN[kind]
-    for name in files:
-        (place / "foreign" / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / "foreign" / name).write_bytes(b"x")
-
-    done = checkpoint("show", "foreign")
-
-    assert done.code == 2
-    assert words in done.err
-    assert "Traceback" not in done.err
-    assert len(done.err.splitlines()) == 1
-
-
-def test_a_path_with_nothing_and_a_later_version_s_checkpoint_are_refused(checkpoint: Command, place: Path) -> None:
-    nothing = checkpoint("verify", "runs/nowhere")
-    file = place / of_step(2) / "manifest.json"
-    body = json.loads(file.read_text())["manifest"] | {"format": 2}
-    from holdfast.checkpoint.hashing import hash_bytes
-
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    file.write_text(f'{{"manifest":{canonical},"xxh3_128":"{hash_bytes(canonical.encode())}"}}')
-
-    later = checkpoint("show", of_step(2))
-
-    assert (nothing.code, later.code) == (2, 2)
-    assert "there is nothing at this path." in nothing.err
-    assert "has format 2, this version of Holdfast reads up to 1. Upgrade Holdfast." in later.err
 
 
 @pytest.mark.parametrize(

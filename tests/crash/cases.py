@@ -8,31 +8,51 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from holdfast.checkpoint import reader
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.retention import Retention, clean, steps
 from holdfast.checkpoint.session import Session
-from holdfast.checkpoint.snapshot import take
+from holdfast.checkpoint.snapshot import set_random_state, take
 from holdfast.checkpoint.storage import LocalStorage, Storage
 from holdfast.checkpoint.verification import verify
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, contents, optimizer_of, step
+from tests.checkpoint.cases import build, contents, optimizer_of
 from tests.crash.faulty import KillingStorage, die
 from tests.crash.processes import acknowledge
+from tests.distributed.toys import Toy
 
 STEPS = 3
+"""Of a run that dies in the save of the last one."""
+ALL_STEPS = 6
+"""Of a run that goes on after that, or that nothing happened to."""
 
 
-def expected_contents(world: World) -> dict[int, dict[str, Any]]:
-    """Return what the model and the optimizer hold after each step."""
+def noisy_step(world: World, toy: Toy, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """Make an update that random state decides too, this rank's own, and return the loss of all ranks."""
+    inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(number)) + torch.rand(6, 5)
+    loss = toy(inputs).square().mean() / world.size
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return float(whole)
+
+
+def straight(world: World) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
+    """Return what the model and the optimizer hold after each step, and the losses, where nothing happens."""
+    torch.manual_seed(world.rank)
     toy = build(world)
     optimizer = optimizer_of(toy)
-    found = {}
-    for number in range(1, STEPS + 1):
-        step(world, toy, optimizer, number)
+    found, losses = {}, {}
+    for number in range(1, ALL_STEPS + 1):
+        losses[number] = noisy_step(world, toy, optimizer, number)
         found[number] = contents(toy, optimizer)
-    return found
+    return found, losses
 
 
 def session_of(storage: Storage, world: World, *, seconds: float = 30.0, **options: Any) -> Session:
@@ -43,10 +63,11 @@ def session_of(storage: Storage, world: World, *, seconds: float = 30.0, **optio
 
 def train_and_save(world: World, session: Session, directory: Path, *, first: int = 1) -> None:
     """Make steps, save each, and note each that was committed; a save in the background meets the next step."""
+    torch.manual_seed(world.rank)
     toy = build(world)
     optimizer = optimizer_of(toy)
     for number in range(1, STEPS + 1):
-        step(world, toy, optimizer, number)
+        noisy_step(world, toy, optimizer, number)
         if number < first:
             continue
         if session.collect() is not None and world.is_first:
@@ -81,8 +102,13 @@ def die_in_storage(world: World, directory: Path, victim: int, place: str) -> No
     time.sleep(5)  # files are deleted on a thread of their own, which is where one of the kills is
 
 
+def go_on(world: World, toy: Toy, optimizer: torch.optim.Optimizer, done: int) -> dict[int, float]:
+    """Make the steps that are left, and return their losses."""
+    return {number: noisy_step(world, toy, optimizer, number) for number in range(done + 1, ALL_STEPS + 1)}
+
+
 def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]]:
-    """Choose and load as a new start does, in each directory; return what was found there."""
+    """Choose and load as a new start does, in each directory, and go on; return what was found and the losses."""
     found = []
     ranks = ProcessExchange(timedelta(seconds=60))
     for directory in directories:
@@ -94,9 +120,13 @@ def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]
         choice = newest_verified(storage, ranks)
         chosen = None
         if choice is not None:
-            reader.load(storage, choice.name, toy, optimizer, ranks, verified=choice.manifest)
+            loaded = reader.load(storage, choice.name, toy, optimizer, ranks, verified=choice.manifest)
             chosen = choice.manifest.step
+            if loaded.rank_state is not None:
+                set_random_state(loaded.rank_state["random"])
         whole = [verify(storage, name).step for name in steps(storage).values()]
         words = "" if choice is None else choice.words
-        found.append({"chosen": chosen, "words": words, "whole": whole, "contents": contents(toy, optimizer)})
+        held = contents(toy, optimizer)
+        losses = {} if chosen is None else go_on(world, toy, optimizer, chosen)
+        found.append({"chosen": chosen, "words": words, "whole": whole, "contents": held, "losses": losses})
     return found

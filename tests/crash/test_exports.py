@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from holdfast.checkpoint import find
 from holdfast.checkpoint.export import replace_directory
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
@@ -107,25 +107,53 @@ def counting_model() -> Any:
     class Counting(LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.model.register_buffer("calls", torch.tensor([3, 2**40], dtype=torch.int64))
+            for name, value in INTEGERS.items():
+                self.model.register_buffer(name, value.clone())
 
     section = tree("")["model"]["config"]
     return Counting(LlamaConfig(**{key: value for key, value in section.items() if key != "model_type"}))
 
 
-def train_counting_model(world: World, directory: str) -> Any:
-    values = tree(directory, steps=2, model={"config": None, "path": "(given in Python)"})
+INTEGERS = {
+    "calls": torch.tensor([3, 2**40], dtype=torch.int64),
+    "count": torch.tensor(7, dtype=torch.int32),
+    "small": torch.tensor([[-128, 127], [0, 1]], dtype=torch.int8),
+    "bytes": torch.arange(256, dtype=torch.uint8),
+    "flags": torch.tensor([True, False, True]),
+}
+"""Buffers of a model that are no floating-point numbers, one of them without dimensions."""
+
+
+def train_counting_model(world: World, directory: str, checkpoint: dict[str, Any]) -> Any:
+    values = tree(directory, steps=2, model={"config": None, "path": "(given in Python)"}, checkpoint=checkpoint)
     live = Live(model=counting_model(), tokenizer=character_tokenizer())
     return sft(from_mapping(values, SFTConfig), Path(), world, live)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, id="43-export with an integer buffer")])
-def test_an_integer_buffer_is_exported_and_saved_as_integers(pools: Any, tmp_path: Path, ranks: int) -> None:
-    outcome = pools(ranks).run(train_counting_model, str(tmp_path))[0]
+FORMS: list[Any] = [
+    pytest.param(1, {}, id="43-export with integer buffers, 1 rank"),
+    pytest.param(2, {}, id="43-export with integer buffers, 2 ranks"),
+    pytest.param(3, {"export_dtype": "bfloat16"}, id="43-export with integer buffers, cast to bfloat16"),
+    pytest.param(2, {"export_shard_bytes": 3000}, id="43-export with integer buffers, in many files"),
+]
 
-    exported = load_file(Path(outcome.export) / "model.safetensors")
-    checkpoint = tmp_path / "r" / "checkpoints" / "step-00000002"
-    manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
-    assert torch.equal(exported["model.calls"], torch.tensor([3, 2**40]))
-    assert manifest["tensors"]["model.model.calls"]["dtype"] == "int64"
+
+@pytest.mark.parametrize(("ranks", "checkpoint"), FORMS)
+def test_integer_buffers_are_exported_and_saved_as_integers(
+    pools: Any, tmp_path: Path, ranks: int, checkpoint: dict[str, Any]
+) -> None:
+    outcome = pools(ranks).run(train_counting_model, str(tmp_path), checkpoint)[0]
+
+    exported = {}
+    for file in Path(outcome.export).glob("*.safetensors"):
+        exported |= load_file(file)
+    for name, value in INTEGERS.items():
+        assert exported[f"model.{name}"].dtype == value.dtype
+        assert torch.equal(exported[f"model.{name}"], value)
+    floating = {tensor.dtype for tensor in exported.values() if tensor.is_floating_point()}
+    assert floating == {torch.bfloat16 if "export_dtype" in checkpoint else torch.float32}
+    found = find.one(str(tmp_path / "r"))
+    for name, value in INTEGERS.items():
+        assert found.manifest.tensors[f"model.model.{name}"].dtype == str(value.dtype).removeprefix("torch.")
+        assert torch.equal(found.read(f"model.model.{name}"), value)
     shutil.rmtree(tmp_path / "r")

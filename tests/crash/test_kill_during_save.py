@@ -1,4 +1,7 @@
-"""kill -9 of a rank anywhere in a save: the next start finds a verified step, no older than the last one confirmed."""
+"""kill -9 of a rank anywhere in a save: the next start finds a verified step, no older than the last one confirmed.
+
+From there on every loss is, bit for bit, that of the run that nothing happened to.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.writer import PHASES
-from tests.crash.cases import STEPS, die_in_phase, die_in_storage, expected_contents, look_after
+from tests.crash.cases import ALL_STEPS, STEPS, die_in_phase, die_in_storage, look_after, straight
 from tests.crash.processes import acknowledged, run_doomed
 
 OF_RANK_0 = {"manifest", "sync", "publish"}
@@ -19,13 +22,23 @@ PHASES_OF_RANK = {
 COMMITTED = {"published", "read back", "retention"}
 """Phases that a rank enters when the checkpoint has its name."""
 
+Straight = tuple[dict[int, dict[str, Any]], dict[int, float]]
+"""States and losses by step, of a run that nothing happened to."""
+
 
 @pytest.fixture(scope="module")
-def expected(pools: Any) -> dict[int, dict[str, Any]]:
-    return pools(2).run(expected_contents)[0]  # type: ignore[no-any-return]
+def expected(pools: Any) -> Straight:
+    return pools(2).run(straight)[0]  # type: ignore[no-any-return]
 
 
-def check_after(pools: Any, directory: Path, expected: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def goes_on_bit_for_bit(found: dict[str, Any], expected: Straight) -> None:
+    """Check what was loaded, and the losses of all steps after it."""
+    states, losses = expected
+    assert found["contents"] == states[found["chosen"]]
+    assert found["losses"] == {step: losses[step] for step in range(found["chosen"] + 1, ALL_STEPS + 1)}
+
+
+def check_after(pools: Any, directory: Path, expected: Straight) -> dict[str, Any]:
     """Start again on what a death left; return what was found."""
     confirmed = acknowledged(directory)
 
@@ -33,7 +46,7 @@ def check_after(pools: Any, directory: Path, expected: dict[int, dict[str, Any]]
 
     assert confirmed[-1] == STEPS - 1
     assert found["chosen"] >= confirmed[-1]
-    assert found["contents"] == expected[found["chosen"]]
+    goes_on_bit_for_bit(found, expected)
     assert found["chosen"] in found["whole"]
     assert "skipped" not in found["words"]
     return found  # type: ignore[no-any-return]
@@ -49,7 +62,7 @@ def check_after(pools: Any, directory: Path, expected: dict[int, dict[str, Any]]
     ],
 )
 def test_a_rank_killed_in_any_phase_of_a_save_loses_nothing_that_was_confirmed(
-    pools: Any, tmp_path: Path, expected: dict[int, dict[str, Any]], victim: int, phase: str, background: bool
+    pools: Any, tmp_path: Path, expected: Straight, victim: int, phase: str, background: bool
 ) -> None:
     directory = tmp_path / "checkpoints"
 
@@ -74,7 +87,7 @@ def test_a_rank_killed_in_any_phase_of_a_save_loses_nothing_that_was_confirmed(
     ],
 )
 def test_a_rank_killed_between_two_writes_of_a_save_leaves_the_one_before_whole(
-    pools: Any, tmp_path: Path, expected: dict[int, dict[str, Any]], place: str, victim: int
+    pools: Any, tmp_path: Path, expected: Straight, place: str, victim: int
 ) -> None:
     directory = tmp_path / "checkpoints"
 
@@ -85,7 +98,7 @@ def test_a_rank_killed_between_two_writes_of_a_save_leaves_the_one_before_whole(
 
 
 def test_a_rank_killed_after_the_rename_and_before_its_fsync_leaves_a_whole_checkpoint(
-    pools: Any, tmp_path: Path, expected: dict[int, dict[str, Any]]
+    pools: Any, tmp_path: Path, expected: Straight
 ) -> None:
     directory = tmp_path / "checkpoints"
 
@@ -97,7 +110,7 @@ def test_a_rank_killed_after_the_rename_and_before_its_fsync_leaves_a_whole_chec
 
 @pytest.mark.parametrize("place", ["before the trash", "between two trashes", "half a deletion"], ids="44-{}".format)
 def test_a_kill_while_retention_deletes_leaves_no_half_checkpoint_under_a_step_s_name(
-    pools: Any, tmp_path: Path, expected: dict[int, dict[str, Any]], place: str
+    pools: Any, tmp_path: Path, expected: Straight, place: str
 ) -> None:
     directory = tmp_path / "checkpoints"
 
@@ -106,5 +119,5 @@ def test_a_kill_while_retention_deletes_leaves_no_half_checkpoint_under_a_step_s
     assert ended[0].was_killed
     found = pools(2).run(look_after, [directory])[0][0]
     assert found["chosen"] == STEPS
-    assert found["contents"] == expected[STEPS]
+    goes_on_bit_for_bit(found, expected)
     assert found["whole"] == ([1, 2, 3] if place == "before the trash" else [2, 3])

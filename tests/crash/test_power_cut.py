@@ -1,4 +1,4 @@
-"""The power goes when a save has returned: what the disk holds at that moment is a whole checkpoint.
+"""The power goes while a save runs, or when it has returned: the disk holds a whole checkpoint at every moment.
 
 A file system in a file is mounted; its image is copied while it is mounted, without a sync. The copy holds what had
 reached the disk and nothing else, as after a power cut.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ import pytest
 
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.writer import PHASES
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import save_after
+from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
+from tests.crash.processes import acknowledged, run_doomed
 
 
 def mount(*words: object) -> bool:
@@ -70,3 +75,52 @@ def test_power_loss_after_a_save_returned_keeps_the_checkpoint(
     assert lost, "the power cut lost nothing, so the test shows nothing"
     assert choice is not None
     assert choice.manifest.step == 1
+
+
+def save_and_photograph(world: World, directory: Path, image: Path, photos: Path, background: bool) -> None:
+    """Save three steps; at each phase of the last save, copy what is on the disk, as a power cut leaves it."""
+    counted: Counter[str] = Counter()
+
+    def reached(phase: str) -> None:
+        counted[phase] += 1
+        if world.is_first and counted[phase] == STEPS:
+            place = photos / f"{len(list(photos.iterdir())):02} {phase} {acknowledged(photos)[-1]}"
+            subprocess.run(["cp", "--sparse=always", image, place], check=True)
+
+    session = session_of(LocalStorage(directory), world, background=background, reached=reached)
+    train_and_save(world, session, photos)
+
+
+@pytest.mark.parametrize(
+    "background",
+    [
+        pytest.param(False, id="06-power loss in each phase of a save, waiting"),
+        pytest.param(True, id="06-power loss in each phase of a save, in the background"),
+    ],
+)
+def test_power_loss_in_any_phase_of_a_save_loses_nothing_that_was_confirmed(
+    pools: Any, tmp_path: Path, disk: tuple[Path, Path], background: bool
+) -> None:
+    image, mounted = disk
+    photos, remains = tmp_path / "photos", tmp_path / "remains"
+    photos.mkdir()
+    remains.mkdir()
+    states, losses = pools(2).run(straight)[0]
+
+    ended = run_doomed(save_and_photograph, 2, mounted / "run" / "checkpoints", image, photos, background)
+
+    assert [(end.code, end.error) for end in ended] == [(0, None)] * 2
+    cuts = [photo.name.split(" ", 1)[1].rpartition(" ") for photo in sorted(photos.iterdir())]
+    assert [phase for phase, _, _ in cuts] == [*PHASES, "read back", "retention"]
+    places = []
+    for photo in sorted(photos.iterdir()):
+        assert mount("-o", "loop", photo, remains)
+        places.append(tmp_path / photo.name)
+        shutil.copytree(remains / "run" / "checkpoints", places[-1])
+        unmount(remains)
+    for (phase, _, confirmed), found in zip(cuts, pools(2).run(look_after, places)[0], strict=True):
+        assert found["chosen"] == (STEPS if phase in {"published", "read back", "retention"} else STEPS - 1), phase
+        assert found["chosen"] >= int(confirmed)
+        assert found["contents"] == states[found["chosen"]]
+        assert found["losses"] == {step: losses[step] for step in range(found["chosen"] + 1, ALL_STEPS + 1)}
+        assert "skipped" not in found["words"]

@@ -21,6 +21,8 @@ from tests.crash.runs import (
 from tests.training.cases import run
 
 STEPS, STOP = 8, 3
+RESIZES = [(2, 1), (2, 3), (2, 4), (1, 2)]
+"""Numbers of ranks before and after a resume."""
 
 OBSERVERS = """
 import os, signal
@@ -78,11 +80,15 @@ def test_dropout_draws_so_that_random_state_matters(pools: Any, straight: Path, 
     assert log_of(tmp_path)[0][1] != log_of(straight)[0][1]
 
 
-@pytest.mark.parametrize("ranks", [1, 3], ids="28-resume 2 to {}".format)
-def test_another_number_of_ranks_sees_the_same_rows_and_the_same_losses(pools: Any, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "ranks"), [pytest.param(*pair, id="28-resume {} to {}".format(*pair)) for pair in RESIZES]
+)
+def test_another_number_of_ranks_sees_the_same_rows_and_the_same_losses(
+    pools: Any, tmp_path: Path, before: int, ranks: int
+) -> None:
     exact = {"dropout": False, "model": {"dtype": "float64"}}
     places = {name: tmp_path / name for name in ("straight", "resumed")}
-    pools(2).run(
+    pools(before).run(
         run_each,
         [values_of(places["straight"], steps=STEPS, **exact), values_of(places["resumed"], steps=STOP, **exact)],
     )

@@ -40,20 +40,21 @@ class BackgroundSaver(Generic[Written]):
             return "running"
         return "failed" if self._error is not None else "done"
 
-    def start(self, snapshot: Snapshot, write: Callable[[Snapshot], Written]) -> None:
+    def start(self, snapshot: Snapshot, write: Callable[[Snapshot], Written], *, copy: bool = True) -> None:
         """Copy the snapshot's tensors and write the copies on a thread; the save before must be collected.
 
         Args:
             snapshot: Live tensors.
             write: Writes a snapshot; runs on the thread.
+            copy: Off for a caller that waits for the end and changes nothing until then.
         """
         assert self._thread is None, "one save is in flight; collect it first"
-        copy = staged(snapshot, self._buffers)
+        held = staged(snapshot, self._buffers) if copy else snapshot
         self._result = self._error = None
 
         def work() -> None:
             try:
-                self._result = write(copy)
+                self._result = write(held)
             except HoldfastError as error:
                 self._error = error
             except Exception as error:  # noqa: BLE001 - the edge of a thread: what is not told here is never heard

@@ -1,4 +1,4 @@
-"""Two checkpoints side by side: what differs, told from their manifests and small files alone."""
+"""Two checkpoints side by side: what differs, told from manifests and small files where chunks are the same."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.hashing import combined, hash_bytes
 from holdfast.checkpoint.layout import RANK, TRAINER
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
@@ -17,6 +18,9 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
 
     Tensors are compared by the hashes of their chunks. Where the numbers of ranks differ, chunks do too, and tensors
     are read and compared whole.
+
+    Raises:
+        CheckpointCorrupt: Something that had to be read is damaged.
     """
     one, two = first.manifest.tensors, second.manifest.tensors
     for key in sorted({*one, *two}):
@@ -55,9 +59,15 @@ def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
 def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: str) -> str | None:
     if file not in first.manifest.files or file not in second.manifest.files:
         return f"{file} is only in the {'first' if file in first.manifest.files else 'second'}"
-    one, two = (json.loads(checkpoint.storage.read(f"{checkpoint.name}/{file}")) for checkpoint in (first, second))
-    key = _first_key(one, two)
+    key = _first_key(json.loads(_read(first, file)), json.loads(_read(second, file)))
     return None if key is None else f"{file}: {key} differs"
+
+
+def _read(checkpoint: StoredCheckpoint, file: str) -> bytes:
+    data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
+    if hash_bytes(data) != checkpoint.manifest.files[file].hash:
+        raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
+    return data
 
 
 def first_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
@@ -70,7 +80,7 @@ def state_hash(checkpoint: StoredCheckpoint) -> str:
     tensors = checkpoint.manifest.tensors
     chunks = [f"{key}:{chunk.hash}" for key in sorted(tensors) for chunk in tensors[key].chunks]
     files = sorted(_states(checkpoint.manifest))
-    return combined([*chunks, *(hash_bytes(checkpoint.storage.read(f"{checkpoint.name}/{file}")) for file in files)])
+    return combined([*chunks, *(hash_bytes(_read(checkpoint, file)) for file in files)])
 
 
 def _states(manifest: Manifest) -> set[str]:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.checkpoint.layout import STAGING, TRASH
+from holdfast.checkpoint.manifest import NAME as MANIFEST
 from holdfast.checkpoint.storage import exchange
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.build import Blueprint
@@ -36,8 +38,23 @@ ASSETS = (
 """Copied byte for byte from where the model came from."""
 
 
+Reached = Callable[[str], object]
+PHASES = ("tensors", "assets", "read back", "publish", "published")
+"""Of writing an export; what crash tests stop at."""
+
+
 class ExportFailed(RunStopped):  # noqa: N818 - the name says what happened
     """An export could not be written, or read back differently; nothing was left in its place."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model directory is written."""
+
+    dtype: torch.dtype | None
+    largest_file_bytes: int
+    texts: dict[str, str]
+    reached: Reached = lambda _: None
 
 
 def export(
@@ -49,6 +66,7 @@ def export(
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
     extra_files: Mapping[str, str] | None = None,
+    reached: Reached = lambda _: None,
 ) -> None:
     """Write `directory`; every rank calls this, rank 0 writes.
 
@@ -60,6 +78,7 @@ def export(
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
         extra_files: Texts to lay beside the weights, by file name.
+        reached: Told each of `PHASES` as it begins, on the rank that writes.
 
     Peak memory is one converted tensor. The directory appears whole or not at all; one that stood there is replaced.
 
@@ -67,16 +86,8 @@ def export(
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
     held = held_tensors(policy)
-    write_model(
-        held,
-        headers_of(held, dtype),
-        origin,
-        directory,
-        exchange,
-        dtype=dtype,
-        largest_file_bytes=largest_file_bytes,
-        extra_files=extra_files,
-    )
+    form = Form(dtype, largest_file_bytes, dict(extra_files or {}), reached)
+    write_model(held, headers_of(held, dtype), origin, directory, exchange, form)
 
 
 def write_model(
@@ -85,17 +96,15 @@ def write_model(
     origin: Blueprint,
     directory: Path,
     exchange: ProcessExchange,
-    *,
-    dtype: torch.dtype | None,
-    largest_file_bytes: int,
-    extra_files: Mapping[str, str] | None,
+    form: Form,
 ) -> None:
     """Do what `export` does with tensors that may be sharded, or be read only when they are asked for.
 
     Args:
         held: The model's tensors under their canonical names.
         held_headers: Their shapes, with the dtypes that are written.
-        origin, directory, exchange, dtype, largest_file_bytes, extra_files: As in `export`.
+        origin, directory, exchange: As in `export`.
+        form: The other arguments of `export`.
 
     Raises:
         ExportFailed: As `export`.
@@ -104,10 +113,10 @@ def write_model(
         if exchange.rank == 0:
             check_target(directory)
     conversions, headers = _planned(held_headers, origin)
-    tensors = converted_tensors(held, conversions, dtype, keep=exchange.rank == 0)
+    tensors = converted_tensors(held, conversions, form.dtype, keep=exchange.rank == 0)
     with exchange.together():
         if exchange.rank == 0:
-            _write(directory, _Contents(origin, headers, dict(extra_files or {})), tensors, largest_file_bytes)
+            _write(directory, origin, headers, tensors, form)
         else:
             for _ in tensors:
                 pass
@@ -131,8 +140,9 @@ def check_target(directory: Path) -> None:
     """Refuse to replace anything but an export.
 
     Raises:
-        ConfigError: Something else stands there.
+        ConfigError: Something else stands there, or it lies inside a checkpoint.
     """
+    check_outside(directory)
     if not directory.exists():
         return
     if directory.resolve() == Path.cwd() or not directory.is_dir():
@@ -143,35 +153,43 @@ def check_target(directory: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What a directory shall hold, the tensors' data aside."""
+def check_outside(place: Path) -> None:
+    """Refuse to write into a checkpoint: it would not be what its manifest says any more.
 
-    origin: Blueprint
-    headers: dict[str, Header]
-    texts: dict[str, str]
+    Raises:
+        ConfigError: One of the directories above is a checkpoint.
+    """
+    above = next((folder for folder in place.resolve().parents if (folder / MANIFEST).exists()), None)
+    if above is not None:
+        raise ConfigError(f"{place} lies inside the checkpoint {above}, which would be damaged. Name another place.")
 
 
-def _write(directory: Path, contents: _Contents, tensors: Iterator[tuple[str, Pieces]], largest: int) -> None:
-    headers = contents.headers
-    staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
+def _write(
+    directory: Path, origin: Blueprint, headers: dict[str, Header], tensors: Iterator[tuple[str, Pieces]], form: Form
+) -> None:
+    staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
-        files = plan_files(headers, largest)
+        form.reached("tensors")
+        files = plan_files(headers, form.largest_file_bytes)
         for name, members in files.items():
             with (staging / name).open("wb") as file:
                 write_file(file, {member: headers[member] for member in members}, tensors)
                 file.flush()
                 os.fsync(file.fileno())
+        form.reached("assets")
         if len(files) > 1:
             (staging / INDEX).write_text(index_json(files, headers), encoding="utf-8")
-        for name, text in contents.texts.items():
+        for name, text in form.texts.items():
             (staging / name).write_text(text, encoding="utf-8")
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
-        write_assets(staging, contents.origin, stored)
+        write_assets(staging, origin, stored)
+        form.reached("read back")
         _read_back(staging, files, headers)
+        form.reached("publish")
         replace_directory(staging, directory)
+        form.reached("published")
     except OSError as error:
         for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
             pass
@@ -224,14 +242,26 @@ def replace_directory(staging: Path, directory: Path) -> None:
     old = staging
     if directory.exists() and not exchange(staging, directory):
         # A file system that cannot exchange: for a moment neither has the name.
-        old = directory.parent / f".trash-{directory.name}-{uuid.uuid4().hex[:8]}"
+        old = directory.parent / f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}"
         directory.rename(old)
         staging.rename(directory)
     elif not directory.exists():
         staging.rename(directory)
-    descriptor = os.open(directory.parent, os.O_RDONLY)
+    sync_directory(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clean_exports(folder: Path) -> None:
+    """Remove what exports that were killed left half written or half deleted; the caller holds the run's lease."""
+    for left in folder.glob(".*") if folder.is_dir() else ():
+        if left.name.startswith((STAGING, TRASH)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)

@@ -10,14 +10,16 @@ from holdfast.checkpoint.storage import Storage
 
 def describe_foreign(storage: Storage, name: str) -> str:
     """Return a sentence that says what is there and what can be done with it."""
-    if not storage.exists(name) and name:
-        return "there is nothing at this path."
     names = set(storage.names(name))
+    if not names and not storage.exists(name) and (name or storage.renames):
+        return "there is nothing at this path."
+    if not names:
+        return "it is a file, or a directory that holds nothing."
     inner = {entry for folder in names for entry in storage.names(f"{name}/{folder}" if name else folder)}
     for test, sentence in _KNOWN:
         if test(names, inner):
             return sentence
-    held = ", ".join(sorted(names)[:6]) or "nothing"
+    held = ", ".join(sorted(names)[:6])
     return f"it holds {held}."
 
 
@@ -41,7 +43,10 @@ _KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
         "model.path.",
     ),
     (
-        lambda names, _: ".metadata" in names and _any(names, r"\.distcp$"),
+        lambda names, inner: (
+            (".metadata" in names and _any(names, r"\.distcp$"))
+            or (_any(names, r"^step-\d+$") and ".metadata" in inner)
+        ),
         "it is a plain DCP directory (torchtitan writes such). torch's dcp.load reads it.",
     ),
     (

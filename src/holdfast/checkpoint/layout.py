@@ -23,9 +23,10 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a directory, or None for other names."""
+    """Return the step of a directory, or None for other names: one step has one name."""
     match = STEP.match(name)
-    return int(match.group(1)) if match else None
+    step = int(match.group(1)) if match else None
+    return step if step is not None and step_name(step) == name else None
 
 
 def fresh(prefix: str, name: str) -> str:

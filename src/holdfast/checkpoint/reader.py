@@ -216,6 +216,8 @@ def _small(
         shared = json.loads(storage.read(f"{name}/{TRAINER}")) if TRAINER in manifest.files else {}
     except OSError as error:
         raise CheckpointUnreadable(f"{storage.root}/{name} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:  # one rank's alone: the others would wait for it
+        raise CheckpointCorrupt(f"{storage.root}/{name}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared
 
 

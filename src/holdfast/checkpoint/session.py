@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, Reached, commit
 from holdfast.parallel.collectives import ProcessExchange
 
+_LOOK_SECONDS = 0.005
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -27,6 +30,10 @@ class Saved:
     """Steps that retention removed after it."""
     notes: tuple[str, ...] = ()
     """What went wrong without harm, such as a file that could not be deleted."""
+
+
+def _on_cpu(snapshot: Snapshot) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in snapshot.tensors.values())
 
 
 @dataclass
@@ -41,6 +48,7 @@ class Session:
         background: Write on a thread, after one copy.
         read_back: Compare hashes of what is on disk before anything is deleted.
         reached: Told every phase of a save, and "retention".
+        patience: Waits until the save in flight has ended on all ranks, or raises; default: until it has on this one.
     """
 
     storage: Storage
@@ -50,6 +58,7 @@ class Session:
     background: bool = True
     read_back: bool = True
     reached: Reached = lambda _: None
+    patience: Callable[[], object] | None = None
     resumed: Manifest | None = None
     """What the run continued from."""
     phase: str = ""
@@ -98,22 +107,30 @@ class Session:
             about: Further fields of `About`, such as the metrics of this step.
         """
         words = self._words(step, about)
-        if self.background and not wait:
-            self._saver.start(snapshot, lambda copy: self._write(copy, words))
+        if not self.background and not _on_cpu(snapshot):
+            # A thread would have to know the device and the stream that the tensors live on.
+            try:
+                self._outcome = self._write(snapshot, words)
+            except CheckpointError as error:
+                self._outcome = error
             return
-        try:
-            self._outcome = self._write(snapshot, words)
-        except CheckpointError as error:
-            self._outcome = error
+        # On a thread also where training waits: a file system that hangs can then be given up, and be named.
+        self._saver.start(snapshot, lambda held: self._write(held, words), copy=self.background)
+        if wait or not self.background:
+            (self.patience or self._wait)()
+
+    def _wait(self) -> None:
+        while self.status == "running":
+            time.sleep(_LOOK_SECONDS)
 
     def _write(self, snapshot: Snapshot, about: About) -> Saved:
-        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self._reach)
+        notes: list[str] = []
+        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self._reach, told=notes.append)
         if self.read_back:
             self._verify(manifest)
         self._reach("retention")
         needed = {about.step} | ({self.resumed.step} if self.resumed is not None else set())
         deleted: list[int] = []
-        notes: list[str] = []
         if self.ranks.rank == 0:
             try:
                 deleted = prune(self.storage, self.retention, needed=needed)

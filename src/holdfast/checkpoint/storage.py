@@ -170,8 +170,9 @@ class LocalStorage:
         """Return sorted files; a link is listed as itself and never followed out of the tree."""
         place = self.path(path)
         found = []
-        for folder, _, names in os.walk(place):
-            found += [str((Path(folder) / name).relative_to(place)) for name in names]
+        for folder, below, names in os.walk(place):
+            linked = [name for name in below if (Path(folder) / name).is_symlink()]
+            found += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
         return sorted(found)
 
     def make(self, path: str) -> None:

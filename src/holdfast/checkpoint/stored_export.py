@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,20 @@ import torch
 import yaml
 from torch import Tensor
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
-from holdfast.checkpoint.export import EXPORTED_CONFIG, write_model
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.export import (
+    EXPORTED_CONFIG,
+    ExportFailed,
+    Form,
+    check_outside,
+    check_target,
+    sync_directory,
+    write_model,
+)
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
+from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
 from holdfast.config.lora import LoRAConfig
 from holdfast.config.model import ModelConfig
@@ -37,6 +50,7 @@ def export_stored(
     *,
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
 
@@ -45,33 +59,68 @@ def export_stored(
         directory: Replaced if it exists.
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
+        trust_remote_code: Whether Python code that lies in the checkpoint may be run, where its model needs some.
 
     Raises:
+        ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
         CheckpointMismatch: The checkpoints hold different models.
         NoCheckpoint: The checkpoint lacks the files that describe its model.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
     last = checkpoints[-1]
+    check_target(directory)
+    _check_writable(directory)
     if TRAINED in last.manifest.contents:
         raise NoCheckpoint(
             f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. Use the "
             "exports of its run: the same command writes one when it ends."
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
-        origin = _origin(last, Path(folder))
+        origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
         held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
-        write_model(
-            held,
-            headers,
-            origin,
-            directory,
-            ProcessExchange(),
-            dtype=dtype,
-            largest_file_bytes=largest_file_bytes,
-            extra_files=texts,
-        )
+        form = Form(dtype, largest_file_bytes, texts)
+        write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
+
+
+def _check_writable(place: Path) -> None:
+    """Refuse a place that cannot be written before anything is read.
+
+    Raises:
+        ConfigError: The nearest directory above is none, or not this user's to write.
+    """
+    above = next(folder for folder in place.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"{place} cannot be written: {above} is no directory that this user can write to.")
+
+
+@contextmanager
+def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{checkpoint.path} cannot be read any more: {error.strerror or error}. If its run goes on, retention may "
+            "have deleted it: keep a checkpoint with `holdfast checkpoint pin` before it is exported."
+        ) from error
+
+
+class _Read(Mapping[str, Tensor]):
+    """Tensors of a checkpoint that may be deleted while they are read."""
+
+    def __init__(self, held: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
+        self._held, self._checkpoint = held, checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _reading(self._checkpoint):
+            return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def _held(
@@ -118,14 +167,15 @@ class _Adapted(Mapping[str, Tensor]):
         return len(self._headers)
 
 
-def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
+def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:
     """Describe the model from the small files in its checkpoint."""
     prefix = f"{ASSETS}/"
     for file in checkpoint.manifest.files:
         if file.startswith(prefix):
             place = folder / file.removeprefix(prefix)
             place.parent.mkdir(parents=True, exist_ok=True)
-            data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
+            with _reading(checkpoint):
+                data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
             if hash_bytes(data) != checkpoint.manifest.files[file].hash:
                 raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
             place.write_bytes(data)
@@ -135,6 +185,11 @@ def _origin(checkpoint: StoredCheckpoint, folder: Path) -> Blueprint:
             "loop that made it, or use --format torch."
         )
     section = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"]
+    if section["trust_remote_code"] and not trust_remote_code:
+        raise ConfigError(
+            f"{checkpoint.path} says that its model comes with Python code of its own, which an export would run. "
+            "Give --trust-remote-code if you trust whoever wrote this checkpoint."
+        )
     config = ModelConfig(path=str(folder), trust_remote_code=section["trust_remote_code"])
     return described(config, folder, _stored_headers(folder / STORED_HEADERS))
 
@@ -156,9 +211,40 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
     """Write {"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "param_groups": [...]}}.
 
     The whole state is in memory at once; `torch.load(path, weights_only=True)` reads it.
+
+    Raises:
+        ConfigError: The name is taken, or lies where nothing can be written.
+        ExportFailed: Writing failed; nothing was left.
     """
+    check_outside(path)
     if path.exists():
-        raise ConfigError(f"{path} exists. Remove it, or name another file.")
+        raise _taken(path)
+    _check_writable(path)
+    with _reading(checkpoint):
+        state = _whole_state(checkpoint)
+    staging = path.with_name(f".staging-{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        rename_new(staging, path)
+        sync_directory(path.parent)
+    except FileExistsError:
+        raise _taken(path) from None
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
+        raise ExportFailed(f"{path} could not be written: {error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            staging.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(f"{path} exists. Remove it, or name another file.")
+
+
+def _whole_state(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     model = {key.removeprefix(MODEL): checkpoint.read(key) for key in manifest.tensors if key.startswith(MODEL)}
     state: dict[str, dict[str, Any]] = {}
@@ -175,7 +261,4 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
             | {key: decode(value) for key, value in group["hyperparameters"].items()}
             for group in manifest.optimizer["groups"]
         ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.staging")
-    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, staging)
-    staging.replace(path)
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}

@@ -45,6 +45,9 @@ Reached = Callable[[str], None]
 
 PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
 
+_LATE_SECONDS = 1.0
+"""A rank that is later than the others by less is no news."""
+
 
 @dataclass(frozen=True)
 class About:
@@ -69,6 +72,7 @@ def commit(
     *,
     name: str | None = None,
     reached: Reached = lambda _: None,
+    told: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Write a checkpoint; every rank calls this.
 
@@ -79,6 +83,7 @@ def commit(
         ranks: A group of its own, with its own timeout.
         name: Of the checkpoint; default: step-<step>.
         reached: Told each phase.
+        told: Told, on every rank, of a rank that took much longer than the others.
 
     Raises:
         SaveFailed: On all ranks, with the first cause; nothing was left behind.
@@ -94,12 +99,15 @@ def commit(
     try:
         _refuse_full_disk(snapshot, storage, ranks)
         reached("shards")
-        files = _write_shards(snapshot, storage, staging, ranks)
+        files, seconds = _write_shards(snapshot, storage, staging, ranks)
         reached("rank state")
         with _together(ranks, "rank state"):
+            began = time.monotonic()
             files |= _write_small(snapshot, storage, staging, ranks.rank)
+            seconds += time.monotonic() - began
         reached("collect")
         everything = ranks.gather((files, describe(snapshot)))
+        _tell_of_straggler(ranks.gather(seconds), told)
         manifest: Manifest | None = None
         with _together(ranks, "manifest"):
             if ranks.rank == 0:
@@ -180,8 +188,34 @@ def _local_bytes(snapshot: Snapshot) -> int:
     return total
 
 
-def _write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: ProcessExchange) -> dict[str, FileEntry]:
-    writer = Writer(storage, f"{staging}/{DCP}")
+class _TimedWriter(Writer):
+    """Knows how long this rank took to write, which its wait for the others hides."""
+
+    seconds = 0.0
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write, and note the time."""
+        began = time.monotonic()
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            self.seconds += time.monotonic() - began
+
+
+def _tell_of_straggler(seconds: list[float], told: Callable[[str], None]) -> None:
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    others = sorted(seconds[:slowest] + seconds[slowest + 1 :])
+    if others and seconds[slowest] - others[len(others) // 2] > max(_LATE_SECONDS, others[len(others) // 2]):
+        told(
+            f"rank {slowest} took {seconds[slowest]:.1f} s to write its part of a checkpoint, the others "
+            f"{others[len(others) // 2]:.1f} s; look at its disk, its network and its neighbours."
+        )
+
+
+def _write_shards(
+    snapshot: Snapshot, storage: Storage, staging: str, ranks: ProcessExchange
+) -> tuple[dict[str, FileEntry], float]:
+    writer = _TimedWriter(storage, f"{staging}/{DCP}")
     if ranks.size == 1:
         one_process_is_meant()
     try:
@@ -190,7 +224,7 @@ def _write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: Pro
     except CheckpointException as error:  # torch raises it on every rank, with the causes by rank
         rank, (cause, _) = next(iter(error.failures.items()))
         raise SaveFailed(f"rank {rank} could not save in phase 'shards': {_reason(cause)}.") from error
-    return writer.written(staging)
+    return writer.written(staging), writer.seconds
 
 
 def _write_small(snapshot: Snapshot, storage: Storage, staging: str, rank: int) -> dict[str, FileEntry]:

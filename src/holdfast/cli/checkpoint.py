@@ -15,6 +15,11 @@ app = typer.Typer(help="Look at a run's checkpoints, verify, export, keep and de
 
 Place = Annotated[str, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False)]
 
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that lies in the checkpoint, if its model needs it."),
+]
+
 
 class Level(StrEnum):
     """How closely a checkpoint is looked at."""
@@ -106,14 +111,17 @@ def diff(
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
     from holdfast.checkpoint import find
     from holdfast.checkpoint.compare import differences
+    from holdfast.checkpoint.verification import verify
 
-    found = 0
-    for line in differences(find.one(first), find.one(second)):
+    found, both = 0, (find.one(first), find.one(second))
+    for line in differences(*both):
         typer.echo(line)
         found += 1
         if not everything:
             break
     if not found:
+        for checkpoint in both:  # what was compared so far is what the manifests say
+            verify(checkpoint.storage, checkpoint.name, "files")
         typer.echo("identical")
     raise typer.Exit(1 if found else 0)
 
@@ -127,6 +135,7 @@ def export(
     ] = Form.hf,
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
     from holdfast.checkpoint import find
@@ -136,7 +145,13 @@ def export(
     if form is Form.torch:
         write_torch_file(found, output)
     else:
-        export_stored([found], output, dtype=_dtype(dtype), largest_file_bytes=shard_bytes)
+        export_stored(
+            [found],
+            output,
+            dtype=_dtype(dtype),
+            largest_file_bytes=shard_bytes,
+            trust_remote_code=trust_remote_code,
+        )
     typer.echo(f"{found.path} is exported to {output}")
 
 
@@ -145,13 +160,14 @@ def average(
     checkpoints: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The model directory.")],
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
+    trust_remote_code: TrustCode = False,
 ) -> None:
     """Write the mean of several checkpoints' weights as a model directory; sums are taken in float64."""
     from holdfast.checkpoint import find
     from holdfast.checkpoint.stored_export import export_stored
 
     found = [find.one(path) for path in checkpoints]
-    export_stored(found, output, dtype=_dtype(dtype))
+    export_stored(found, output, dtype=_dtype(dtype), trust_remote_code=trust_remote_code)
     typer.echo(f"the mean of {len(found)} checkpoints is in {output}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
     from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+    from holdfast.checkpoint.manifest import NewerFormat
     from holdfast.checkpoint.retention import read_pins, steps
     from holdfast.checkpoint.verification import check_names, read_manifest
 
@@ -32,8 +33,12 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
         try:
             manifest = read_manifest(storage, name)
             check_names(storage, name, manifest)
+        except NewerFormat as error:
+            yield f"{name}  unknown: {error}"
+            continue
         except (CheckpointError, NoCheckpoint) as error:
-            yield f"{name}  damaged: {error}"
+            if not _was_deleted(storage, name):
+                yield f"{name}  damaged: {error}"
             continue
         shown = shown or _shown(manifest)
         words = [f"{manifest.bytes_ / 2**20:,.1f} MiB", "+".join(manifest.contents)]
@@ -88,23 +93,39 @@ def _pairs(values: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
+def _was_deleted(storage: Storage, name: str) -> bool:
+    """Whether a checkpoint is gone since it was listed: its run goes on, and retention deletes."""
+    return name not in storage.names()
+
+
 def verification(place: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
     from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+    from holdfast.checkpoint.manifest import NewerFormat
     from holdfast.checkpoint.retention import steps
     from holdfast.checkpoint.verification import verify
 
+    of_run = True
     try:
         storage = find.folder_of(place)
         names = list(steps(storage).values())
-    except (NoCheckpoint, CheckpointError):
+    except (NoCheckpoint, CheckpointError, NewerFormat):
         storage, names = _single(place)
+        of_run = False
     lines, whole = [], True
     for name in names:
         try:
             manifest = verify(storage, name, level)
-        except CheckpointError as error:
+        except NewerFormat as error:
+            if not of_run:
+                raise
+            lines.append(f"unknown: {error}")
+            whole = False
+        except (CheckpointError, NoCheckpoint, FileNotFoundError) as error:
+            if _was_deleted(storage, name):
+                lines.append(f"deleted meanwhile: {storage.root}/{name}")
+                continue
             lines.append(f"damaged: {error}")
             whole = False
         else:
@@ -141,6 +162,7 @@ def pruned(place: str, keep_last: int, keep_every: int | None, *, dry_run: bool)
             keep = kept_steps(found, policy, pinned=read_pins(storage))
             doomed = sorted(set(found) - keep)
         else:
+            stack.enter_context(_writing(storage))
             if storage.renames:
                 stack.enter_context(Lease(Path(storage.root)))
             newest = _newest_whole(storage, found, verify)
@@ -148,6 +170,19 @@ def pruned(place: str, keep_last: int, keep_every: int | None, *, dry_run: bool)
     for step in doomed:
         yield f"{'would delete' if dry_run else 'deleted'} step {step}"
     yield f"{len(found) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
+
+
+@contextmanager
+def _writing(storage: Storage) -> Iterator[None]:
+    """Tell a user in a sentence that a directory cannot be written."""
+    from holdfast.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{storage.root} cannot be written: {error.strerror or error}. Nothing was changed."
+        ) from error
 
 
 def _newest_whole(storage: Storage, found: dict[int, Manifest], verify: Any) -> int:
@@ -175,5 +210,9 @@ def pinned(place: str, step: int, *, remove: bool) -> str:
         raise NoCheckpoint(f"{storage.root} has no step {step}. It has {', '.join(map(str, known))}.")
     pins = read_pins(storage)
     pins = pins - {step} if remove else pins | {step}
-    write_pins(storage, pins)
+    with _writing(storage):
+        write_pins(storage, pins)
+        if not remove and step not in steps(storage):
+            write_pins(storage, pins - {step})
+            raise NoCheckpoint(f"{storage.root} has no step {step} any more: its run deleted it meanwhile.")
     return f"pinned: {', '.join(map(str, sorted(pins))) or 'none'}"

@@ -13,7 +13,8 @@ from typing import Any
 
 from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.errors import CheckpointError, SaveFailed
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint, SaveFailed
+from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
@@ -29,7 +30,7 @@ from holdfast.training import directory
 from holdfast.training.assets import run_assets
 from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
-from holdfast.training.exports import check_export
+from holdfast.training.exports import EXPORTS, check_export
 from holdfast.training.resume import resume, say, start_from
 from holdfast.training.run import Run
 
@@ -80,6 +81,7 @@ class Checkpoints:
             background=self._config.background,
             read_back=self._config.read_back,
             reached=run.world.failure.in_background,
+            patience=self._wait_for_all,
         )
         self._held = hold(run.policy, frozen=self._config.frozen == "save")
         try:
@@ -110,6 +112,7 @@ class Checkpoints:
                     directory.create(run.directory, run.config, run.config.verb)
                 named.append(directory.run_id(run.directory))
                 clean(self._storage)
+                clean_exports(run.directory / EXPORTS)
         return run.exchange.agree(named[0] if named else "")
 
     def __exit__(
@@ -149,7 +152,15 @@ class Checkpoints:
             self._deviations = loaded.deviations
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
-        elif self._config.init_from is not None:
+            return
+        lost = run.exchange.agree(directory.last_saved(run.directory) if run.world.is_first else None)
+        if lost is not None:
+            raise NoCheckpoint(
+                f"{run.directory} saved a checkpoint of step {lost}, and {self._storage.root} holds none: it was moved "
+                "or deleted, or is not mounted. Put it back, set checkpoint.storage to where it is, or choose another "
+                "run.name to start again from step 0."
+            )
+        if self._config.init_from is not None:
             start_from(run, self._config.init_from, self._ranks)
 
     def rehearse(self, requests: StopRequests) -> None:
@@ -168,12 +179,7 @@ class Checkpoints:
             self._rehearsed = report = rehearse(
                 self._storage, self._held, optimizer, self._ranks, keep=config.keep.last + _extra(config)
             )
-            deaf = requests.drill(run.exchange)
-        if deaf:
-            raise RehearsalFailed(
-                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, so a preempted run would "
-                "lose its last steps. Look for signal.signal in your observers and libraries."
-            )
+            self._drill(requests)
         words = report.describe(
             ranks=run.world.size,
             background=config.background,
@@ -186,16 +192,27 @@ class Checkpoints:
         )
         say(self._run, words, *([warning] if late else []))
 
-    def check_first_step(self) -> None:
-        """Rehearse again if the optimizer's real state is other than what was rehearsed.
+    def _drill(self, requests: StopRequests) -> None:
+        deaf = requests.drill(self._run.exchange)
+        if deaf:
+            raise RehearsalFailed(
+                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "
+                "run would lose its last steps. Look for signal.signal and pthread_sigmask in your code and libraries."
+            )
+
+    def check_first_step(self, requests: StopRequests) -> None:
+        """Drill again, and rehearse again if the optimizer's real state is other than what was rehearsed.
 
         Raises:
             RehearsalFailed: As `rehearse`.
         """
         run, before = self._run, self._rehearsed
-        if before is None or self._config.contents != "full":
+        if before is None:
             return
         self._rehearsed = None
+        self._drill(requests)  # by now the user's losses and models have run
+        if self._config.contents != "full":
+            return
         now = outline(take(self._held, run.optimizer))
         if any(run.exchange.gather(now != before.outline)):
             rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=self._config.keep.last)
@@ -275,7 +292,7 @@ class Checkpoints:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
         """
         try:
-            self._wait_together()
+            self._fail_together(self._wait_for_all())
             saved = self.session.collect()
         except CheckpointError as error:
             self._failures += 1
@@ -290,8 +307,8 @@ class Checkpoints:
         say(self._run, *(f"warning: {note}" for note in saved.notes))
         return [saved]
 
-    def _wait_together(self) -> None:
-        """Wait until the save in flight has ended on every rank; a rank that hangs in it is named on all.
+    def _wait_for_all(self) -> list[Status]:
+        """Wait until the save in flight has ended on every rank, and return how; one that hangs in it is named on all.
 
         Raises:
             SaveFailed: It has not ended long after the others gave up.
@@ -302,8 +319,7 @@ class Checkpoints:
             told = run.exchange.gather((session.status, session.phase, time.monotonic() > deadline))
             waiting = [rank for rank, (status, _, _) in enumerate(told) if status == "running"]
             if not waiting:
-                self._fail_together([status for status, _, _ in told])
-                return
+                return [status for status, _, _ in told]
             if told[0][2]:
                 session.abandon()
                 where = ", ".join(f"rank {rank} in phase {told[rank][1]!r}" for rank in waiting)

@@ -67,8 +67,8 @@ class StopRequests:
         if number == signal.SIGUSR1:
             self.save = True
             return
-        if self._drilling and number == signal.SIGTERM:
-            self._drill.set()
+        if self._drilling and number == signal.SIGTERM and not self._drill.is_set():
+            self._drill.set()  # a second one is somebody's who means it
             return
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -80,13 +80,18 @@ class StopRequests:
         return next((reason for reason in ranks.gather(self.reason) if reason is not None), None)
 
     def drill(self, ranks: ProcessExchange) -> list[int]:
-        """Send every rank a SIGTERM of its own, and return those that did not notice."""
+        """Send every rank a SIGTERM of its own, and return those that did not notice.
+
+        A rank that has another handler by now is sent none: it might end the process.
+        """
         if not self._previous:
             return []
         self._drill.clear()
         self._drilling = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        noticed = ranks.gather(self._drill.wait(5.0))
+        ours = signal.getsignal(signal.SIGTERM) == self._note
+        if ours:
+            os.kill(os.getpid(), signal.SIGTERM)
+        noticed = ranks.gather(ours and self._drill.wait(5.0))
         self._drilling = False
         return [rank for rank, heard in enumerate(noticed) if not heard]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from holdfast.config.base import Section
 from holdfast.config.runs import as_plain
 from holdfast.errors import ConfigError
 
-IDENTITY = "run.json"
+IDENTITY, EVENTS = "run.json", "events.jsonl"
 FOLDER = "checkpoints"
 """As in `checkpoint.layout`; repeated here because that package imports torch."""
 
@@ -77,6 +78,19 @@ def run_id(directory: Path) -> str:
         raise ConfigError(
             f"{path} is not what Holdfast writes ({error!r}). Choose another run.dir or run.name."
         ) from error
+
+
+def last_saved(directory: Path) -> int | None:
+    """Return the newest step that a run said is on disk, None if it never did."""
+    path = directory / EVENTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    steps = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a kill may tear the last line
+            event = json.loads(line)
+            if event.get("event") == "checkpoint":
+                steps.append(int(event["saved"]))
+    return max(steps, default=None)
 
 
 def resolved_yaml(config: Section) -> str:

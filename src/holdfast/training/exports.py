@@ -13,7 +13,7 @@ from holdfast.models.lora import peft_settings
 from holdfast.training import directory
 from holdfast.training.run import Run
 
-BEST = "best"
+EXPORTS, BEST = "exports", "best"
 
 
 def check_export(run: Run) -> None:
@@ -30,7 +30,7 @@ def export_run(run: Run, name: str) -> str:
 
     Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
     """
-    place = run.directory / "exports" / name
+    place = run.directory / EXPORTS / name
     with run.phase("export"):
         export(
             run.policy,
@@ -40,6 +40,7 @@ def export_run(run: Run, name: str) -> str:
             dtype=_dtype(run),
             largest_file_bytes=run.config.checkpoint.export_shard_bytes,
             extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
+            reached=lambda name: run.world.failure.phase(f"export: {name}"),
         )
         lora = run.config.model.lora
         if lora is not None and not lora.train:  # peft's two files would lack what is trained whole

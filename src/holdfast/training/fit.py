@@ -105,7 +105,7 @@ class _Loop(Generic[R]):
                     return None
                 self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
                 if done == first:
-                    self.checkpoints.check_first_step()
+                    self.checkpoints.check_first_step(self.requests)
                 event = StepEvent(run.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)

@@ -10,6 +10,7 @@ from holdfast.checkpoint.session import Saved
 from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
+from holdfast.training import directory
 from holdfast.training.run import Run
 
 SAMPLES = "samples.jsonl"
@@ -115,5 +116,5 @@ class Journal:
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl."""
         if self._run.world.is_first:
-            with (self._run.directory / "events.jsonl").open("a", encoding="utf-8") as file:
+            with (self._run.directory / directory.EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"event": name, "step": self._run.state.step, **values}) + "\n")

@@ -1,0 +1,81 @@
+"""kill -9 of the real command in each named phase of saves and exports: the same command goes on bit for bit.
+
+The sweep beside this file draws its kills; here none is left to chance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.export import PHASES as EXPORT_PHASES
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.writer import PHASES
+from holdfast.parallel.collectives import ProcessExchange
+from tests.cli.warm import WarmPython
+from tests.crash.killed import confirmed, start
+from tests.crash.runs import log_of, state_differences
+
+EXPORTING = ("checkpoint.export_every=4",)
+OF_RANK_0 = {"manifest", "sync", "publish"}
+OF_A_SAVE = [*PHASES, "read back", "retention"]
+SAVES = [
+    pytest.param(rank, phase, mode, marks=[pytest.mark.slow], id=f"rank {rank} in {phase!r}, {mode}")
+    for mode in ("waiting", "in the background")
+    for rank in (0, 1)
+    for phase in OF_A_SAVE
+    if rank == 0 or phase not in OF_RANK_0
+]
+EXPORTS = [(0, f"export: {phase}") for phase in EXPORT_PHASES] + [(0, "export"), (1, "export")]
+
+
+@pytest.fixture(scope="module")
+def straight(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("straight")
+    code, said = start(warm, place, None, *EXPORTING)
+    assert code == 0, said
+    return place
+
+
+def kill_and_go_on(warm: WarmPython, straight: Path, place: Path, kill: str, *overrides: str) -> None:
+    """Kill, look at what is there, start the same command again, and compare the whole run with the straight one."""
+    code, said = start(warm, place, kill, *overrides)
+    known = confirmed(place)
+    choice = newest_verified(LocalStorage(place / "r" / "checkpoints"), ProcessExchange(), quarantine=False)
+
+    assert code == 3, said
+    assert f"Rank {kill[0]} was killed by SIGKILL" in said
+    assert choice is not None
+    assert choice.manifest.step >= known > 0
+    assert "skipped" not in choice.words
+    code, said = start(warm, place, None, *overrides)
+    assert code == 0, said
+    assert f"resuming from step {choice.manifest.step}," in said
+    assert log_of(place) == log_of(straight)
+    assert state_differences(place, straight) == []
+
+
+@pytest.mark.parametrize(("rank", "phase", "mode"), SAVES)
+def test_a_run_killed_in_any_phase_of_a_save_goes_on_bit_for_bit(
+    warm: WarmPython, straight: Path, tmp_path: Path, rank: int, phase: str, mode: str
+) -> None:
+    """Step 6: two checkpoints are there, and this save's retention deletes the older one."""
+    background = f"checkpoint.background={str(mode != 'waiting').lower()}"
+
+    kill_and_go_on(warm, straight, tmp_path, f"{rank}:6:save: {phase}", background, *EXPORTING)
+
+
+@pytest.mark.parametrize(("rank", "phase"), EXPORTS, ids=str)
+def test_a_run_killed_in_any_phase_of_an_export_goes_on_bit_for_bit_and_exports_the_same(
+    warm: WarmPython, straight: Path, tmp_path: Path, rank: int, phase: str
+) -> None:
+    kill_and_go_on(warm, straight, tmp_path, f"{rank}:4:{phase}", *EXPORTING)
+
+    ours, theirs = (
+        {file.name: file.read_bytes() for file in (place / "r" / "exports" / "step-00000008").iterdir()}
+        for place in (tmp_path, straight)
+    )
+    assert ours == theirs
+    assert list((tmp_path / "r" / "exports").glob(".*")) == []
