@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -267,3 +268,12 @@ def test_a_whole_manifest_says_the_same_when_it_is_read_and_written_again(saved:
 
     assert manifest.to_json() == data
     assert replace(manifest, step=3).hash != manifest.hash
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a directory", "a pipe"])
+def test_a_manifest_that_is_no_file_is_damage_and_is_not_waited_for(step_2: Path, make: Callable[[Path], None]) -> None:
+    (step_2 / NAME).unlink()
+    make(step_2 / NAME)
+
+    with pytest.raises(CheckpointCorrupt, match=r"manifest\.json is no file\."):
+        checkpoint.verify(str(step_2))

@@ -113,7 +113,7 @@ def test_a_changed_byte_is_found_and_its_tensor_named(pools: Any, server: dict[s
     data[len(data) // 2] ^= 1
     storage.replace(f"step-00000001/{file}", bytes(data))
 
-    with pytest.raises(CheckpointCorrupt, match=r"__1_0.distcp is damaged.*damaged tensors: (model|optim)\."):
+    with pytest.raises(CheckpointCorrupt, match=r"__1_0.distcp is damaged.*Damaged tensors: (model|optim)\."):
         verify(path)
 
 

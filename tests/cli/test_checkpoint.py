@@ -85,7 +85,7 @@ def test_verify_of_one_flipped_bit_exits_1_and_names_the_tensor(checkpoint: Comm
     assert (done.code, one.code) == (1, 1)
     assert [line.split(":")[0] for line in done.out.splitlines()] == ["whole", "whole", "damaged", "whole"]
     assert "__1_0.distcp is damaged: its hash is not the manifest's" in one.out
-    assert one.out.endswith("; damaged tensors: model.model.layers.0.mlp.up_proj.weight.\n")
+    assert one.out.endswith(" Damaged tensors: model.model.layers.0.mlp.up_proj.weight.\n")
     assert sorted(path.name for path in (place / "runs/run/checkpoints").glob("step-*")) == [
         f"step-{step:08d}" for step in range(1, 5)
     ]

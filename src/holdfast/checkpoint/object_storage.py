@@ -78,6 +78,10 @@ class ObjectStorage:
         """Return whether there is an object, or anything below."""
         return bool(self._fs.exists(self._path(path)))
 
+    def is_file(self, path: str) -> bool:
+        """Return whether it is an object."""
+        return bool(self._fs.isfile(self._path(path)))
+
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
         if not self.exists(path):

@@ -26,7 +26,7 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared, Plan, Wanted, plan_model, plan_optimizer, poisoned, refusal
 from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.verification import check_names, damaged_files, damaged_tensors, read_manifest
+from holdfast.checkpoint.verification import check_names, damage, damaged_files, damaged_tensors, read_manifest
 from holdfast.optim.state import (
     GroupState,
     OptimizerState,
@@ -138,10 +138,7 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Ma
     damaged = sorted({file for part in ranks.gather(mine) for file in part})
     if damaged:
         tensors = ranks.agree(damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else [])
-        holds = f"; damaged tensors: {', '.join(tensors[:4])}" if tensors else ""
-        raise CheckpointCorrupt(
-            f"{storage.root}/{name}/{damaged[0]} is damaged: its hash is not the manifest's{holds}."
-        )
+        raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest
 
 

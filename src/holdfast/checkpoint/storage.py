@@ -59,6 +59,10 @@ class Storage(Protocol):
         """Return whether there is a file or directory."""
         ...
 
+    def is_file(self, path: str) -> bool:
+        """Return whether there is something that has bytes: no directory, pipe or device."""
+        ...
+
     def names(self, path: str = "") -> list[str]:
         """Return the names directly below a directory, none if it does not exist."""
         ...
@@ -160,6 +164,10 @@ class LocalStorage:
     def exists(self, path: str) -> bool:
         """Return whether it is there."""
         return self.path(path).exists()
+
+    def is_file(self, path: str) -> bool:
+        """Return whether it is a regular file."""
+        return self.path(path).is_file()
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""

@@ -43,6 +43,8 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     path = f"{name}/{NAME}" if name else NAME
     if not storage.exists(path):
         raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {describe_foreign(storage, name)}")
+    if not storage.is_file(path):
+        raise CheckpointCorrupt(f"{where}/{NAME} is no file.")
     try:
         data = _patiently(lambda: storage.read(path))
     except OSError as error:
@@ -126,10 +128,13 @@ def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
     damaged = damaged_files(storage, name, manifest, sorted(manifest.files))
     if damaged:
         tensors = damaged_tensors(storage, name, manifest, damaged)
-        holds = f"; damaged tensors: {', '.join(tensors[:4])}{_more(tensors, 4)}" if tensors else ""
-        raise CheckpointCorrupt(
-            f"{storage.root}/{name}/{damaged[0]} is damaged: its hash is not the manifest's{_more(damaged)}{holds}"
-        )
+        raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
+
+
+def damage(where: str, files: Sequence[str], tensors: Sequence[str]) -> str:
+    """Return the sentence about damaged files and what they held."""
+    holds = f" Damaged tensors: {', '.join(tensors[:4])}{_more(tensors, 4)}" if tensors else ""
+    return f"{where}/{files[0]} is damaged: its hash is not the manifest's{_more(files)}{holds}"
 
 
 def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequence[str] | None = None) -> list[str]:
