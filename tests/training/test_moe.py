@@ -9,19 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
-from holdfast.data.packing import pack
+from holdfast.data.characters import character_tokenizer
+from holdfast.data.packing import pack, unpack
 from holdfast.data.weights import Share
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training.build import build_run
 from holdfast.training.fit import fit
+from holdfast.training.step import train_step
 from holdfast.types import Example, Scores
 from tests.crash.runs import log_of, state_differences
-from tests.tiny import tiny_directory
+from tests.models.architectures import SETTINGS
+from tests.tiny import tiny_directory, tiny_model
 from tests.training.cases import run, tree
 
 TOKENS = np.arange(2, 40)
@@ -30,7 +34,9 @@ TOKENS = np.arange(2, 40)
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("mixtral")
-    return str(tiny_directory(path, "mixtral", router_aux_loss_coef=0.02, output_router_logits=False))
+    # Three experts: of four ranks, one holds none of them.
+    options = {"num_local_experts": 3, "router_aux_loss_coef": 0.02, "output_router_logits": False}
+    return str(tiny_directory(path, "mixtral", **options))
 
 
 def values_of(place: Path, model: str, steps: int, **sections: Any) -> dict[str, Any]:
@@ -55,6 +61,16 @@ def trained(world: World, values: dict[str, Any]) -> tuple[str | None, np.ndarra
         scores = built.policy(pack([example], [Share(1.0, 1.0)], padded=built.policy.padded))
     assert isinstance(scores, Scores)
     return outcome.export, scores.logprobs.numpy()
+
+
+def first_update(world: World, values: dict[str, Any]) -> tuple[list[list[int]], dict[str, float]]:
+    """Make one update; return the sequences of all ranks and the metrics."""
+    built = build_run(from_mapping(values, SFTConfig), Path(), world)
+    mini_batch = built.stream.next(0)
+    assert mini_batch is not None
+    mine = [example.tokens.tolist() for batch in mini_batch.micro_batches for example in unpack(batch)]
+    sequences = [tokens for part in built.exchange.gather(mine) for tokens in part]
+    return sequences, train_step(built, mini_batch)
 
 
 def test_a_resumed_run_is_the_straight_run_bit_for_bit(pools: Any, tmp_path: Path, mixtral: str) -> None:
@@ -98,3 +114,28 @@ def test_plain_transformers_reads_the_export_and_says_the_same(pools: Any, tmp_p
     assert {name: after[name] for name in ("router_aux_loss_coef", "output_router_logits", "num_local_experts")} == {
         name: before[name] for name in ("router_aux_loss_coef", "output_router_logits", "num_local_experts")
     }
+
+
+def test_a_bias_that_chooses_experts_counts_and_stays_as_it_is(pools: Any, tmp_path: Path) -> None:
+    model = tiny_model("glm4_moe", **SETTINGS["glm4_moe"])
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = torch.tensor([0.3, -0.2, 0.1, 0.5])
+    model.get_buffer(name).copy_(bias)
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    character_tokenizer().save_pretrained(source)
+    values = values_of(tmp_path, str(source), 1)
+
+    sequences, metrics = pools(2).run(first_update, values)[0]
+    export = pools(2).run(run, values)[0].export
+
+    counts = np.zeros(4)
+    for tokens in sequences:
+        with torch.no_grad():
+            [logits] = model(torch.as_tensor(tokens)[None], output_router_logits=True).router_logits
+        scores = 1 / (1 + np.exp(-logits.double().numpy())) + bias.numpy()
+        counts += np.bincount(np.argsort(-scores, axis=1)[:, :2].ravel(), minlength=4)
+    assert metrics["router/load_max"] == pytest.approx(counts.max() / counts.mean(), rel=1e-12)
+    assert metrics["router/load_min"] == pytest.approx(counts.min() / counts.mean(), rel=1e-12)
+
+    assert torch.equal(load_file(Path(export) / "model.safetensors")[name], bias)
