@@ -139,3 +139,18 @@ def test_a_bias_that_chooses_experts_counts_and_stays_as_it_is(pools: Any, tmp_p
     assert metrics["router/load_min"] == pytest.approx(counts.min() / counts.mean(), rel=1e-12)
 
     assert torch.equal(load_file(Path(export) / "model.safetensors")[name], bias)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_token_costs_the_experts_it_is_sent_to(pools: Any, tmp_path: Path, mixtral: str, frozen: bool) -> None:
+    values = values_of(tmp_path, mixtral, 1, metrics={"progress": "off", "peak_flops": 1e12})
+    values["model"]["freeze"] = ["experts"] if frozen else []
+
+    pools(2).run(run, values)
+
+    line = read_metrics(tmp_path / "r" / "metrics.jsonl")[-1]
+    experts = 2 * 2 * 3 * 32 * 64  # two layers, two of the three experts
+    others = 2 * 96 * 32 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 + 64) + 32
+    per_token = 6 * others + (4 if frozen else 6) * experts
+    flops = line["data/tokens"] * (per_token + 6 * 2 * 32 * line["data/mean_length"])
+    assert line["throughput/mfu"] == pytest.approx(flops / line["step_time"] / 2e12)

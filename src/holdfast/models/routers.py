@@ -12,10 +12,12 @@ forward pass, or all of an update. The last is linear in P once f is known, so i
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,6 +78,12 @@ class Routers:
             yield seen
         finally:
             self._seen = None
+
+    def unused(self, name: str, shape: Sequence[int]) -> float:
+        """Return how many elements of a parameter a token does not meet: those of experts it is not sent to."""
+        if ".experts." not in name or len(shape) < 2 or re.search(r"\.experts\.\d", name):
+            return 0.0
+        return prod(shape) * max(0.0, 1 - self.top_k / shape[0])
 
     def tally(self, seen: Sequence[Routed], batch: Batch) -> Tally:
         """Add up what was seen, sequence by sequence; padding belongs to none.

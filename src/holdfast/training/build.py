@@ -300,7 +300,12 @@ def _check_end(config: TrainingConfig, total: int | None) -> None:
 
 def _cost(parts: Evaluation) -> ModelCost:
     text, plan = parts.origin.skeleton.config.get_text_config(), parts.plan
-    return ModelCost(plan.trainable, plan.parameters - plan.trainable, text.num_hidden_layers, text.hidden_size)
+    unused, routers = {True: 0.0, False: 0.0}, parts.policy.routers
+    if routers is not None:
+        for name, value in named_parameters(parts.policy).items():
+            unused[value.requires_grad] += routers.unused(name, value.shape)
+    trained, frozen = plan.trainable - unused[True], plan.parameters - plan.trainable - unused[False]
+    return ModelCost(trained, frozen, text.num_hidden_layers, text.hidden_size)
 
 
 def _peak_flops(config: TrainingConfig, world: World) -> float | None:
