@@ -151,8 +151,10 @@ class Batch:
     """Sample id of each sequence, in the order of `sequence_ids`."""
     prompt_ids: tuple[int, ...]
     sources: tuple[str, ...]
+    counts: tuple[float, ...]
+    """What each sequence brings to the denominator, in the order of `sequence_ids`."""
     count: float
-    """Sum of the sequences' counts in this micro-batch."""
+    """Their sum."""
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     """[B, T] each"""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -201,6 +203,8 @@ class LossSum(NamedTuple):
     """Detached."""
     sums: dict[str, Tensor]
     """Detached metrics as [2] tensors: total and denominator."""
+    router_loads: Tensor | None = None
+    """[layers, experts] how many tokens each router sent to each expert; None without experts."""
 
 
 @dataclass(frozen=True)

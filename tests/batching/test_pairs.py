@@ -81,7 +81,7 @@ def test_whole_draws_are_units_even_if_they_share_nothing() -> None:
     assert [(unit.members, unit.head, unit.tokens) for unit in units] == [((0, 1), 0, 11), ((2, 3), 2, 6)]
 
 
-def test_the_first_sequence_of_a_pair_counts_for_both() -> None:
+def test_the_sequences_of_a_pair_count_half_each() -> None:
     found = shares("pair_mean", [3, 5, 2, 2], [8, 8, 9, 9], 64)
 
-    assert found == [Share(1.0, 1.0), Share(1.0, 0.0), Share(1.0, 1.0), Share(1.0, 0.0)]
+    assert found == [Share(1.0, 0.5)] * 4

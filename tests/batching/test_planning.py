@@ -134,6 +134,12 @@ def test_padded_rows_that_fit_one_pack_are_still_shared_out() -> None:
     assert [len(of_rank[0]) for of_rank in plan.packs] == [2, 2, 2, 2]
 
 
+def test_padded_rows_that_fit_one_forward_pass_take_one() -> None:
+    plan = plan_packs([40, 10, 10, 10], budget=160, ranks=1, padded=True)
+
+    assert plan.packs == (((1, 2, 3, 0),),)
+
+
 def test_the_rank_with_a_long_sequence_gets_fewer_tokens_where_attention_is_dear() -> None:
     lengths = [4000] + [1000] * 12
 

@@ -18,6 +18,7 @@ from holdfast.data.weights import Share
 from holdfast.models.attention import PACKED, Documents, key_places, packed_attention, register
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel, predictors
+from holdfast.models.routers import RouterLoss
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, Example, LossSum
 from tests.models.architectures import SETTINGS, strong_model, twin
@@ -81,14 +82,16 @@ def test_a_head_with_a_trained_token_is_refused() -> None:
         pack(alike, SHARES[:2], heads=[Head(2, 4)])
 
 
-def result(model: Any, batch: Batch) -> tuple[LossSum, dict[str, Tensor]]:
+def result(model: Any, batch: Batch, router_loss: RouterLoss | None = None) -> tuple[LossSum, dict[str, Tensor]]:
     register()
     mine = twin(model)
     mine.set_attn_implementation(PACKED)
     mine.set_experts_implementation("eager")
     family = family_of(mine)
-    policy = PolicyModel(mine, family, family.head_spec(float32_product=False, chunk_tokens=5))
-    output = policy(batch, NegativeLogLikelihood())
+    spec = family.head_spec(float32_product=False, chunk_tokens=5)
+    policy = PolicyModel(mine, family, spec, router_loss=router_loss)
+    given = torch.arange(4.0) if router_loss is not None and router_loss.kind == "global" else None
+    output = policy(batch, NegativeLogLikelihood(), router_loads=given)
     assert isinstance(output, LossSum)
     output.loss.backward()
     return output, {name: value.grad for name, value in mine.named_parameters() if value.grad is not None}
@@ -106,6 +109,25 @@ def test_loss_and_every_gradient_are_those_of_whole_sequences(kind: str) -> None
     # transformers' norms and routers compute in float32 whatever the model does, and round in another order here.
     for name, gradient in together[1].items():
         assert float((gradient - apart[1][name]).norm()) <= 1e-6 * float(apart[1][name].norm()), name
+
+
+@pytest.mark.parametrize("kind", ["sequence", "batch", "global"])
+def test_a_router_loss_takes_a_shared_head_for_each_of_its_sequences(kind: Any) -> None:
+    model = twin(strong_model("mixtral", scale=2.0), torch.float64)
+    loss = RouterLoss(kind, 0.5)
+    uneven = [Share(1.0, 1.0 + number) for number in range(len(FLAT))]
+
+    together = result(model, pack(FLAT, uneven, dtype=torch.float64, heads=HEADS), loss)
+    apart = result(model, pack(FLAT, uneven, dtype=torch.float64), loss)
+    without = result(model, shared())
+
+    assert_close(together[0].sums["router/loss"], apart[0].sums["router/loss"], rtol=1e-9, atol=0)
+    loads = [output.router_loads for output, _ in (together, apart)]
+    assert loads[0].tolist() == loads[1].tolist()
+    for name, gradient in together[1].items():
+        assert float((gradient - apart[1][name]).norm()) <= 1e-6 * float(apart[1][name].norm()), name
+    gate = "model.layers.0.mlp.gate.weight"
+    assert float((together[1][gate] - without[1][gate]).norm()) > 1e-2 * float(without[1][gate].norm())
 
 
 def test_the_flash_kernel_is_given_the_head_before_each_branch() -> None:

@@ -73,7 +73,13 @@ def no_such_set(folder: Path, tree: dict[str, Any]) -> None:
     tree["data"]["validation_split"] = 0.2
 
 
+def router_loss_without_routers(folder: Path, tree: dict[str, Any]) -> None:
+    tree["model"]["router_loss"] = "sequence"
+
+
 BEFORE_THE_FIRST_BATCH = [
+    (router_loss_without_routers, "model.router_loss: sequence, but llama is no mixture of experts: it has no routers "
+                                  "to balance. Leave it out."),
     (no_warm_start, "elsewhere/checkpoints/step-00000003"),
     (no_such_set, "eval/validaton/loss is of no evaluation set (there are validation)"),
     (no_file, "data.path=gone.jsonl is not there (no such file or directory: "),

@@ -71,6 +71,29 @@ MODEL = "model: {path: some-model}\n"
             "cuts the router loss of experts off. Remove the key: the non-reentrant form is always used",
         ),
         (
+            "steps: 1\n" + ROWS + "model: {path: m, router_loss: {kind: sequence, coefficient: 0}}\n",
+            "run.yaml:3: model.router_loss.coefficient: 0 leaves the router loss without effect; write router_loss: "
+            "off, or a factor above 0",
+        ),
+        (
+            "steps: 1\ndata: {path: a, batch_size: 8, max_length: 1024}\nmodel: {path: m, router_loss: batch}\n",
+            "run.yaml:3: model.router_loss: batch balances what one forward pass sees, and 8 rows of up to "
+            "data.max_length=1024 tokens do not fit data.tokens_per_micro_batch=4096, so its result would depend on "
+            "the split. Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: "
+            "true}",
+        ),
+        (
+            "steps: 1\ndata: {path: a, batch_size: 4}\nlaunch: {ranks: 2}\nmodel: {path: m, router_loss: batch}\n",
+            "run.yaml:4: model.router_loss: batch balances what one forward pass sees, and launch.ranks=2 sees a part "
+            "of the batch each, so its result would depend on the split. Use sequence or global, which do not, or "
+            "accept it: router_loss: {kind: batch, allow_split: true}",
+        ),
+        (
+            "steps: 1\n" + ROWS + "model: {path: m, dropout: true, router_loss: global}\n",
+            "run.yaml:3: model.dropout: model.router_loss: global counts loads in a forward pass of its own, where "
+            "dropout differs; leave dropout off, or use router_loss: sequence",
+        ),
+        (
             "steps: 1\nmodel: {dtype: float32}\n" + ROWS,
             "run.yaml:2: model.path: no model is named; set path (a directory or hub name) or config (a random start)",
         ),

@@ -61,13 +61,14 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         )
 
     run.optimizer.register_step_pre_hook(keep)
-    losses, norms, forwards = [], [], []
+    losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
         metrics = sft_step(run)
         assert metrics is not None
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
         forwards.append(metrics["data/micro_batches"])
+        lines.append(metrics)
     final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
     return {
         "losses": losses,
@@ -75,6 +76,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "gradients": gradients,
         "parameters": final,
         "micro_batches": forwards,
+        "metrics": lines,
         "rows_tokenised": run.stream.rows_tokenised,
         "padded": run.policy.padded,
     }

@@ -38,6 +38,23 @@ def test_a_compiled_run_is_the_eager_run(pools: Any, directory: Path, part: str,
         np.testing.assert_allclose(compiled["gradients"][0][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_tell_what_their_routers_chose(pools: Any, tmp_path: Path, recompute: str) -> None:
+    mixtral = tiny_directory(tmp_path / "mixtral", "mixtral", router_aux_loss_coef=0.05)
+    trees = [
+        settings(str(mixtral), model={"dtype": "float32"}, parallel={"compile": it, "recompute": recompute})
+        for it in ("off", "blocks")
+    ]
+
+    eager, compiled = (pools(2).run(train, tree, rows_of(24))[0] for tree in trees)
+
+    for line, expected in zip(compiled["metrics"], eager["metrics"], strict=True):
+        for name in ("loss", "router/loss", "router/load_max", "router/load_min"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-5), name
+    for name, gradient in eager["gradients"][0].items():
+        np.testing.assert_allclose(compiled["gradients"][0][name], gradient, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
 def graphs_by_step(world: World, tree: dict[str, Any], rows: Any, steps: int) -> list[int]:
     """Return how many graphs were compiled by the end of each step."""
     from torch._dynamo.utils import counters

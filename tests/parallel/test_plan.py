@@ -126,3 +126,15 @@ def test_the_description_names_sizes_a_reader_can_check() -> None:
 
     assert "1,088 parameters, 1,088 trained, 0 frozen" in text
     assert "5 units over shard=2 replicate=1" in text
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 2), (4, 1), (8, 1)])
+def test_experts_that_are_fewer_than_ranks_are_counted_with_their_padding(ranks: int, rows: int) -> None:
+    experts = ParameterInfo("model.layers.0.mlp.experts.down_proj", (4, 512, 1024), "float32", True)
+
+    made = plan(more=[experts], shard=ranks)
+
+    others = -(-100 // ranks) * 8 + 4 * (8 // ranks * 8 + 8 // ranks)
+    assert made.shard_bytes == (rows * 512 * 1024 + others) * 4
+    assert ("shards 2.0 MiB per rank, 1.0 MiB of them padding" in made.describe()) == (ranks == 8)
+    assert ("padding" in made.describe()) == (ranks == 8)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from holdfast.config.base import Mistake, Pattern, PositiveInt, Section
 from holdfast.config.lora import LoRAConfig
+from holdfast.config.router import AutoRouterLoss, RouterLossConfig
 
 
 class HeadConfig(Section):
@@ -70,6 +71,9 @@ class ModelConfig(Section):
 
     dropout: bool = False
     """Keep the dropout rates of the model's configuration. Off: all of them are 0."""
+
+    router_loss: RouterLossConfig = AutoRouterLoss()
+    """What keeps the experts of a mixture evenly loaded; see docs/moe.md."""
 
     head: HeadConfig = HeadConfig()
 

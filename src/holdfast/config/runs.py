@@ -18,6 +18,7 @@ from holdfast.config.metrics import EvaluationConfig, MetricsConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.optim import AdamWConfig, OptimConfig
 from holdfast.config.parallel import ParallelConfig
+from holdfast.config.router import BatchRouterLoss
 
 
 def _check_run_name(name: str) -> str:
@@ -100,6 +101,7 @@ class TrainingConfig(_Root):
         yield from super().mistakes()
         yield from self._storage()
         yield from self._metrics()
+        yield from self._routers()
         if not self.evaluation.sets and self.data.validation_split == 0:
             for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
                 if getattr(self.evaluation, name) is not None:
@@ -120,6 +122,41 @@ class TrainingConfig(_Root):
                 yield key, f"{metric} is of no evaluation set ({there}); write eval/SET/METRIC as in metrics.jsonl"
             elif head != "eval" and not rest and head.startswith(("val", "eval")):
                 yield key, f"{metric} is no metric of an evaluation; write eval/SET/METRIC as in metrics.jsonl"
+
+    def _routers(self) -> Iterator[Mistake]:
+        """Yield a router loss that the split of a batch, or dropout, would change."""
+        loss, lora = self.model.router_loss, self.model.lora
+        if loss.kind == "global" and (self.model.dropout or (lora is not None and lora.dropout > 0)):
+            key = "model.dropout" if self.model.dropout else "model.lora.dropout"
+            yield (
+                key,
+                "model.router_loss: global counts loads in a forward pass of its own, where dropout differs; leave "
+                "dropout off, or use router_loss: sequence",
+            )
+        if not isinstance(loss, BatchRouterLoss) or loss.allow_split:
+            return
+        splits = self._splits()
+        if splits:
+            yield (
+                "model.router_loss",
+                f"batch balances what one forward pass sees, and {splits}, so its result would depend on the split. "
+                "Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: true}",
+            )
+
+    def _splits(self) -> str:
+        """Return why an update may take more than one forward pass; "" if it cannot."""
+        data, ranks = self.data, self.launch.ranks
+        rows = max([data.batch_size, *data.batch_size_schedule.values()])
+        if isinstance(ranks, int) and ranks > 1:
+            return f"launch.ranks={ranks} sees a part of the batch each"
+        if self.verb != "sft":
+            return f"a batch of {self.verb} is split by what was sampled or by pairs"
+        if rows * data.max_length > data.tokens_per_micro_batch:
+            return (
+                f"{rows} rows of up to data.max_length={data.max_length} tokens do not fit "
+                f"data.tokens_per_micro_batch={data.tokens_per_micro_batch}"
+            )
+        return ""
 
     def _storage(self) -> Iterator[Mistake]:
         kind, dtype = self.optim.kind, self.model.dtype

@@ -128,6 +128,7 @@ def _batch(
         sample_ids=tuple(example.sample_id for example in examples),
         prompt_ids=tuple(example.prompt_id for example in examples),
         sources=tuple(example.source for example in examples),
+        counts=tuple(share.count for share in shares),
         count=float(sum(share.count for share in shares)),
         per_token={name: _tensor(values) for name, values in filled.per_token.items()},
     )

@@ -77,7 +77,7 @@ def plan_packs(
     """
     if lengths and max(lengths) > budget:
         raise ValueError(f"a unit of {max(lengths)} tokens does not fit a pack of {budget}")
-    budget = min(budget, max(1, sum(lengths)))  # more room than there are tokens changes nothing, and costs memory
+    budget = min(budget, _room_for_all(lengths, padded))  # more room changes nothing, and costs memory
     costs = [length * (1.0 + attention_share * length) for length in lengths]
     bins = _rows_of_equal_width(lengths, budget) if padded else best_fit_decreasing(lengths, budget)
     count = max(1, -(-len(bins) // ranks)) * ranks
@@ -90,6 +90,10 @@ def plan_packs(
     idle = count - len(bins)
     packs = [tuple(sorted(units, key=lambda unit: (lengths[unit], unit))) for units in bins] + [()] * idle
     return PackPlan(_deal(packs, work + [0.0] * idle, ranks))
+
+
+def _room_for_all(lengths: Sequence[int], padded: bool) -> int:
+    return max(1, len(lengths) * max(lengths, default=0) if padded else sum(lengths))
 
 
 def best_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -67,6 +67,6 @@ def shares(
 
 
 def _once_per_prompt(prompt_ids: Sequence[int]) -> list[tuple[float, float]]:
-    """Return weight 1 for all, and count 1 for the first sequence of each prompt."""
-    _, first = np.unique(np.asarray(prompt_ids), return_index=True)
-    return [(1.0, float(is_first)) for is_first in np.isin(np.arange(len(prompt_ids)), first)]
+    """Return weight 1 for all, and counts that sum to 1 over the sequences of each prompt, the same for each."""
+    _, prompt, sequences = np.unique(np.asarray(prompt_ids), return_inverse=True, return_counts=True)
+    return [(1.0, float(1.0 / of_prompt)) for of_prompt in sequences[prompt]]

@@ -23,8 +23,9 @@ PEAK_FLOPS = {
 class ModelCost:
     """What a token costs."""
 
-    trained_parameters: int
-    frozen_parameters: int
+    trained_parameters: float
+    """Of experts, the share that a token is sent to."""
+    frozen_parameters: float
     """Without those whose output no trained parameter needs a gradient through: an upper bound."""
     layers: int
     hidden_size: int

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
 from holdfast.models.family import Family, backbone_of, output_layer_of
+from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
-from holdfast.objectives.base import Objective, scored_tokens
+from holdfast.objectives.base import Objective, ratio, scored_tokens
 from holdfast.types import Batch, LossSum, Scores
 
 
@@ -27,17 +28,34 @@ class PolicyModel(nn.Module):
         family: Its particulars.
         head_spec: How its logits follow from hidden states.
         padded: Batches hold one document per row, and attention is transformers' own.
+        router_loss: What is added to an objective's loss in training; only for a model with routers.
     """
 
-    def __init__(self, language_model: nn.Module, family: Family, head_spec: HeadSpec, *, padded: bool = False) -> None:
+    def __init__(
+        self,
+        language_model: nn.Module,
+        family: Family,
+        head_spec: HeadSpec,
+        *,
+        padded: bool = False,
+        router_loss: RouterLoss | None = None,
+    ) -> None:
         super().__init__()
         self.language_model = language_model
         self.family = family
         self.head_spec = head_spec
         self.padded = padded
+        self.routers = Routers(language_model) if routers_of(language_model) else None
+        self.router_loss = router_loss
 
     def forward(
-        self, batch: Batch, objective: Objective | None = None, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: Batch,
+        objective: Objective | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        router_loads: Tensor | None = None,
     ) -> LossSum | Scores:
         """Score the batch's trained tokens; with an objective, sum its loss over them.
 
@@ -46,8 +64,20 @@ class PolicyModel(nn.Module):
             objective: The loss, or None for differentiable scores.
             temperature: Divides the logits.
             entropy: Also compute entropies, even if the objective does not need them.
+            router_loads: [E] of the whole update, for the router loss `global`.
         """
-        hidden = self.hidden_states(batch)
+        if objective is None or self.routers is None or not self.training:
+            hidden = self.hidden_states(batch)
+            return self._scored(hidden, batch, objective, temperature, entropy)
+        with self.routers.watched() as seen:
+            hidden = self.hidden_states(batch)
+        output = self._scored(hidden, batch, objective, temperature, entropy)
+        assert isinstance(output, LossSum)
+        return self._with_routers(output, seen, batch, router_loads)
+
+    def _scored(
+        self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
+    ) -> LossSum | Scores:
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets = batch.tokens.flatten()[batch.scored]
         head = self._head()
@@ -71,6 +101,27 @@ class PolicyModel(nn.Module):
             loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
             scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]
         return LossSum(loss, scores, objective.sums(scores, tokens))
+
+    def _with_routers(self, output: LossSum, seen: list[Routed], batch: Batch, router_loads: Tensor | None) -> LossSum:
+        assert self.routers is not None
+        tally = self.routers.tally(seen, batch)
+        if self.router_loss is None:
+            return output._replace(router_loads=tally.loads)
+        balance = tally.loss(self.router_loss.kind, batch, router_loads)
+        loss = output.loss + self.router_loss.coefficient * balance.to(output.loss.dtype)
+        return output._replace(
+            loss=loss,
+            sums=output.sums | {"router/loss": ratio(balance, batch.count)},
+            router_loads=tally.loads,
+        )
+
+    @torch.no_grad()
+    def router_tally(self, batch: Batch) -> Tally:
+        """Tally a batch without scoring it; like `forward`, a method that finds the root's parameters gathered."""
+        assert self.routers is not None
+        with self.routers.watched() as seen:
+            self.hidden_states(batch)
+        return self.routers.tally(seen, batch)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""

@@ -105,3 +105,10 @@ def reduce_sums(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, T
     stacked = torch.stack([value.to(device=device, dtype=torch.float64) for value in sums.values()])
     dist.all_reduce(stacked)
     return dict(zip(sums, stacked, strict=True))
+
+
+def add_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks, in float64."""
+    total = values.to(torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total

@@ -76,6 +76,8 @@ class ShardPlan:
     cpu_offload: bool
     sharded: bool
     """False for one rank that computes in its storage dtype: there is nothing to split, gather or cast."""
+    shard_bytes: int
+    """What each rank stores; FSDP2 pads a parameter's first dimension until all ranks have as many rows."""
     parameters: int
     trainable: int
 
@@ -86,7 +88,7 @@ class ShardPlan:
         lines = [
             f"{self.parameters:,} parameters, {self.trainable:,} trained, {self.parameters - self.trainable:,} frozen",
             f"{len(self.units)} units over shard={self.shard} replicate={self.replicate}; largest {largest.name} "
-            f"{_mib(largest.bytes_)}; shards {_mib(total / self.shard)} per rank"
+            f"{_mib(largest.bytes_)}; shards {_mib(self.shard_bytes)} per rank{self._padding(total)}"
             if self.sharded
             else f"one rank, whole parameters: {_mib(total)}",
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
@@ -95,6 +97,10 @@ class ShardPlan:
             + (", parameters in host memory" if self.cpu_offload else ""),
         ]
         return "\n".join(lines)
+
+    def _padding(self, total: int) -> str:
+        padded = self.shard_bytes > 1.25 * total / self.shard
+        return f", {_mib(self.shard_bytes - total / self.shard)} of them padding" if padded else ""
 
 
 def _mib(size: float) -> str:
@@ -148,9 +154,15 @@ def plan_shards(
         reduce_last_only=_reduce_last_only(config, storage),
         cpu_offload=config.cpu_offload,
         sharded=not (shard == 1 and config.replicate == 1 and one_dtype and not config.cpu_offload),
+        shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
     )
+
+
+def _shard_bytes(parameters: Sequence[ParameterInfo], shard: int) -> int:
+    split = [parameter for parameter in parameters if parameter.numel and parameter.shape]
+    return sum(parameter.bytes_ // parameter.shape[0] * -(-parameter.shape[0] // shard) for parameter in split)
 
 
 def _count(parameters: Sequence[ParameterInfo]) -> int:

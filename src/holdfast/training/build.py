@@ -20,6 +20,7 @@ from holdfast.models.build import Blueprint, blueprint, set_storage
 from holdfast.models.family import blocks_of
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
+from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.selfcheck import check_forward
 from holdfast.objectives.base import Objective
 from holdfast.optim.build import build_optimizer
@@ -192,7 +193,10 @@ def build_policy(
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
-    policy = PolicyModel(origin.model, origin.family, spec, padded=not packed)
+    router_loss, router_note = (None, "")
+    if trained:
+        router_loss, router_note = together(exchange, lambda: _router_loss(config, origin, world))
+    policy = PolicyModel(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
     plan = together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     apply_plan(policy, plan, mesh)
     with exchange.together():
@@ -207,11 +211,22 @@ def build_policy(
         ),
     )
     if world.is_first:
-        for line in (*plan.describe().splitlines(), *origin.notes, note):
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, note):
             if line:
                 print(line, flush=True)
         print(f"forward check: log-probabilities agree with transformers to {result.difference:.1e}", flush=True)
     return policy, plan
+
+
+def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:
+    section = config.model.router_loss
+    if section.kind == "batch" and not section.allow_split and world.size > 1:
+        raise ConfigError(
+            f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
+            "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "
+            "it: router_loss: {kind: batch, allow_split: true}."
+        )
+    return choose_router_loss(section, origin.skeleton)
 
 
 def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
@@ -285,7 +300,12 @@ def _check_end(config: TrainingConfig, total: int | None) -> None:
 
 def _cost(parts: Evaluation) -> ModelCost:
     text, plan = parts.origin.skeleton.config.get_text_config(), parts.plan
-    return ModelCost(plan.trainable, plan.parameters - plan.trainable, text.num_hidden_layers, text.hidden_size)
+    unused, routers = {True: 0.0, False: 0.0}, parts.policy.routers
+    if routers is not None:
+        for name, value in named_parameters(parts.policy).items():
+            unused[value.requires_grad] += routers.unused(name, value.shape)
+    trained, frozen = plan.trainable - unused[True], plan.parameters - plan.trainable - unused[False]
+    return ModelCost(trained, frozen, text.num_hidden_layers, text.hidden_size)
 
 
 def _peak_flops(config: TrainingConfig, world: World) -> float | None:

@@ -19,6 +19,7 @@ from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradient
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import reduce_sums
+from holdfast.training.routing import load_metrics, loads_before
 from holdfast.training.run import Run
 from holdfast.types import Batch, LossSum, MiniBatch
 
@@ -42,17 +43,28 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
     set_learning_rate(run.optimizer, rate)
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
+    sent: Tensor | None = None
+    router_loads = loads_before(run, mini_batch)
     with run.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             set_last_micro_batch(run.policy, run.plan, last=index == len(mini_batch.micro_batches) - 1)
             batch = to_device(micro_batch, run.world.device)
-            output = run.policy(batch, run.objective, temperature=run.temperature, entropy=run.config.metrics.entropy)
+            output = run.policy(
+                batch,
+                run.objective,
+                temperature=run.temperature,
+                entropy=run.config.metrics.entropy,
+                router_loads=router_loads,
+            )
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
             part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(run, batch, output)
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
+            if output.router_loads is not None:
+                sent = output.router_loads if sent is None else sent + output.router_loads
+    loads = load_metrics(sent)
     with run.phase("optimizer"):
-        return _update(run, sums, mini_batch, rate, ends_step=ends_step)
+        return _update(run, sums, mini_batch, rate, ends_step=ends_step) | loads
 
 
 def _update(

@@ -1,0 +1,241 @@
+"""What the routers of a mixture of experts say in a forward pass, and the loss that keeps their loads even.
+
+Hooks on the router modules hand over logits and choices while a forward pass is watched, and never else: a block that
+is recomputed in the backward pass runs its router again, and must not count twice. The loss is transformers' (Switch
+Transformers, arXiv:2101.03961, eq. 4-6), which takes the tokens of all layers together:
+
+    E sum_e f_e P_e     f_e = choices of expert e / n     P_e = sum of its probabilities / n     n = layers x tokens
+
+f has no gradient. The kinds differ in the tokens that the means are taken over: each sequence's own, those of one
+forward pass, or all of an update. The last is linear in P once f is known, so its parts add up over any split.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.router import AutoRouterLoss, NoRouterLoss, RouterLossConfig
+from holdfast.data.packing import places
+from holdfast.errors import ModelError
+from holdfast.types import Batch
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Which router loss, and how much of it."""
+
+    kind: Literal["sequence", "batch", "global"]
+    coefficient: float
+
+
+class Routed(NamedTuple):
+    """What one router said of T tokens."""
+
+    logits: Tensor
+    """[T, E]"""
+    chosen: Tensor | None
+    """[T, k] int64, the experts it chose; None where it does not tell"""
+
+
+class Routers:
+    """The routers of a model, in the order they run.
+
+    Args:
+        model: A transformers model; hooks stay on it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        self.name = str(config.model_type)
+        self.top_k = _top_k(model)
+        self._seen: list[Routed] | None = None
+        for router, index in routers_of(model):
+            router.register_forward_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Any:
+        # A closure, so that a model copied with its hooks reports nowhere else.
+        def report(_: nn.Module, __: object, output: Any) -> None:
+            if self._seen is not None:
+                self._seen.append(_routed(output, index))
+
+        return report
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Routed]]:
+        """Collect what the routers say inside the block, one entry per layer."""
+        seen: list[Routed] = []
+        self._seen = seen
+        try:
+            yield seen
+        finally:
+            self._seen = None
+
+    def unused(self, name: str, shape: Sequence[int]) -> float:
+        """Return how many elements of a parameter a token does not meet: those of experts it is not sent to."""
+        if ".experts." not in name or len(shape) < 2 or re.search(r"\.experts\.\d", name):
+            return 0.0
+        return prod(shape) * max(0.0, 1 - self.top_k / shape[0])
+
+    def tally(self, seen: Sequence[Routed], batch: Batch) -> Tally:
+        """Add up what was seen, sequence by sequence; padding belongs to none.
+
+        Raises:
+            ModelError: The routers did not see the batch's tokens one by one.
+        """
+        positions, owner = _members(batch)
+        experts = {routed.logits.shape[-1] for routed in seen}
+        rows = {routed.logits.shape[:-1].numel() for routed in seen}
+        if len(experts) != 1 or rows != {batch.tokens.numel()}:
+            raise ModelError(
+                f"The routers of {self.name} told of {sorted(rows)} tokens and {sorted(experts)} experts, where one "
+                f"number of experts and {batch.tokens.numel()} tokens were expected. Set model.router_loss: off."
+            )
+        wide = torch.float64 if seen[0].logits.dtype == torch.float64 else torch.float32
+        shape = (len(batch.sample_ids), experts.pop())
+        probabilities, choices = (torch.zeros(shape, dtype=wide, device=owner.device) for _ in range(2))
+        loads = []
+        for routed in seen:
+            logits = routed.logits.reshape(-1, shape[1])
+            share = logits.to(wide).softmax(-1)
+            likely = _marks(share.detach().topk(self.top_k, -1).indices, share)
+            taken = likely if routed.chosen is None else _marks(routed.chosen, share)
+            probabilities = probabilities.index_add(0, owner, share.index_select(0, positions))
+            choices.index_add_(0, owner, likely.index_select(0, positions))
+            loads.append(taken.index_select(0, positions).sum(0, dtype=torch.float64))
+        tokens = torch.zeros(shape[0], dtype=wide, device=owner.device).index_add_(
+            0, owner, torch.ones_like(owner, dtype=wide)
+        )
+        return Tally(probabilities, choices, tokens * len(seen), torch.stack(loads))
+
+
+class Tally(NamedTuple):
+    """Sums over the layers and tokens of each of S sequences."""
+
+    probabilities: Tensor
+    """[S, E] differentiable"""
+    choices: Tensor
+    """[S, E] how often an expert was among the most probable"""
+    rows: Tensor
+    """[S] layers x tokens"""
+    loads: Tensor
+    """[layers, E] float64, how many tokens were sent to each expert"""
+
+    def loss(self, kind: str, batch: Batch, global_loads: Tensor | None = None) -> Tensor:
+        """Return the router loss summed with the sequences' counts, so that it is averaged like the main loss.
+
+        Args:
+            kind: As in `RouterLoss`.
+            batch: What was tallied.
+            global_loads: [E], from `global_loads`; for `global`.
+        """
+        experts = self.probabilities.shape[1]
+        if kind == "global":
+            assert global_loads is not None
+            return (self.probabilities.sum(0) * global_loads.to(self.probabilities.dtype)).sum()
+        if kind == "batch":
+            rows = self.rows.sum().clamp(min=1.0)
+            return experts * batch.count * ((self.choices.sum(0) / rows) * (self.probabilities.sum(0) / rows)).sum()
+        rows = self.rows[:, None]
+        of_sequence = experts * ((self.choices / rows) * (self.probabilities / rows)).sum(-1)
+        return (of_sequence * torch.tensor(batch.counts, dtype=of_sequence.dtype, device=of_sequence.device)).sum()
+
+
+def global_loads(choices: Tensor, rows: Tensor, count: float) -> Tensor:
+    """Return [E] factors of an update's probabilities, whose weighted sum is its router loss times its count.
+
+    Args:
+        choices: [E], over all sequences of the update.
+        rows: [] layers x tokens of all of them.
+        count: Of the update.
+    """
+    rows = rows.clamp(min=1.0)
+    return choices.numel() * count * choices / rows**2
+
+
+def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Return the modules that transformers records router logits of, and the place of the logits in their output."""
+    found: dict[int, tuple[nn.Module, int]] = {}
+    for part in model.modules():
+        recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
+            for module in part.modules():
+                if isinstance(module, recorder.target_class):
+                    found.setdefault(id(module), (module, recorder.index))
+    return list(found.values())
+
+
+def choose_router_loss(section: RouterLossConfig, model: nn.Module) -> tuple[RouterLoss | None, str]:
+    """Return the router loss a model is trained with, None for none, and a note for the user.
+
+    Raises:
+        ModelError: One is asked for, and the model has no routers, no loss of its own, or no coefficient.
+    """
+    config: Any = model.config
+    name, routed = str(config.model_type), bool(routers_of(model))
+    own = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    coefficient = getattr(config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+    if isinstance(section, NoRouterLoss):
+        return None, ""
+    if isinstance(section, AutoRouterLoss):
+        if not routed:
+            return None, ""
+        if own and coefficient > 0:
+            return RouterLoss("sequence", coefficient), f"router loss: per sequence, coefficient {coefficient:g}"
+        return None, f"router loss: off, since {'its coefficient is 0' if own else f'{name} has none'}"
+    asked = f"model.router_loss: {section.kind}"
+    if not routed:
+        raise ModelError(f"{asked}, but {name} is no mixture of experts: it has no routers to balance. Leave it out.")
+    if not own:
+        raise ModelError(
+            f"{asked}, but transformers has no router loss for {name}, so there is none to agree with. Its routers are "
+            "balanced otherwise, if at all. Use router_loss: off."
+        )
+    coefficient = coefficient if section.coefficient is None else section.coefficient
+    if coefficient <= 0:
+        raise ModelError(
+            f"{asked}, but the configuration of {name} has router_aux_loss_coef 0, which leaves the loss without "
+            "effect. Set model.router_loss.coefficient, to 0.001 for example, or use router_loss: off."
+        )
+    return RouterLoss(section.kind, coefficient), f"router loss: {section.kind}, coefficient {coefficient:g}"
+
+
+def _top_k(model: nn.Module) -> int:
+    config: Any = model.config
+    return int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 1)
+
+
+def _routed(output: Any, index: int) -> Routed:
+    parts = output if isinstance(output, tuple) else (output,)
+    logits = parts[index]
+    chosen = [
+        part
+        for part in parts
+        if isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape[:-1] == logits.shape[:-1]
+    ]
+    return Routed(logits, chosen[0] if chosen else None)
+
+
+def _marks(chosen: Tensor, like: Tensor) -> Tensor:
+    """Return [T, E], 1 where an expert was chosen."""
+    return torch.zeros_like(like, requires_grad=False).scatter_(1, chosen.reshape(like.shape[0], -1), 1.0)
+
+
+def _members(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return [M] flat positions and [M] whose they are; a head that sequences share stands there once for each."""
+    width = batch.tokens.shape[1]
+    flat = torch.arange(batch.tokens.numel()).view(-1, width)
+    parts = [flat[row, place] for row, place in places(batch)]
+    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
+    owner = torch.arange(len(parts)).repeat_interleave(sizes)
+    positions = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    device = batch.tokens.device
+    return positions.to(device, non_blocking=True), owner.to(device, non_blocking=True)
