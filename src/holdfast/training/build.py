@@ -13,6 +13,7 @@ import torch
 from holdfast.config.runs import SFTConfig, TrainingConfig, planned_steps
 from holdfast.data.assembly import Layout
 from holdfast.data.stream import BatchStream
+from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.metrics.throughput import ModelCost, peak_flops
 from holdfast.models.attention import upstream_attention
@@ -21,6 +22,7 @@ from holdfast.models.family import blocks_of
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.selfcheck import check_forward
+from holdfast.models.vision import image_side, towers_of
 from holdfast.objectives.base import Objective
 from holdfast.optim.build import build_optimizer
 from holdfast.parallel.apply import apply_plan
@@ -96,8 +98,9 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     started = begin(config, base, world, live)
     exchange, data = started.exchange, started.data
     measured = _measured(config, base, world, exchange, live, data)
-    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats)
-    layout = layout_of(measured)
+    images = image_side_of(config, measured.origin)
+    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats, images)
+    layout = layout_of(measured, images)
     stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
     return Run(**vars(measured), **parts_of_run(config, base, measured, started, stream))
 
@@ -143,8 +146,11 @@ def _measured(
 ) -> Evaluation:
     objective = live.objective or together(exchange, lambda: supervised_objective(config.objective, base))
     parts = build_model(config, base, world, exchange, live, objective)
-    tokenise = together(exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats))
-    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts))
+    images = image_side_of(config, parts.origin)
+    tokenise = together(
+        exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats, images)
+    )
+    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts, images))
     return replace(parts, evaluation_sets=sets)
 
 
@@ -178,6 +184,7 @@ def build_policy(
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
     mesh = together(exchange, lambda: build_mesh(config.parallel, world))
+    images = together(exchange, lambda: image_side_of(config, origin))
     storage = getattr(torch, config.model.dtype)
     frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
     set_storage(origin.model, storage, frozen)
@@ -204,6 +211,7 @@ def build_policy(
             may_fall_back=config.model.attention == "auto",
             compute_dtype=getattr(torch, plan.compute_dtype),
             device=world.device,
+            images=images if isinstance(images, ImageSide) else None,
         ),
     )
     if world.is_first:
@@ -212,6 +220,21 @@ def build_policy(
                 print(line, flush=True)
         print(f"forward check: log-probabilities agree with transformers to {result.difference:.1e}", flush=True)
     return policy, plan
+
+
+def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
+    """Return what turns the images of rows into tokens; or why there is nothing that does.
+
+    Raises:
+        ModelError: Image processor, tokenizer and model do not belong together.
+    """
+    return image_side(
+        origin.image_processor,
+        origin.tokenizer,
+        origin.original_config,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+    )
 
 
 def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
@@ -231,7 +254,8 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
     blocks = blocks_of(policy.language_model)
     if not blocks and not config.parallel.units:
         raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
-    return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device)
+    towers = towers_of(policy.language_model)
+    return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device, towers=towers)
 
 
 def open_exchange(config: TrainingConfig) -> ProcessExchange:
@@ -266,12 +290,14 @@ def _observers(config: TrainingConfig, base: Path, live: Live) -> tuple[Observer
     return (*named, *given)
 
 
-def layout_of(parts: Evaluation) -> Layout:
+def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:
     """Return how this model's batches are packed."""
     text = parts.origin.skeleton.config.get_text_config()
     attention = text.num_hidden_layers * text.hidden_size / max(1, parts.plan.parameters)
     dtype = torch.float64 if parts.config.model.dtype == "float64" else torch.float32
-    return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention)
+    several = parts.plan.sharded and parts.exchange.size > 1
+    stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
+    return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention, stand_in=stand_in)
 
 
 def _check_end(config: TrainingConfig, total: int | None) -> None:

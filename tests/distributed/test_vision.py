@@ -1,0 +1,110 @@
+"""Images on some rows or some ranks: loss, gradients and parameters are those of plain transformers, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config.data import DataConfig
+from holdfast.config.model import ModelConfig
+from holdfast.data.chat import RowTokeniser
+from holdfast.data.vision import ImageSide
+from holdfast.models.build import configured
+from holdfast.models.vision import image_side
+from tests.distributed.cases import reference, settings, train
+from tests.distributed.test_split_invariance import assert_same, by_hand
+from tests.vision import KINDS, picture_rows, tokenizer_of, vision_directory, vision_model
+
+MAX_LENGTH = 128
+ROWS = {
+    "mixed": picture_rows(24),
+    "a picture in one row of eight": picture_rows(24, images=(1, 0, 0, 0, 0, 0, 0, 0)),
+    "pictures in the first update alone": picture_rows(8, images=(2,)) + picture_rows(16, images=(0,), seed=1),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = vision_directory(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return of
+
+
+def side_of(directory: Path, kind: str) -> ImageSide:
+    raw_config, processor = configured(ModelConfig(path=str(directory)), Path.cwd())
+    side = image_side(processor, tokenizer_of(kind), raw_config)
+    assert isinstance(side, ImageSide)
+    return side
+
+
+def oracle(directory: Path, kind: str, rows: str, freeze: Callable[[str], bool] = lambda _: False) -> dict[str, Any]:
+    """Train with plain transformers: its own forward with pixel values, one row at a time, in float64."""
+    side = side_of(directory, kind)
+    tokeniser = RowTokeniser(tokenizer_of(kind), DataConfig(path="rows", max_length=MAX_LENGTH), Path.cwd(), side)
+    examples = [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(ROWS[rows])]
+    model = vision_model(kind).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not freeze(name))
+
+    def inputs_of(example: Any) -> dict[str, Any]:
+        if not example.model_inputs:
+            return {}
+        given = side.upstream_inputs(example.tokens, example.model_inputs)
+        return {name: torch.as_tensor(values) for name, values in given.items()}
+
+    batches = [examples[start : start + 8] for start in (0, 8, 16)]
+    return reference(model, batches, by_hand("token_mean"), 0.1, inputs_of)
+
+
+def with_zeros(expected: dict[str, Any], trained: list[str]) -> dict[str, Any]:
+    """Return the oracle with a zero gradient where transformers has none: ours gives every trained weight one."""
+    shapes = {name: expected["parameters"][name].shape for name in trained}
+    for gradients in expected["gradients"]:
+        for name in trained:
+            gradients.setdefault(name, torch.zeros(shapes[name], dtype=torch.float64).numpy())
+    return expected
+
+
+def tree(directory: Path, data: dict[str, Any], parallel: dict[str, Any], **model: Any) -> dict[str, Any]:
+    found = settings(str(directory), data={"max_length": MAX_LENGTH} | data, parallel=parallel)
+    return found | {"model": found["model"] | model}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ranks", "rows", "data", "parallel"),
+    [
+        pytest.param(1, "mixed", {}, {}, id="1 rank, packed"),
+        pytest.param(1, "mixed", {"packing": "none"}, {}, id="1 rank, padded"),
+        pytest.param(2, "mixed", {"tokens_per_micro_batch": 160}, {}, id="2 ranks, small packs"),
+        pytest.param(2, "mixed", {"packing": "none", "tokens_per_micro_batch": 256}, {}, id="2 ranks, padded"),
+        pytest.param(
+            2, "a picture in one row of eight", {"tokens_per_micro_batch": 128}, {}, id="2 ranks, images on one"
+        ),
+        pytest.param(2, "pictures in the first update alone", {}, {"recompute": "full"}, id="2 ranks, no image later"),
+    ],
+)
+def test_loss_norm_gradients_and_parameters_are_those_of_transformers(
+    pools: Any,
+    directory: Callable[[str], Path],
+    kind: str,
+    ranks: int,
+    rows: str,
+    data: dict[str, Any],
+    parallel: dict[str, Any],
+) -> None:
+    expected = oracle(directory(kind), kind, rows)
+    expected = with_zeros(expected, list(expected["parameters"]))
+
+    for found in pools(ranks).run(train, tree(directory(kind), data, parallel), ROWS[rows]):
+        assert found["padded"] == (data.get("packing") == "none")
+        assert_same(found, expected, 1e-10)
