@@ -26,13 +26,13 @@ RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "
 class SyntheticConfig(Section):
     """A generated task with exact answers; row i is a pure function of (seed, i)."""
 
-    task: Literal["sort", "reverse", "add", "countdown"]
+    task: Literal["sort", "reverse", "add", "countdown", "shapes"]
     rows: PositiveInt = 20_000
     noise: Fraction = 0.0
     """Share of rows whose answer is wrong, for training runs that a verifier must clean up."""
     seed: Count = 0
     min_length: PositiveInt = 4
-    """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question."""
+    """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question, or shapes in a picture."""
     max_length: PositiveInt = 6
 
     def mistakes(self) -> Iterator[Mistake]:

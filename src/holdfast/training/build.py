@@ -42,6 +42,7 @@ from holdfast.training.sources import (
     check_batch,
     evaluation_sets,
     open_data,
+    refuse_completions_of_images,
     row_tokeniser,
     training_stream,
 )
@@ -151,6 +152,8 @@ def _measured(
         exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats, images)
     )
     sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts, images))
+    if isinstance(images, ImageSide):
+        together(exchange, lambda: refuse_completions_of_images(config, sets))
     return replace(parts, evaluation_sets=sets)
 
 

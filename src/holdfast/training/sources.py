@@ -230,6 +230,22 @@ def evaluation_sets(  # noqa: PLR0913 - as many as a set is made of
     return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
 
 
+def refuse_completions_of_images(config: TrainingConfig, sets: Sequence[EvaluationSet]) -> None:
+    """Refuse to complete prompts whose images the sampler would not see.
+
+    Raises:
+        DataError: A row that would be completed has an image.
+    """
+    options = config.evaluation.completions
+    for held_out in sets if options is not None else ():
+        for example in held_out.read_prompts(options.samples):  # type: ignore[union-attr]  # no options, no sets
+            if example.model_inputs:
+                raise DataError(
+                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name} without seeing "
+                    "its image. Remove evaluation.completions; the loss and mean_token_accuracy of the set stay."
+                )
+
+
 def one_pass(
     config: TrainingConfig, rows: CandidateReader[Example], exchange: Exchange, layout: Layout, limit: int | None = None
 ) -> SampleStream:
