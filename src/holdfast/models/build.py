@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
+from holdfast.data.vision import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
@@ -80,6 +81,7 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     register()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
+    places = _processor_directories(config, raw_config, directory, base, given=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
     text_config = raw_config.get_text_config()
     old_vocabulary = text_config.vocab_size
@@ -121,17 +123,24 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
         directory,
         packed,
         tuple(notes),
-        load_image_processor(config, raw_config, _processor_directories(config, directory, base)),
+        load_image_processor(config, raw_config, places),
     )
 
 
-def _processor_directories(config: ModelConfig, directory: Path | None, base: Path) -> list[Path]:
-    """Return where the model's image processor may lie: beside its weights, else beside a random start's tokenizer."""
+def _processor_directories(
+    config: ModelConfig, raw_config: Any, directory: Path | None, base: Path, *, given: bool
+) -> list[Path]:
+    """Return where the model's image processor may lie: beside its weights, else beside a random start's tokenizer.
+
+    A tokenizer that was `given` in memory has no directory.
+    """
     if directory is not None:
         return [directory]
-    if config.tokenizer is None or config.tokenizer.startswith("builtin:"):
+    name = config.tokenizer
+    sees = raw_config.model_type in FAMILIES and config.config is not None
+    if given or not sees or name is None or name.startswith("builtin:"):
         return []
-    return [locate(config.tokenizer, config, base, weights=False)]
+    return [locate(name, config, base, weights=False)]
 
 
 def described(config: ModelConfig, base: Path, stored: Mapping[str, Header] | None) -> Blueprint:
@@ -162,7 +171,8 @@ def configured(config: ModelConfig, base: Path) -> tuple[Any, Any]:
     """
     directory = None if config.path is None else locate(config.path, config, base, weights=False)
     raw_config = _raw_config(config, directory, None)
-    return raw_config, load_image_processor(config, raw_config, _processor_directories(config, directory, base))
+    places = _processor_directories(config, raw_config, directory, base, given=False)
+    return raw_config, load_image_processor(config, raw_config, places)
 
 
 def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
