@@ -32,6 +32,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN_PROCESSOR,
     "qwen3_vl": _QWEN_PROCESSOR | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     "llava": _LLAVA_PROCESSOR,
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
 }
 
 _QWEN_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
@@ -44,6 +45,13 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "rope_parameters": _QWEN_ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
     },
     "llava": {"model_type": "llama"},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 _TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": PATCH},
@@ -77,7 +85,18 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "patch_size": PATCH,
         "projection_dim": 16,
     },
+    "gemma3": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": PATCH,
+    },
 }
+MARKS = {"llava": ("<image>",), "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>")}
+"""Special tokens of the families that are not Qwen's; the first is what their templates write."""
 KINDS = [*PROCESSORS]
 
 
@@ -85,9 +104,9 @@ def tokenizer_of(kind: str) -> Any:
     """Return a tokenizer that knows the family's image token, and writes it for an image part."""
     if "qwen" in kind:
         return picture_tokenizer()
-    found = character_tokenizer(("<image>",))
+    found = character_tokenizer(MARKS[kind])
     template = picture_tokenizer().chat_template
-    found.chat_template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+    found.chat_template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", MARKS[kind][0])
     return found
 
 
@@ -100,8 +119,12 @@ def config_values(kind: str, **text: Any) -> dict[str, Any]:
         "vision_config": _TOWERS[kind],
         "tie_word_embeddings": False,
     }
-    if "qwen" not in kind:
+    if kind == "llava":
         return values | {"image_token_index": ids("<image>")}
+    if kind == "gemma3":
+        begin, inside, end = (ids(mark) for mark in MARKS[kind])
+        marks = {"image_token_index": inside, "boi_token_index": begin, "eoi_token_index": end}
+        return values | marks | {"mm_tokens_per_image": 4}
     return values | {
         "image_token_id": ids("<|image_pad|>"),
         "video_token_id": 95,

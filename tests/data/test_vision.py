@@ -17,7 +17,7 @@ from holdfast.data.chat import RowTokeniser
 from holdfast.data.vision import ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.vision import image_side, load_image_processor
-from tests.vision import KINDS, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
+from tests.vision import KINDS, MARKS, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
 
 GRIDS = [kind for kind in KINDS if "qwen" in kind]
 
@@ -47,7 +47,12 @@ def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
 
     pictures = [picture(np.random.default_rng(number), *size) for number, size in enumerate([(24, 33), (9, 40)])]
     tokenizer, side = tokenizer_of(kind), side_of(kind)
-    name = {"llava": "LlavaProcessor", "qwen3_vl": "Qwen3VLProcessor", "qwen2_vl": "Qwen2VLProcessor"}
+    name = {
+        "llava": "LlavaProcessor",
+        "gemma3": "Gemma3Processor",
+        "qwen3_vl": "Qwen3VLProcessor",
+        "qwen2_vl": "Qwen2VLProcessor",
+    }
     upstream = getattr(transformers, name.get(kind, "Qwen2_5_VLProcessor"))
 
     found = sequence(kind, "see <image> or <image>=", pictures)
@@ -58,6 +63,13 @@ def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
         both = upstream(image_processor=processor, tokenizer=tokenizer, **options)
         asked = both(images=pictures, text=[f"see {mark} or {mark}="], return_tensors="np")
         expected = asked["input_ids"][0].tolist()
+    elif kind == "gemma3":
+        for role, token in zip(("boi_token", "image_token", "eoi_token"), MARKS[kind], strict=True):
+            setattr(tokenizer, role, token)
+            setattr(tokenizer, f"{role}_id", tokenizer.convert_tokens_to_ids(token))
+        both = upstream(image_processor=processor, tokenizer=tokenizer, image_seq_length=4)
+        asked = both(images=pictures, text=["see <start_of_image> or <start_of_image>="], return_tensors="np")
+        expected = asked["input_ids"][0].tolist()
     else:  # the whole processor wants torchvision for videos; its rule for images does not
         bare = upstream.__new__(upstream)
         bare.image_processor, bare.tokenizer, bare.image_token = processor, tokenizer, "<|image_pad|>"
@@ -66,6 +78,21 @@ def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
         expected = tokenizer(f"see {first} or {second}=", add_special_tokens=False)["input_ids"]
     assert found.tokens[:-2].tolist() == expected
     assert not found.loss_mask[:-2].any()
+
+
+@pytest.mark.parametrize("expression", [False, True])
+def test_a_template_of_gemma_writes_what_its_processor_puts_around_an_image(expression: bool) -> None:
+    tokenizer = tokenizer_of("gemma3")
+    if expression:  # as Gemma's own template has it
+        tokenizer.chat_template = tokenizer.chat_template.replace("<start_of_image>", "{{ '<start_of_image>' }}")
+    rows = RowTokeniser(tokenizer, DataConfig(path="rows"), Path.cwd(), side_of("gemma3"))
+    asked = [{"type": "image", "image": picture(np.random.default_rng(0), 9, 9)}, {"type": "text", "text": "see="}]
+    row = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "a"}]}
+
+    (found,) = rows.examples(row, 0, "rows").examples
+
+    written = "<user>\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\nsee=<assistant>a<eos>"
+    assert tokenizer_of("gemma3").decode(found.tokens) == written
 
 
 @pytest.mark.parametrize("kind", GRIDS)

@@ -21,6 +21,8 @@ from tests.distributed.test_split_invariance import assert_same, by_hand
 from tests.vision import KINDS, picture_rows, tokenizer_of, vision_directory, vision_model
 
 MAX_LENGTH = 128
+TOLERANCE = dict.fromkeys(KINDS, 1e-10) | {"gemma3": 1e-6}
+"""Gemma's norms round to float32 in a float64 model; in rows of another width some values round the other way."""
 ROWS = {
     "mixed": picture_rows(24),
     "a picture in one row of eight": picture_rows(24, images=(1, 0, 0, 0, 0, 0, 0, 0)),
@@ -77,6 +79,8 @@ def with_zeros(expected: dict[str, Any], trained: list[str]) -> dict[str, Any]:
 
 def tree(directory: Path, data: dict[str, Any], parallel: dict[str, Any], **model: Any) -> dict[str, Any]:
     found = settings(str(directory), data={"max_length": MAX_LENGTH} | data, parallel=parallel)
+    if "gemma3" in directory.name:  # its images are refused in packs
+        found["data"] |= {"packing": "none", "tokens_per_micro_batch": 512}
     return found | {"model": found["model"] | model}
 
 
@@ -107,8 +111,8 @@ def test_loss_norm_gradients_and_parameters_are_those_of_transformers(
     expected = with_zeros(expected, list(expected["parameters"]))
 
     for found in pools(ranks).run(train, tree(directory(kind), data, parallel), ROWS[rows]):
-        assert found["padded"] == (data.get("packing") == "none")
-        assert_same(found, expected, 1e-10)
+        assert found["padded"] == (kind == "gemma3" or data.get("packing") == "none")
+        assert_same(found, expected, TOLERANCE[kind])
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
@@ -125,6 +129,15 @@ def test_a_frozen_tower_changes_no_other_gradient(
     for found in pools(ranks).run(train, settings, ROWS["mixed"]):
         assert_same(found, expected, 1e-10)
     assert 0 < len(trained) < len(expected["parameters"])
+
+
+def test_packs_of_a_family_that_looks_both_ways_take_no_images(pools: Any, directory: Callable[[str], Path]) -> None:
+    settings = tree(directory("gemma3"), {}, {})
+    settings["data"]["packing"] = "best_fit"
+
+    for kind, message in pools(2).errors(train, settings, ROWS["mixed"]):
+        assert kind == "DataError"
+        assert "gemma3 attends within an image in both directions, and packs do not; packing: none does" in message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

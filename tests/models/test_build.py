@@ -124,6 +124,7 @@ WORDS: dict[str, dict[str, set[str]]] = {
     },
     "qwen2_5_vl": {"vision_tower": {"visual.patch_embed", "visual.blocks"}, "projector": {"visual.merger"}},
     "llava": {"vision_tower": {"vision_tower"}, "projector": {"multi_modal_projector"}},
+    "gemma3": {"vision_tower": {"vision_tower"}, "projector": {"multi_modal_projector"}},
 }
 """What each word of `model.freeze` means, as paths under `model.`."""
 

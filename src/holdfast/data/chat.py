@@ -67,7 +67,7 @@ class RowTokeniser:
         self._images = RowImages(images, text, base)
         self._plain = PlainTokeniser(tokenizer, append_eos=text.append_eos)
         self._format = None if text.format is None else PromptFormat(text.format, base)
-        self._template = _chat_template(tokenizer, text, base)
+        self._template = _chat_template(tokenizer, text, base, images)
         # Whoever sets one of these wants a chat: a prompt that is plain text becomes the user's message.
         self._wraps_text = bool(text.system or text.chat_template or text.template_kwargs)
 
@@ -230,15 +230,18 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _chat_template(tokenizer: Any, text: TextConfig, base: Path) -> ChatTemplate:
+def _chat_template(tokenizer: Any, text: TextConfig, base: Path, images: ImageSide | str) -> ChatTemplate:
     ours = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(text.template_kwargs)
     if ours:
         raise DataError(f"data.template_kwargs: {min(ours)!r} is an argument that Holdfast sets, not a variable.")
     if text.chat_template is None:
         name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-        return ChatTemplate(tokenizer, None, text.template_kwargs, name)
+        own = tokenizer.chat_template
+        changed = own if isinstance(images, str) else images.rewritten(own)
+        return ChatTemplate(tokenizer, None if changed == own else changed, text.template_kwargs, name)
     source = template_text(text.chat_template, base, "data.chat_template")
     name = "the template written in data.chat_template" if source == text.chat_template else text.chat_template
+    source = source if isinstance(images, str) else images.rewritten(source)
     return ChatTemplate(tokenizer, source, text.template_kwargs, name)
 
 

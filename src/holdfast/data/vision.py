@@ -7,6 +7,7 @@ tokens that stand for an image must be as many as the features the tower gives f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,10 @@ class VisionFamily:
     """The model's argument that tells image tokens from text where it computes positions itself."""
     turns_by_grid: bool = False
     """Whether positions of image tokens have three axes: time, row and column (M-RoPE, arXiv:2409.12191)."""
+    rewrites: str = ""
+    """What the family's chat template writes for an image, where upstream's processor puts more around it."""
+    packs: bool = True
+    """Whether image tokens see what stands before them and no more, as packed attention has it."""
     takes_pixel_budget: bool = False
     """Whether the size an image is brought to depends on its own, between two bounds."""
 
@@ -81,12 +86,23 @@ _LLAVA = VisionFamily(
     features=_square_features,
 )
 
+_GEMMA3 = VisionFamily(
+    placeholder="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    image_token="<image_soft_token>",
+    tokens=lambda _, config, __: int(config.mm_tokens_per_image),
+    features=lambda config, inputs: int(config.mm_tokens_per_image * len(inputs["pixel_values"])),
+    token_types="token_type_ids",
+    rewrites="<start_of_image>",
+    packs=False,
+)
+
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
     "llava": _LLAVA,
+    "gemma3": _GEMMA3,
 }
 """By transformers' model_type."""
 
@@ -160,6 +176,20 @@ class ImageSide:
                 "together."
             )
         return Prepared((self.image_id,) * count, inputs)
+
+    def rewritten(self, template: Any) -> Any:
+        """Return the source of a chat template that writes the family's whole placeholder for an image."""
+        if not self.family.rewrites or not isinstance(template, str) or self.family.image_token in template:
+            return template
+        written = self.family.placeholder.replace("\n", "\\n")
+
+        def rewrite(found: re.Match[str]) -> str:
+            quote = found["quote"]
+            # Outside of an expression, jinja would drop the first newline behind a block.
+            return f"{quote}{written}{quote}" if quote else f"{{{{ '{written}' }}}}"
+
+        mark = re.escape(self.family.rewrites)
+        return re.sub(rf"(?P<quote>['\"]){mark}(?P=quote)|{mark}", rewrite, template)
 
     def places(self, tokens: Sequence[int]) -> int:
         """Return how many images these tokens, not yet expanded, have a place for."""

@@ -84,6 +84,9 @@ class PolicyModel(nn.Module):
             inputs = {"inputs_embeds": self._embedded_beside(batch)}
         elif batch.model_inputs:
             inputs |= batch.model_inputs
+            if self.family.image_tokens is not None:
+                argument, token = self.family.image_tokens
+                inputs[argument] = (batch.tokens == token).long()
         if self.padded:
             visible = batch.sequence_ids >= 0
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN

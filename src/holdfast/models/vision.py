@@ -81,7 +81,7 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
 def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> Any:
     import transformers
 
-    default = {"llava": "CLIPImageProcessor"}.get(model_type, "Qwen2VLImageProcessor")
+    default = {"llava": "CLIPImageProcessor", "gemma3": "Gemma3ImageProcessor"}.get(model_type, "Qwen2VLImageProcessor")
     named = str(settings.get("image_processor_type", default))
     name = named.removesuffix("Fast").removesuffix("Pil")
     # transformers 5 has two classes for each: one for torchvision, and one that needs PIL alone.

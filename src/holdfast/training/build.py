@@ -13,7 +13,7 @@ import torch
 from holdfast.config.runs import SFTConfig, TrainingConfig, planned_steps
 from holdfast.data.assembly import Layout
 from holdfast.data.stream import BatchStream
-from holdfast.data.vision import ImageSide
+from holdfast.data.vision import FAMILIES, ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.metrics.throughput import ModelCost, peak_flops
 from holdfast.models.attention import upstream_attention
@@ -231,6 +231,9 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
     Raises:
         ModelError: Image processor, tokenizer and model do not belong together.
     """
+    vision = FAMILIES.get(origin.family.name)
+    if vision is not None and not vision.packs and config.data.packing != "none":
+        return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
     return image_side(
         origin.image_processor,
         origin.tokenizer,
