@@ -131,6 +131,22 @@ def test_a_frozen_tower_changes_no_other_gradient(
     assert 0 < len(trained) < len(expected["parameters"])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_frozen_tower_is_kept_in_bfloat16_beside_a_model_in_float32(
+    pools: Any, directory: Callable[[str], Path], ranks: int
+) -> None:
+    tower = re.compile(FREEZE_PRESETS["vision_tower"])
+    expected = oracle(directory("qwen2_5_vl"), "qwen2_5_vl", "mixed", lambda name: tower.search(name) is not None)
+    settings = tree(directory("qwen2_5_vl"), {}, {}, freeze=["vision_tower"], dtype="float32", frozen_dtype="bfloat16")
+
+    for found in pools(ranks).run(train, settings, ROWS["mixed"]):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+        for name, value in found["parameters"].items():
+            start = torch.from_numpy(expected["parameters"][name])
+            if tower.search(name):  # rounded once, and never moved
+                assert torch.equal(torch.from_numpy(value), start.float().bfloat16().double()), name
+
+
 def test_packs_of_a_family_that_looks_both_ways_take_no_images(pools: Any, directory: Callable[[str], Path]) -> None:
     settings = tree(directory("gemma3"), {}, {})
     settings["data"]["packing"] = "best_fit"
