@@ -176,7 +176,7 @@ class Exporter:
         from holdfast.parallel.collectives import ProcessExchange
         from holdfast.parallel.failure import FailureChannel
         from holdfast.parallel.mesh import World
-        from holdfast.training.build import build_policy
+        from holdfast.training.build_sharded import build_policy
 
         rank, size = dist.get_rank(), dist.get_world_size()
         model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}

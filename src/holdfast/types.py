@@ -37,7 +37,9 @@ class Example:
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[L] each; carried by pack, split and unpack without knowing what they mean."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Inputs only the model understands, such as image patches."""
+    """Inputs only the model understands, such as image patches; a micro-batch joins them along dimension 0."""
+    positions: NDArray[np.int64] | None = None
+    """[A, L] position of each token on each axis of the rotary embedding; None where all are 0, 1, 2, ..."""
 
     @property
     def trained_tokens(self) -> int:
@@ -158,6 +160,15 @@ class Batch:
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     """[B, T] each"""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Joined along dimension 0, in the order of the sequences."""
+    model_input_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """How many of those rows are each sequence's. None are: the inputs stand in for those of other ranks, so that all
+    ranks run the same units; nothing may depend on them."""
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the model inputs belong to no sequence."""
+        return bool(self.model_inputs) and not any(any(rows) for rows in self.model_input_rows.values())
 
     @property
     def is_padded(self) -> bool:

@@ -139,11 +139,6 @@ def test_numbers_may_be_called_like_a_column() -> None:
     assert batch.weights.tolist() == [[0.0, 1.0]]
 
 
-def test_inputs_that_only_the_model_understands_are_not_dropped_silently() -> None:
-    with pytest.raises(ValueError, match="sample 1: pixels cannot be packed"):
-        pack([replace(FIRST, model_inputs={"pixels": np.zeros(3)})], [ONE])
-
-
 def test_a_batch_moves_with_all_it_carries() -> None:
     carried = replace(FIRST, per_token={"values": np.zeros(4, dtype=np.float32)})
 

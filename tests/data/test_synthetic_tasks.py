@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from holdfast.config.data import SyntheticConfig
 from holdfast.data.synthetic import Draws, SyntheticSource, verify
+from holdfast.errors import DataError
 
 TASKS = get_args(SyntheticConfig.model_fields["task"].annotation)
 
@@ -73,7 +77,7 @@ def test_countdown_takes_any_right_expression_and_no_wrong_one(expression: str, 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_lengths_stay_in_their_range_and_reach_both_ends(task: str) -> None:
-    column = {"sort": "digits", "reverse": "letters", "countdown": "numbers"}.get(task)
+    column = {"sort": "digits", "reverse": "letters", "countdown": "numbers", "shapes": "shapes"}.get(task)
     rows = list(source(task, rows=200, min_length=2, max_length=4).scan(0))
 
     lengths = [len(row[column]) if column else len(row["answer"]) - 1 for row in rows]
@@ -111,6 +115,31 @@ def test_a_preference_pair_has_the_rows_question_a_right_and_a_wrong_answer(task
         assert pair["prompt"] == row["prompt"]
         assert verify(row, pair["chosen"])
         assert not verify(row, pair["rejected"])
+
+
+AREAS = {"circle": 88, "square": 100, "cross": 112, "bar": 56}
+"""Pixels that each shape covers, counted on paper."""
+
+
+def test_a_picture_shows_what_the_answer_says() -> None:
+    for row in source("shapes", rows=100, min_length=1, max_length=3).scan(0):
+        assert row["prompt"].count("<image>") == len(row["images"]) == 1
+        pixels = np.asarray(Image.open(io.BytesIO(row["images"][0])), dtype=np.int64)
+        names = row["answer"].split(", ")
+        assert pixels.shape == (16, 16 * len(names), 3)
+        for cell, name in zip(np.split(pixels, len(names), axis=1), names, strict=True):
+            colour, shape = name.split()
+            covered = cell[(cell.max(2) >= 120) | (cell.max(2) - cell.min(2) > 0)]
+            assert len(covered) == AREAS[shape], name
+            strongest = {"red": 0, "green": 1, "blue": 2}.get(colour)
+            same = (covered.max(1) == covered.min(1)).all()
+            assert same if strongest is None else (covered.argmax(1) == strongest).all(), name
+
+
+def test_pictures_have_no_preferences() -> None:
+    for rows in ("pairs", "labels"):
+        with pytest.raises(DataError, match="The task shapes has answers to train on"):
+            SyntheticSource(SyntheticConfig(task="shapes"), rows)  # type: ignore[arg-type]
 
 
 def test_rows_never_change() -> None:

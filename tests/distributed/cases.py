@@ -82,7 +82,9 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     }
 
 
-def reference(model: Any, batches: list[list[Any]], weigh: Any, lr: float) -> dict[str, Any]:
+def reference(
+    model: Any, batches: list[list[Any]], weigh: Any, lr: float, inputs_of: Any = lambda _: {}
+) -> dict[str, Any]:
     """Do the same with plain transformers, one sequence at a time and one process.
 
     Args:
@@ -90,6 +92,7 @@ def reference(model: Any, batches: list[list[Any]], weigh: Any, lr: float) -> di
         batches: Examples of each step.
         weigh: examples -> (weight per sequence, count per sequence), by hand.
         lr: Of plain gradient descent.
+        inputs_of: example -> what the model gets besides tokens.
     """
     losses, norms, gradients = [], [], []
     for batch in batches:
@@ -97,7 +100,7 @@ def reference(model: Any, batches: list[list[Any]], weigh: Any, lr: float) -> di
         total: Any = 0.0
         for example, weight in zip(batch, weights, strict=True):
             tokens = torch.as_tensor(example.tokens)[None]
-            logprobs = model(input_ids=tokens).logits.log_softmax(-1)[0, :-1]
+            logprobs = model(input_ids=tokens, **inputs_of(example)).logits.log_softmax(-1)[0, :-1]
             chosen = logprobs.gather(1, tokens[0, 1:, None]).squeeze(1)
             total = total - (chosen * torch.as_tensor(example.loss_mask[1:])).sum() * weight
         loss = total / sum(counts)

@@ -21,7 +21,7 @@ from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build import build_policy
+from holdfast.training.build_sharded import build_policy
 from holdfast.types import Example, Scores
 
 

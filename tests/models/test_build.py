@@ -21,6 +21,7 @@ from tests.models.architectures import strong_model
 from tests.models.cases import whole_parameters
 from tests.models.directories import KINDS, filled, model_of, write_directory
 from tests.tiny import COMMON
+from tests.vision import vision_model
 
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -114,6 +115,51 @@ def test_freezing_matches_names_by_pattern() -> None:
     frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
     parts = ("gate_proj", "up_proj", "down_proj")
     assert frozen == {"model.embed_tokens.weight", *(f"model.layers.1.mlp.{part}.weight" for part in parts)}
+
+
+WORDS: dict[str, dict[str, set[str]]] = {
+    "qwen3_vl": {
+        "vision_tower": {"visual.patch_embed", "visual.pos_embed", "visual.blocks"},
+        "projector": {"visual.merger", "visual.deepstack_merger_list"},
+    },
+    "qwen2_5_vl": {"vision_tower": {"visual.patch_embed", "visual.blocks"}, "projector": {"visual.merger"}},
+    "llava": {"vision_tower": {"vision_tower"}, "projector": {"multi_modal_projector"}},
+    "gemma3": {"vision_tower": {"vision_tower"}, "projector": {"multi_modal_projector"}},
+}
+"""What each word of `model.freeze` means, as paths under `model.`."""
+
+
+@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize("word", ["vision_tower", "projector", "language_model", "embeddings"])
+def test_a_word_freezes_one_part_of_a_model_that_sees(kind: str, word: str) -> None:
+    model = vision_model(kind)
+
+    freeze(model, [word])
+
+    parts = WORDS[kind] | {"language_model": {"language_model"}, "embeddings": {"language_model.embed_tokens"}}
+    meant = tuple(f"model.{part}." for part in parts[word]) + (("lm_head.",) if word == "language_model" else ())
+    frozen = {name for name, value in model.named_parameters() if not value.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(meant)}
+    assert all(any(name.startswith(part) for name in frozen) for part in meant)
+
+
+def test_frozen_embeddings_take_a_tied_head_with_them() -> None:
+    model = planned(from_values(tie_word_embeddings=True)).model
+
+    freeze(model, ["embeddings"])
+
+    assert not model.lm_head.weight.requires_grad
+    assert sum(not value.requires_grad for value in model.parameters()) == 1
+
+
+def test_a_word_for_a_part_that_a_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"freeze: 'vision_tower' matches no parameter.*Words of their own: vision_t"):
+        planned(from_values().model_copy(update={"freeze": ["vision_tower"]}))
+
+
+def test_freezing_all_parts_by_word_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"leaves no parameter to train"):
+        freeze(vision_model("llava"), ["vision_tower", "projector", "language_model"])
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:

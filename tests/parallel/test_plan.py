@@ -51,6 +51,30 @@ def test_patterns_name_units_and_inner_ones_come_first() -> None:
     assert next(u for u in made.units if u.name == "model.layers.1").parameters == ("model.layers.1.norm.weight",)
 
 
+def test_a_tower_is_a_unit_without_its_blocks_stored_as_it_is() -> None:
+    block = "model.visual.blocks.0"
+    frozen = [ParameterInfo(f"{path}.weight", (8, 8), "bfloat16", False) for path in ("model.visual.patch", block)]
+    merger = ParameterInfo("model.visual.merger.weight", (4, 8), "float32", True)
+    modules = ["", "model", "model.visual", block, *BLOCKS]
+
+    made = plan_shards(
+        [*parameters(), *frozen, merger],
+        modules,
+        [*BLOCKS, block],
+        ParallelConfig(),
+        shard=2,
+        device="cpu",
+        towers=["model.visual"],
+    )
+
+    units = {unit.name: unit for unit in made.units}
+    assert list(units) == [block, *BLOCKS, "model.visual", ROOT]
+    assert units["model.visual"].parameters == ("model.visual.patch.weight", "model.visual.merger.weight")
+    assert (units["model.visual"].bytes_, units["model.visual"].trainable) == (64 * 2 + 32 * 4, 32)
+    assert (units[block].bytes_, units[block].trainable) == (64 * 2, 0)
+    assert made.compute_dtype == "float32"
+
+
 def test_every_parameter_has_exactly_one_unit() -> None:
     for config in ({}, {"blocks_per_unit": 2}, {"units": ["mlp$", "layers.[02]$"]}):
         held = [name for unit in plan(config).units for name in unit.parameters]

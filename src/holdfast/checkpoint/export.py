@@ -22,6 +22,7 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
+from holdfast.models.vision import PROCESSOR_FILES
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
 
@@ -34,6 +35,7 @@ ASSETS = (
     "processor_config.json",
     "video_preprocessor_config.json",
     "image_processor_config.json",
+    "chat_template.json",
 )
 """Copied byte for byte from where the model came from."""
 
@@ -215,6 +217,8 @@ def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
     for name in ASSETS:
         if origin.directory is not None and (origin.directory / name).exists():
             shutil.copyfile(origin.directory / name, folder / name)
+    if origin.image_processor is not None and not any((folder / name).exists() for name in PROCESSOR_FILES):
+        origin.image_processor.save_pretrained(str(folder))
     generation = copy.deepcopy(getattr(origin.skeleton, "generation_config", None))
     if generation is not None and not (folder / ASSETS[0]).exists():
         generation.use_cache = True  # off only while training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.config.base import leaves
 from holdfast.config.dpo import DPOConfig
@@ -15,7 +15,9 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from holdfast.config.runs import TrainingConfig
     from holdfast.data.candidates import Tokenise
+    from holdfast.data.vision import ImageSide
     from holdfast.types import Example
 
 
@@ -72,7 +74,9 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     tokenise: Tokenise[Example] = (
         preference_tokeniser(tokenizer, config, loaded.base)
         if isinstance(config, DPOConfig)
-        else row_tokeniser(tokenizer, config.data, loaded.base, {source.name: section.rows})
+        else row_tokeniser(
+            tokenizer, config.data, loaded.base, {source.name: section.rows}, _images(config, tokenizer, loaded.base)
+        )
     )
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
     console = Console(highlight=False, soft_wrap=True)
@@ -86,6 +90,16 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         console.print(f"{name}: {number}", style="yellow")
     if not sequences.examples:
         console.print("this row is not trained on", style="yellow")
+
+
+def _images(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
+    """Return what turns images into tokens, without building a model."""
+    from holdfast.models.build import configured
+    from holdfast.models.vision import image_side
+
+    raw_config, processor = configured(config.model, base)
+    bounds = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
+    return image_side(processor, tokenizer, raw_config, **bounds)
 
 
 def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:

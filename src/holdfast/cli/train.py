@@ -41,6 +41,7 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
         f"model.path={target.resolve()}",
         "model.config=null",
         "model.tokenizer=null",
+        "model.image_processor=null",
         "model.freeze=[]",
         "model.lora=null",
     ]

@@ -26,13 +26,13 @@ RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "
 class SyntheticConfig(Section):
     """A generated task with exact answers; row i is a pure function of (seed, i)."""
 
-    task: Literal["sort", "reverse", "add", "countdown"]
+    task: Literal["sort", "reverse", "add", "countdown", "shapes"]
     rows: PositiveInt = 20_000
     noise: Fraction = 0.0
     """Share of rows whose answer is wrong, for training runs that a verifier must clean up."""
     seed: Count = 0
     min_length: PositiveInt = 4
-    """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question."""
+    """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question, or shapes in a picture."""
     max_length: PositiveInt = 6
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -100,7 +100,20 @@ class TextConfig(Section):
     """A jinja file (or the template itself) that replaces the tokenizer's chat template."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra variables for the chat template, such as {enable_thinking: false}."""
+    image_dir: str | None = None
+    """Where relative paths of images start; it is looked up in the current directory, then beside the YAML. Default:
+    those two themselves."""
+    min_pixels: PositiveInt | None = None
+    """Smaller images are enlarged to so many pixels (Qwen-VL); default: as the model's image processor says."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are scaled down to so many pixels (Qwen-VL), which bounds their tokens; default: as the model's
+    image processor says."""
+    max_images: PositiveInt | None = None
+    """Most images of a row; a row with more is refused."""
 
+
+IMAGE_FIELDS = frozenset({"image_dir", "min_pixels", "max_pixels", "max_images"})
+"""Fields of a text section that say nothing of text."""
 
 _ORIGINS = ("path", "synthetic")
 

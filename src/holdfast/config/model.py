@@ -40,7 +40,12 @@ class ModelConfig(Section):
     """Where a name that is no local directory is looked up."""
 
     tokenizer: str | None = None
-    """Directory or hub name of the tokenizer, or `builtin:characters` for generated tasks. Default: `model.path`."""
+    """Directory or hub name of the tokenizer, or `builtin:characters` for generated tasks (`builtin:pictures` for those
+    with images). Default: `model.path`."""
+
+    image_processor: dict[str, Any] | None = None
+    """Settings of the image processor, as preprocessor_config.json holds them, for a random start that sees images.
+    Default: the file in `path`, or in the directory of the tokenizer."""
 
     config_override: dict[str, Any] = Field(default_factory=dict)
     """Fields of the transformers configuration to replace, such as `rope_scaling`; dotted names reach
@@ -57,7 +62,9 @@ class ModelConfig(Section):
     """Run Python code that comes with the model directory. Off: such a model is refused by name."""
 
     freeze: list[Pattern] = Field(default_factory=list)
-    """Parameters whose canonical name matches any of these are not trained."""
+    """Parameters whose canonical name matches any of these are not trained. Beside patterns there are four words:
+    `vision_tower`, `projector` (between tower and language model), `language_model` (with its head), `embeddings`
+    (with a head tied to them)."""
 
     lora: LoRAConfig | None = None
     """Train low-rank adapters and nothing else; needs `peft`. With `frozen_dtype: bfloat16` the model is kept in half
@@ -85,6 +92,11 @@ class ModelConfig(Section):
             yield "path", "no model is named; set path (a directory or hub name) or config (a random start)"
         if self.lora is not None and self.freeze:
             yield "freeze", "lora freezes everything but its adapters; name what else is trained in lora.train"
+        yield from self._of_random_starts()
+
+    def _of_random_starts(self) -> Iterator[Mistake]:
+        if self.image_processor is not None and self.path is not None:
+            yield "image_processor", "it is for a random start; that of path comes from its preprocessor_config.json"
         if self.config is not None and "model_type" not in self.config:
             yield "config", "model_type is missing; write for example config: {model_type: llama, hidden_size: 128}"
         if self.config is not None and self.path is None and self.tokenizer is None:

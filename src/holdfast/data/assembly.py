@@ -37,6 +37,9 @@ class Layout:
     """Whether all sequences of a draw, as many in each, go through one forward pass together."""
     constant_length: int | None = None
     """The constant of that average; default: data.max_length."""
+    stand_in: Mapping[str, Any] = field(default_factory=dict)
+    """Model inputs for a rank whose sequences have none, in a forward pass in which those of another rank do: all ranks
+    then run the same units, or the collectives of a sharded vision tower would not meet."""
 
 
 def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
@@ -48,7 +51,11 @@ def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig,
     share = shares(config.average, trained, draws, constant)
     packs = _plan(known, draws, exchange.size, config.tokens_per_micro_batch, layout)
     held = _move(found, exchange, packs)
-    micro_batches = tuple(_pack(units, held, share, layout) for units in packs[exchange.rank])
+    stand_ins = _stand_ins(packs, known, layout)
+    micro_batches = tuple(
+        _pack(units, held, share, layout, stand_in)
+        for units, stand_in in zip(packs[exchange.rank], stand_ins, strict=True)
+    )
     forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units)
     tokens = sum(sequence.tokens for sequence in known)
     capacity = len(packs[0]) * exchange.size * config.tokens_per_micro_batch
@@ -88,7 +95,25 @@ def _plan(
     return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in plan.packs]
 
 
-def _pack(units: Sequence[Unit], held: Mapping[int, Example], share: Sequence[Share], layout: Layout) -> Batch:
+def _stand_ins(
+    packs: Sequence[Sequence[Sequence[Unit]]], known: Sequence[Known], layout: Layout
+) -> list[Mapping[str, Any]]:
+    """Return, for each forward pass, what a rank without model inputs takes instead: nothing where no rank has any."""
+    of_pass = list(zip(*packs, strict=True))
+    seen = [
+        any(known[index].has_inputs for units in of_ranks for unit in units for index in unit.members)
+        for of_ranks in of_pass
+    ]
+    return [layout.stand_in if some else {} for some in seen]
+
+
+def _pack(
+    units: Sequence[Unit],
+    held: Mapping[int, Example],
+    share: Sequence[Share],
+    layout: Layout,
+    stand_in: Mapping[str, Any],
+) -> Batch:
     members = [index for unit in units for index in unit.members]
     return pack(
         [held[index] for index in members],
@@ -98,6 +123,7 @@ def _pack(units: Sequence[Unit], held: Mapping[int, Example], share: Sequence[Sh
         dtype=layout.dtype,
         columns=layout.columns,
         heads=[head for unit in units for head in _heads(unit)],
+        stand_in=stand_in,
     )
 
 

@@ -29,6 +29,8 @@ class Known(NamedTuple):
     """The rank that holds it."""
     head: int = 0
     """Its first tokens that all sequences of its draw have in common, and none of which is trained."""
+    has_inputs: bool = False
+    """Whether it brings inputs only the model understands."""
 
 
 @dataclass
@@ -62,8 +64,8 @@ class Candidates(Generic[S]):
 
 
 class _Fact(NamedTuple):
-    lengths: list[tuple[int, int]]
-    """(tokens, trained tokens) of each sequence"""
+    lengths: list[tuple[int, int, bool]]
+    """(tokens, trained tokens, whether it brings model inputs) of each sequence"""
     counts: Mapping[str, int]
     head: int = 0
 
@@ -119,8 +121,8 @@ class CandidateReader(Generic[S]):
                     if counts:
                         found.counted.append((draw, counts))
                     found.known.extend(
-                        Known(draw, part, tokens, trained, owner, head)
-                        for part, (tokens, trained) in enumerate(lengths)
+                        Known(draw, part, tokens, trained, owner, head, has_inputs)
+                        for part, (tokens, trained, has_inputs) in enumerate(lengths)
                     )
         return last
 
@@ -134,5 +136,7 @@ class CandidateReader(Generic[S]):
         except (EndOfStream, UserError) as told:
             return told
         found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
-        lengths = [(example.tokens.size, example.trained_tokens) for example in sequences.examples]
+        lengths = [
+            (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
+        ]
         return _Fact(lengths, sequences.counts, sequences.head)

@@ -22,16 +22,38 @@ TEMPLATE = (
 )
 
 
-def character_tokenizer() -> Any:
+VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+_WRITTEN = (
+    "{% macro written(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'image' %}" + "".join(VISION) + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endmacro %}"
+)
+
+
+def picture_tokenizer() -> Any:
+    """Return the tokenizer of single characters with the tokens that Qwen-VL models mark images by, after all others.
+
+    Its template writes contents that are text and contents that are lists of parts.
+    """
+    tokenizer = character_tokenizer(VISION)
+    tokenizer.chat_template = _WRITTEN + TEMPLATE.replace("message.content", "written(message.content)")
+    return tokenizer
+
+
+def character_tokenizer(further: tuple[str, ...] = ()) -> Any:
     """Return a `PreTrainedTokenizerFast` with one token per character.
 
     `<pad>` is 0 and `<eos>` is 1. It knows lower-case letters, digits, space, newline and `+-*/=?:,.()<>|_`; any other
     character becomes `<unk>`. There is no beginning-of-sequence token, so a prompt is its characters and nothing else.
+
+    Args:
+        further: Special tokens after all others.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = [PAD, EOS, UNKNOWN, *ROLES, *CHARACTERS]
+    vocabulary = [PAD, EOS, UNKNOWN, *ROLES, *CHARACTERS, *further]
     model = models.WordLevel({token: number for number, token in enumerate(vocabulary)}, unk_token=UNKNOWN)
     tokenizer = Tokenizer(model)
     # Not Regex("."), which leaves newlines glued to their neighbours.
@@ -42,7 +64,7 @@ def character_tokenizer() -> Any:
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,
-        additional_special_tokens=list(ROLES),
+        additional_special_tokens=[*ROLES, *further],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = TEMPLATE

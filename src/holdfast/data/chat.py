@@ -14,16 +14,21 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from holdfast.config.data import RowFormat, TextConfig
+from holdfast.config.data import IMAGE_FIELDS, RowFormat, TextConfig
 from holdfast.data.chat_mask import Masked, mask_conversation
 from holdfast.data.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.data.formats import Conversation, PlainText, PromptCompletion, Shape, normalise, prompt_of, recognise
-from holdfast.data.lengths import Stretch, fit
+from holdfast.data.images import Content
+from holdfast.data.lengths import Stretch, example_of, fit
 from holdfast.data.plain_text import PlainTokeniser
+from holdfast.data.row_images import RowImages
 from holdfast.data.rows import Row
 from holdfast.data.template_file import PromptFormat, template_text
+from holdfast.data.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.types import Example, Prompt
+
+BLIND = "This model reads text alone"
 
 S = TypeVar("S", Example, Prompt)
 """What rows become: sequences to train on, or prompts to continue."""
@@ -46,21 +51,23 @@ class Tokenised(Generic[S]):
 class RowTokeniser:
     """Turns rows into token sequences, as one tokenizer and one `data` section say."""
 
-    def __init__(self, tokenizer: Any, text: TextConfig, base: Path) -> None:
+    def __init__(self, tokenizer: Any, text: TextConfig, base: Path, images: ImageSide | str = BLIND) -> None:
         """Read the templates.
 
         Args:
             tokenizer: A transformers tokenizer.
             text: What to train, and how long.
             base: The YAML's directory, where template files are looked up after the current directory.
+            images: Turns images into tokens; or a sentence that says why none can be trained on.
 
         Raises:
             DataError: A template file is missing or wrong, or a template variable is not the template's to set.
         """
         self._text = text
+        self._images = RowImages(images, text, base)
         self._plain = PlainTokeniser(tokenizer, append_eos=text.append_eos)
         self._format = None if text.format is None else PromptFormat(text.format, base)
-        self._template = _chat_template(tokenizer, text, base)
+        self._template = _chat_template(tokenizer, text, base, images)
         # Whoever sets one of these wants a chat: a prompt that is plain text becomes the user's message.
         self._wraps_text = bool(text.system or text.chat_template or text.template_kwargs)
 
@@ -68,7 +75,8 @@ class RowTokeniser:
     def fingerprint(self) -> str:
         """xxh3_128 of all that decides which tokens a row gives, the tokenizer's vocabulary aside."""
         templates = [self._template.source, None if self._format is None else self._format.source]
-        text = json.dumps([self._text.model_dump(include=set(TextConfig.model_fields)), templates], sort_keys=True)
+        fields = set(TextConfig.model_fields) - IMAGE_FIELDS
+        text = json.dumps([self._text.model_dump(include=fields), templates], sort_keys=True)
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
     def examples(
@@ -93,7 +101,10 @@ class RowTokeniser:
             for stretch in self.stretches(row, row_format, where, counts)
             for piece in fit(stretch, self._text, where, counts)
         ]
-        return Tokenised(tuple(example_of(stretch, sample_id, source) for stretch in stretches), dict(counts))
+        examples = tuple(
+            example_of(stretch, sample_id, source, self._images.positions(stretch)) for stretch in stretches
+        )
+        return Tokenised(examples, dict(counts))
 
     def stretches(self, row: Row, row_format: RowFormat, where: str, counts: Counter[str]) -> list[Stretch]:
         """Turn a row into sequences of any length.
@@ -101,7 +112,9 @@ class RowTokeniser:
         Raises:
             DataError: As `examples`.
         """
-        return self._stretches(self._content(row, row_format, where), where, counts)
+        content = self._content(row, row_format, where)
+        images = self._images.prepared(content, where)
+        return self._images.laid_in(self._stretches(self._images.in_text(content), where, counts), images, where)
 
     def prompt_tokens(self, row: Row, row_name: str) -> NDArray[np.int64]:
         """Return the tokens a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
@@ -113,6 +126,7 @@ class RowTokeniser:
             is_alpaca = "instruction" in row and "prompt" not in row
             row = self._with_prompt(row, "alpaca" if is_alpaca else "prompt_completion", row_name)
         prompt = prompt_of(row, row_name)
+        self._images.placed(PlainText(prompt) if isinstance(prompt, str) else prompt, row, row_name)
         if isinstance(prompt, str):
             if not self._wraps_text:
                 return np.asarray(self._plain.opening(prompt), dtype=np.int64)
@@ -123,8 +137,8 @@ class RowTokeniser:
         except TemplateRefuses as refusal:
             raise DataError(f"{row_name}: {self._template.name} cannot write the prompt: {refusal}.") from None
 
-    def _content(self, row: Row, row_format: RowFormat, where: str) -> Conversation | PromptCompletion | PlainText:
-        """Bring the row into one of three forms, with the prompt that `data.format` writes."""
+    def _content(self, row: Row, row_format: RowFormat, where: str) -> Content:
+        """Bring the row into one of three forms, with the prompt that `data.format` writes and with its images."""
         try:
             shape = recognise(row, row_format, prompt_is_rendered=self._format is not None)
         except DataError as error:
@@ -132,8 +146,8 @@ class RowTokeniser:
         content = normalise(self._with_prompt(row, shape, where), shape, where)
         if isinstance(content, PromptCompletion) and self._wraps_text:
             asked = {"role": "user", "content": content.prompt}
-            return Conversation([asked, {"role": "assistant", "content": content.completion}], first_trained=1)
-        return content
+            content = Conversation([asked, {"role": "assistant", "content": content.completion}], first_trained=1)
+        return self._images.placed(content, row, where)
 
     def _with_prompt(self, row: Row, shape: Shape, where: str) -> Row:
         """Put what `data.format` renders in the place of the prompt."""
@@ -150,9 +164,7 @@ class RowTokeniser:
                     f"{shape} row. Remove data.format, or name the columns by data.columns."
                 )
 
-    def _stretches(
-        self, content: Conversation | PromptCompletion | PlainText, where: str, counts: Counter[str]
-    ) -> list[Stretch]:
+    def _stretches(self, content: Content, where: str, counts: Counter[str]) -> list[Stretch]:
         match content:
             case PlainText():
                 return [self._plain.text(content)]
@@ -218,15 +230,18 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _chat_template(tokenizer: Any, text: TextConfig, base: Path) -> ChatTemplate:
+def _chat_template(tokenizer: Any, text: TextConfig, base: Path, images: ImageSide | str) -> ChatTemplate:
     ours = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(text.template_kwargs)
     if ours:
         raise DataError(f"data.template_kwargs: {min(ours)!r} is an argument that Holdfast sets, not a variable.")
     if text.chat_template is None:
         name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-        return ChatTemplate(tokenizer, None, text.template_kwargs, name)
+        own = tokenizer.chat_template
+        changed = own if isinstance(images, str) else images.rewritten(own)
+        return ChatTemplate(tokenizer, None if changed == own else changed, text.template_kwargs, name)
     source = template_text(text.chat_template, base, "data.chat_template")
     name = "the template written in data.chat_template" if source == text.chat_template else text.chat_template
+    source = source if isinstance(images, str) else images.rewritten(source)
     return ChatTemplate(tokenizer, source, text.template_kwargs, name)
 
 
@@ -238,11 +253,3 @@ def _stretch(masked: Masked, *, trains_prompt: bool) -> Stretch:
         end = masked.spans[-1][1]
         trained[:end] = [True] * end
     return Stretch(masked.tokens, trained)
-
-
-def example_of(stretch: Stretch, sample_id: int, source: str) -> Example:
-    """Return a sequence that is a prompt of its own."""
-    loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
-    loss_mask[0] = False
-    tokens = np.asarray(stretch.tokens, dtype=np.int64)
-    return Example(sample_id, sample_id, tokens, loss_mask, source)

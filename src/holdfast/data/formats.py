@@ -34,6 +34,8 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     first_trained: int = 0
     """Index of the first message that belongs to a completion."""
+    images: tuple[Any, ...] = ()
+    """What to open for each image part, in the order of the parts."""
 
     @property
     def assistant_turns(self) -> list[int]:
@@ -48,6 +50,8 @@ class PromptCompletion:
 
     prompt: str
     completion: str
+    images: tuple[Any, ...] = ()
+    """What to open for each placeholder in the text."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class PlainText:
     """Text that is trained as a whole."""
 
     text: str
+    images: tuple[Any, ...] = ()
+    """What to open for each placeholder in the text."""
 
 
 def recognise(columns: Collection[str], wanted: RowFormat = "auto", *, prompt_is_rendered: bool = False) -> Shape:

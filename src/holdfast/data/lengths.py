@@ -1,12 +1,27 @@
-"""What happens to a sequence longer than `data.max_length`. Every case is counted."""
+"""Sequences before they are numbered: what happens to one longer than `data.max_length`. Every case is counted."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.config.data import TextConfig
 from holdfast.errors import DataError
+from holdfast.types import Example
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """The tokens of one image, and what the model gets of it. It is kept whole or left out."""
+
+    start: int
+    end: int
+    inputs: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -15,6 +30,7 @@ class Stretch:
 
     tokens: list[int]
     trained: list[bool]
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def trains_nothing(self) -> bool:
@@ -36,10 +52,10 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
         match text.overlong:
             case "truncate":
                 counts["truncated"] += 1
-                pieces = [_piece(stretch, 0, limit)]
+                pieces = [_piece(stretch, 0, _whole_images(stretch, limit))]
             case "split":
                 counts["split"] += 1
-                pieces = [_piece(stretch, start, start + limit) for start in range(0, length, limit)]
+                pieces = _split(stretch, limit, row_name)
             case "drop":
                 counts["overlong_dropped"] += 1
                 return []
@@ -54,5 +70,42 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
     return kept
 
 
+def _split(stretch: Stretch, limit: int, row_name: str) -> list[Stretch]:
+    pieces = []
+    start = 0
+    while start < len(stretch.tokens):
+        end = _whole_images(stretch, start + limit)
+        if end <= start:
+            (longest,) = [span for span in stretch.images if span.start == start]
+            raise DataError(
+                f"{row_name} has an image of {longest.end - longest.start} tokens, more than data.max_length={limit}, "
+                "and an image cannot be split. Raise data.max_length, or lower data.max_pixels."
+            )
+        pieces.append(_piece(stretch, start, end))
+        start = end
+    return pieces
+
+
+def _whole_images(stretch: Stretch, end: int) -> int:
+    """Return the last place up to `end` that is not inside an image."""
+    cut = next((span.start for span in stretch.images if span.start < end < span.end), end)
+    return min(cut, len(stretch.tokens))
+
+
 def _piece(stretch: Stretch, start: int, end: int) -> Stretch:
-    return Stretch(stretch.tokens[start:end], stretch.trained[start:end])
+    images = tuple(
+        ImageSpan(span.start - start, span.end - start, span.inputs)
+        for span in stretch.images
+        if start <= span.start and span.end <= end
+    )
+    return Stretch(stretch.tokens[start:end], stretch.trained[start:end], images)
+
+
+def example_of(stretch: Stretch, sample_id: int, source: str, positions: NDArray[np.int64] | None = None) -> Example:
+    """Return a sequence that is a prompt of its own."""
+    loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
+    loss_mask[0] = False
+    tokens = np.asarray(stretch.tokens, dtype=np.int64)
+    spans = [span.inputs for span in stretch.images]
+    inputs = {name: np.concatenate([span[name] for span in spans]) for name in (spans[0] if spans else ())}
+    return Example(sample_id, sample_id, tokens, loss_mask, source, model_inputs=inputs, positions=positions)

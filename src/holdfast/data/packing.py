@@ -37,6 +37,7 @@ def pack(
     dtype: torch.dtype = torch.float32,
     columns: Mapping[str, Any] | None = None,
     heads: Sequence[Head] | None = None,
+    stand_in: Mapping[str, NDArray[Any]] | None = None,
 ) -> Batch:
     """Build one micro-batch, in the order given.
 
@@ -49,6 +50,7 @@ def pack(
         dtype: Dtype of the weights.
         columns: Names and dtypes of what tokens carry, for a batch without sequences; others say it themselves.
         heads: Which neighbours share their first tokens; those are laid down once. Not with `padded`.
+        stand_in: Model inputs for a batch whose sequences have none, while those of other ranks do.
 
     Raises:
         ValueError: A sequence cannot be taken apart again as it was, or its first token is trained: nothing predicts
@@ -67,9 +69,16 @@ def pack(
             filled.put((row, slice(start, start + length)), index, examples[index], shares[index].weight)
             start += length
             index += 1
-        filled.position_ids[row, start:] = np.arange(width - start)
+        filled.position_ids[:, row, start:] = np.arange(width - start)
     lengths = tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows)
-    return _batch(filled, examples, shares, dtype, lengths, tuple(() for _ in lengths[0]))
+    batch = _batch(filled, examples, shares, dtype, lengths, tuple(() for _ in lengths[0]))
+    return _with_stand_in(batch, stand_in or {})
+
+
+def _with_stand_in(batch: Batch, inputs: Mapping[str, NDArray[Any]]) -> Batch:
+    if batch.model_inputs or not inputs:
+        return batch
+    return replace(batch, model_inputs={name: _tensor(values) for name, values in inputs.items()})
 
 
 def _pack_branches(
@@ -101,6 +110,8 @@ def _pack_branches(
 
 def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
     for example in members:
+        if example.model_inputs and len(members) > 1:
+            raise ValueError(f"sample {example.sample_id}: {', '.join(example.model_inputs)} cannot share a head")
         if not np.array_equal(example.tokens[:size], members[0].tokens[:size]):
             raise ValueError(f"sample {example.sample_id} does not begin like sample {members[0].sample_id}")
         if example.loss_mask[:size].any():
@@ -117,7 +128,7 @@ def _batch(
 ) -> Batch:
     return Batch(
         tokens=_tensor(filled.tokens),
-        position_ids=_tensor(filled.position_ids)[None],
+        position_ids=_tensor(filled.position_ids),
         sequence_ids=_tensor(filled.sequence_ids),
         predictor_index=_tensor(filled.predictor_index),
         loss_mask=_tensor(filled.loss_mask),
@@ -131,7 +142,22 @@ def _batch(
         counts=tuple(share.count for share in shares),
         count=float(sum(share.count for share in shares)),
         per_token={name: _tensor(values) for name, values in filled.per_token.items()},
+        **_joined(examples),
     )
+
+
+def _joined(examples: Sequence[Example]) -> dict[str, Any]:
+    """Return the model inputs of all sequences, and how many rows are each one's."""
+    names = sorted({name for example in examples for name in example.model_inputs})
+    parts = {name: [example.model_inputs.get(name) for example in examples] for name in names}
+    return {
+        "model_inputs": {
+            name: _tensor(np.concatenate([part for part in found if part is not None])) for name, found in parts.items()
+        },
+        "model_input_rows": {
+            name: tuple(0 if part is None else len(part) for part in found) for name, found in parts.items()
+        },
+    }
 
 
 def _refuse_what_would_change(examples: Sequence[Example]) -> None:
@@ -143,8 +169,15 @@ def _refuse_what_would_change(examples: Sequence[Example]) -> None:
                 f"sample {example.sample_id} carries {_kinds(example)} per token, sample {examples[0].sample_id} "
                 f"carries {_kinds(examples[0])}; sequences of one pack carry the same"
             )
-        if example.model_inputs:
-            raise ValueError(f"sample {example.sample_id}: {', '.join(example.model_inputs)} cannot be packed")
+    shapes: dict[str, tuple[int, str]] = {}
+    for example in examples:
+        for name, values in example.model_inputs.items():
+            kind = f"{values.dtype}{list(values.shape[1:])}"
+            first, known = shapes.setdefault(name, (example.sample_id, kind))
+            if kind != known or not len(values):
+                raise ValueError(
+                    f"sample {example.sample_id} has {len(values)} rows of {name} of {kind}, sample {first} has {known}"
+                )
 
 
 def _kinds(example: Example) -> dict[str, str]:
@@ -168,9 +201,25 @@ def unpack(batch: Batch) -> list[Example]:
             tokens=batch.tokens[row, place].numpy(),
             loss_mask=batch.loss_mask[row, place].numpy(),
             per_token={name: values[row, place].numpy() for name, values in batch.per_token.items()},
+            model_inputs=_own_inputs(batch, index),
+            positions=_own_positions(batch.position_ids[:, row, place].numpy()),
         )
         for index, (row, place) in enumerate(places(batch))
     ]
+
+
+def _own_inputs(batch: Batch, index: int) -> dict[str, NDArray[Any]]:
+    """Return the model inputs of one sequence."""
+    found = {}
+    for name, rows in batch.model_input_rows.items():
+        if rows[index]:
+            start = sum(rows[:index])
+            found[name] = batch.model_inputs[name][start : start + rows[index]].numpy()
+    return found
+
+
+def _own_positions(positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    return None if (positions == np.arange(positions.shape[1])).all() else positions
 
 
 def split_tokens(batch: Batch, values: Tensor) -> list[Tensor]:
@@ -227,6 +276,7 @@ class _Columns:
 
     tokens: NDArray[np.int64]
     position_ids: NDArray[np.int64]
+    """[A, B, T]"""
     sequence_ids: NDArray[np.int64]
     predictor_index: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
@@ -243,7 +293,7 @@ class _Columns:
         extras = examples[0].per_token if examples else nothing
         return _Columns(
             tokens=np.full(shape, pad_token, dtype=np.int64),
-            position_ids=np.zeros(shape, dtype=np.int64),
+            position_ids=np.zeros((_axes(examples), *shape), dtype=np.int64),
             sequence_ids=np.full(shape, -1, dtype=np.int64),
             predictor_index=np.full(shape, -1, dtype=np.int64),
             loss_mask=np.zeros(shape, dtype=np.bool_),
@@ -257,7 +307,7 @@ class _Columns:
         """Write what a sequence has of its own; its head stands at `head` already."""
         size = example.tokens.size - (own.stop - own.start)
         self.put((0, own), index, _tail(example, size), share.weight)
-        self.position_ids[0, own] += size
+        self.position_ids[:, 0, own] += size
         self.predictor_index[0, own.start] = head + size - 1
 
     def put(self, where: tuple[int, slice], index: int, example: Example, weight: float) -> None:
@@ -265,13 +315,18 @@ class _Columns:
         row, stretch = where
         positions = np.arange(stretch.start, stretch.stop)
         self.tokens[where] = example.tokens
-        self.position_ids[where] = positions - stretch.start
+        own = example.positions
+        self.position_ids[:, row, stretch] = positions - stretch.start if own is None else own
         self.sequence_ids[where] = index
         self.predictor_index[row, stretch.start + 1 : stretch.stop] = positions[:-1]
         self.loss_mask[where] = example.loss_mask
         self.weights[where] = weight * example.loss_mask
         for name, values in example.per_token.items():
             self.per_token[name][where] = values
+
+
+def _axes(examples: Sequence[Example]) -> int:
+    return max((1 if example.positions is None else len(example.positions) for example in examples), default=1)
 
 
 def _tail(example: Example, start: int) -> Example:

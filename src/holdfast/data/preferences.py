@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.dpo import PairDataConfig
-from holdfast.data.chat import RowTokeniser, Tokenised, example_of
-from holdfast.data.lengths import Stretch
+from holdfast.data.chat import RowTokeniser, Tokenised
+from holdfast.data.lengths import Stretch, example_of
 from holdfast.data.preference_rows import answer_rows, label_of, labelled_row
 from holdfast.data.rows import Row
 from holdfast.errors import DataError

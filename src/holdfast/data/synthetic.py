@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar
 import xxhash
 
 from holdfast.config.data import SyntheticConfig
+from holdfast.data.pictures import COLOURS, SHAPES, paint
+from holdfast.errors import DataError
 
 Item = TypeVar("Item")
 TaskRows = Literal["answers", "pairs", "labels"]
@@ -75,11 +77,15 @@ class Question:
 class SyntheticSource:
     """The rows of one task: columns `prompt`, `completion`, `answer`, and the facts of the task.
 
+    Rows of `shapes` have `images` besides.
+
     As pairs: `prompt`, `chosen` and `rejected`, swapped in noisy rows. As labels: the columns of answers and `label`;
     half of the answers are wrong, unless the task names another share of noise.
     """
 
     def __init__(self, config: SyntheticConfig, rows: TaskRows = "answers") -> None:
+        if rows != "answers" and config.task == "shapes":
+            raise DataError("The task shapes has answers to train on (sft), and no preferences over them.")
         if rows == "labels" and config.noise == 0:
             config = config.model_copy(update={"noise": 0.5})
         self._config = config
@@ -202,9 +208,28 @@ def _expression(draws: Draws, numbers: Sequence[int]) -> tuple[str, int]:
     return text, value
 
 
+def _shapes(draws: Draws, length: int) -> Question:
+    """Say what a picture shows, from left to right."""
+    colours, shapes = list(COLOURS), list(SHAPES)
+    shown = [(draws.choice(colours), draws.choice(shapes)) for _ in range(length)]
+
+    def mistaken(guess: Draws) -> str:
+        wrong = guess.below(length)
+        others = [pair if place != wrong else (guess.choice(colours), pair[1]) for place, pair in enumerate(shown)]
+        return _said(others)
+
+    facts = {"images": [paint(shown, draws.below)], "shapes": [" ".join(pair) for pair in shown]}
+    return Question("<image>shapes:", _said(shown), mistaken, facts)
+
+
+def _said(shown: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(" ".join(pair) for pair in shown)
+
+
 _TASKS: Mapping[str, Callable[[Draws, int], Question]] = {
     "sort": _sort,
     "reverse": _reverse,
     "add": _add,
     "countdown": _countdown,
+    "shapes": _shapes,
 }

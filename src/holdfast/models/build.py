@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
+from holdfast.data.vision import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
@@ -30,6 +31,7 @@ from holdfast.models.names import canonical_name, named_parameters
 from holdfast.models.origin import load_tokenizer, locate, read_config
 from holdfast.models.random_start import RandomSource
 from holdfast.models.safetensors_files import StoredTensors
+from holdfast.models.vision import FREEZE_PRESETS, load_image_processor, set_attention
 from holdfast.models.weights_in import LiveSource, StoredSource, WeightSource
 
 Make = Callable[[Any], Any]
@@ -59,6 +61,8 @@ class Blueprint:
     """Whether attention is computed per document."""
     notes: tuple[str, ...] = field(default=())
     """What a user should read at start."""
+    image_processor: Any = None
+    """transformers' image processor; None for a model that reads text alone."""
 
 
 def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, tokenizer: Any = None) -> Blueprint:
@@ -77,6 +81,7 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     register()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
+    places = _processor_directories(config, raw_config, directory, base, given=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
     text_config = raw_config.get_text_config()
     old_vocabulary = text_config.vocab_size
@@ -107,8 +112,35 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     family = family_of(skeleton)
     packed = _choose_attention(model, family, config.attention, notes)
     return Blueprint(
-        model, skeleton, raw_config, family, tokenizer, source, buffers, used, directory, packed, tuple(notes)
+        model,
+        skeleton,
+        raw_config,
+        family,
+        tokenizer,
+        source,
+        buffers,
+        used,
+        directory,
+        packed,
+        tuple(notes),
+        load_image_processor(config, raw_config, places),
     )
+
+
+def _processor_directories(
+    config: ModelConfig, raw_config: Any, directory: Path | None, base: Path, *, given: bool
+) -> list[Path]:
+    """Return where the model's image processor may lie: beside its weights, else beside a random start's tokenizer.
+
+    A tokenizer that was `given` in memory has no directory.
+    """
+    if directory is not None:
+        return [directory]
+    name = config.tokenizer
+    sees = raw_config.model_type in FAMILIES and config.config is not None
+    if given or not sees or name is None or name.startswith("builtin:"):
+        return []
+    return [locate(name, config, base, weights=False)]
 
 
 def described(config: ModelConfig, base: Path, stored: Mapping[str, Header] | None) -> Blueprint:
@@ -129,6 +161,18 @@ def described(config: ModelConfig, base: Path, stored: Mapping[str, Header] | No
     tokenizer, family = load_tokenizer(config, base), family_of(skeleton)
     source = RandomSource(skeleton, 0)  # never asked: the tensors are somewhere else
     return Blueprint(skeleton, skeleton, raw_config, family, tokenizer, source, {}, used, Path(str(config.path)), False)
+
+
+def configured(config: ModelConfig, base: Path) -> tuple[Any, Any]:
+    """Return a model's transformers configuration and its image processor (None if it reads text alone).
+
+    Raises:
+        ModelError: As `blueprint`.
+    """
+    directory = None if config.path is None else locate(config.path, config, base, weights=False)
+    raw_config = _raw_config(config, directory, None)
+    places = _processor_directories(config, raw_config, directory, base, given=False)
+    return raw_config, load_image_processor(config, raw_config, places)
 
 
 def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
@@ -238,7 +282,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Turn off gradients of parameters whose canonical name matches.
+    """Turn off gradients of parameters whose canonical name matches, or which one of the words means.
 
     Raises:
         ModelError: A pattern matches nothing, or nothing is left to train.
@@ -247,17 +291,26 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
     parameters = named_parameters(model)
     for pattern in patterns:
-        matched = [name for name in parameters if re.search(pattern, name)]
+        matched = _matching(model, pattern, parameters)
         if not matched:
             near = difflib.get_close_matches(pattern, parameters, n=2, cutoff=0.3) or list(parameters)[:2]
             raise ModelError(
                 f"model.freeze: {pattern!r} matches no parameter. Names look like {', '.join(near)}; print all of them "
-                "with `holdfast model parameters RUN.yaml`."
+                "with `holdfast model parameters RUN.yaml`. Words of their own: "
+                f"{', '.join((*FREEZE_PRESETS, 'embeddings'))}."
             )
         for name in matched:
             parameters[name].requires_grad_(False)
     if patterns and not any(value.requires_grad for value in parameters.values()):
         raise ModelError(f"model.freeze {patterns} leaves no parameter to train.")
+
+
+def _matching(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    if pattern == "embeddings":
+        own = {id(value) for value in model.get_input_embeddings().parameters()}
+        return [name for name, value in parameters.items() if id(value) in own]
+    pattern = FREEZE_PRESETS.get(pattern, pattern)
+    return [name for name in parameters if re.search(pattern, name)]
 
 
 def set_storage(model: nn.Module, dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
@@ -281,7 +334,7 @@ def _choose_attention(model: Any, family: Family, wanted: str, notes: list[str])
     """
     reason = family.why_not_packed
     if wanted in {"auto", "packed"} and not reason:
-        model.set_attn_implementation(PACKED)
+        set_attention(model, PACKED)
         return True
     if wanted == "packed":
         raise ModelError(f"model.attention: packed is not exact for {family.name}: {reason}. Use auto or sdpa.")

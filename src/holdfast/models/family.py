@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.data.vision import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.scores import HeadSpec
 
@@ -27,6 +28,8 @@ class Family:
     packs: bool = True
     """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
     why_not_packed: str = ""
+    image_tokens: tuple[str, int] | None = None
+    """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
     def head_spec(self, *, float32_product: bool, chunk_tokens: int | None) -> HeadSpec:
         """Return how this architecture's logits follow from hidden states."""
@@ -59,7 +62,15 @@ def family_of(model: nn.Module) -> Family:
         logit_softcap=None if softcap is None else float(softcap),
         packs=not reason,
         why_not_packed=reason,
+        image_tokens=_image_tokens(config),
     )
+
+
+def _image_tokens(config: Any) -> tuple[str, int] | None:
+    vision = FAMILIES.get(str(config.model_type))
+    if vision is None or vision.packs or vision.token_types is None:
+        return None
+    return vision.token_types, int(config.image_token_id)
 
 
 def _why_not_packed(model: Any, text: Any) -> str:

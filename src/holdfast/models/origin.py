@@ -120,6 +120,26 @@ def _as_in_its_file(found: Any, directory: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(str(directory))
 
 
+def _with_template(found: Any, directory: Path) -> Any:
+    """Give the tokenizer the chat template of its processor's file, where it has none of its own."""
+    file = directory / "chat_template.json"
+    if not found.chat_template and file.exists():
+        found.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    return found
+
+
+def _built_in(name: str) -> Any:
+    from holdfast.data.characters import character_tokenizer, picture_tokenizer
+
+    match name:
+        case "builtin:characters":
+            return character_tokenizer()
+        case "builtin:pictures":
+            return picture_tokenizer()
+        case _:
+            raise ModelError(f"There is no tokenizer {name}; there are builtin:characters and builtin:pictures.")
+
+
 def load_tokenizer(config: ModelConfig, base: Path) -> Any:
     """Return the run's tokenizer.
 
@@ -130,14 +150,12 @@ def load_tokenizer(config: ModelConfig, base: Path) -> Any:
 
     name = config.tokenizer or config.path
     assert name is not None, "the configuration demands a tokenizer"
-    if name == "builtin:characters":
-        from holdfast.data.characters import character_tokenizer
-
-        return character_tokenizer()
+    if name.startswith("builtin:"):
+        return _built_in(name)
     directory = locate(name, config, base, weights=False)
     try:
         found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
-        return _as_in_its_file(found, directory)
+        return _with_template(_as_in_its_file(found, directory), directory)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(" .:") or type(error).__name__
         raise ModelError(

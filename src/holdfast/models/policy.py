@@ -6,10 +6,12 @@ touched outside it finds shards where it expects a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
@@ -18,6 +20,9 @@ from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
 from holdfast.types import Batch, LossSum, Scores
+
+_FEATURES = ("pooler_output", "deepstack_features")
+"""What of a tower's output transformers' models put into hidden states."""
 
 
 class PolicyModel(nn.Module):
@@ -125,7 +130,14 @@ class PolicyModel(nn.Module):
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
-        inputs: dict[str, Any] = dict(batch.model_inputs)
+        inputs: dict[str, Any] = {"input_ids": batch.tokens}
+        if batch.stands_in:
+            inputs = {"inputs_embeds": self._embedded_beside(batch)}
+        elif batch.model_inputs:
+            inputs |= batch.model_inputs
+            if self.family.image_tokens is not None:
+                argument, token = self.family.image_tokens
+                inputs[argument] = (batch.tokens == token).long()
         if self.padded:
             visible = batch.sequence_ids >= 0
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
@@ -134,7 +146,6 @@ class PolicyModel(nn.Module):
             inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
         positions = batch.position_ids
         output = backbone_of(self.language_model)(
-            input_ids=batch.tokens,
             position_ids=positions[0] if positions.shape[0] == 1 else positions,
             # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
             use_cache=False,
@@ -147,16 +158,30 @@ class PolicyModel(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def upstream_logprobs(self, tokens: Tensor) -> Tensor:
+    def _embedded_beside(self, batch: Batch) -> Tensor:
+        """Return the tokens' embeddings, after running the tower on inputs that belong to no sequence.
+
+        Its features enter times zero: the units of the tower then run backwards too, as on ranks that have images.
+        """
+        backbone: Any = backbone_of(self.language_model)
+        found = backbone.get_image_features(**batch.model_inputs)
+        # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
+        used = [found[name] for name in _FEATURES if name in found] if isinstance(found, Mapping) else found
+        zero = sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor))
+        embedded: Tensor = backbone.get_input_embeddings()(batch.tokens)
+        return embedded + torch.as_tensor(zero).to(embedded.dtype)
+
+    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score one sequence by transformers' own forward: the yardstick of the check at start.
 
         Args:
             tokens: [L] int64
+            inputs: Its images.
 
         Returns:
             [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
         """
-        output = self.language_model(input_ids=tokens[None], use_cache=False)
+        output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)

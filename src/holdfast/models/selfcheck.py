@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from holdfast.data.packing import pack, to_device
+from holdfast.data.vision import ImageSide
 from holdfast.data.weights import Share
 from holdfast.errors import ModelError
 from holdfast.models.attention import upstream_attention
 from holdfast.models.policy import PolicyModel
+from holdfast.models.vision import set_attention
 from holdfast.types import Example, Scores
 
 LENGTHS = (19, 23)
@@ -38,7 +40,12 @@ class CheckResult:
 
 @torch.no_grad()
 def check_forward(
-    policy: PolicyModel, *, may_fall_back: bool, compute_dtype: torch.dtype, device: torch.device | None = None
+    policy: PolicyModel,
+    *,
+    may_fall_back: bool,
+    compute_dtype: torch.dtype,
+    device: torch.device | None = None,
+    images: ImageSide | None = None,
 ) -> tuple[CheckResult, str]:
     """Compare, and fall back to one document per row if packing is not exact and may be given up.
 
@@ -48,6 +55,8 @@ def check_forward(
         policy: Sharded and filled.
         may_fall_back: `model.attention: auto`.
         compute_dtype: Sets the tolerance.
+        device: Where the model computes.
+        images: Then one of the documents has an image.
 
     Returns:
         What was measured, and a note for the user ("" if there is nothing to say).
@@ -58,7 +67,7 @@ def check_forward(
     policy.eval()
     note = ""
     try:
-        result = _measure(policy, compute_dtype, device)
+        result = _measure(policy, compute_dtype, device, images)
         exact = _exact(result, compute_dtype)
         reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
     except ModelError as error:
@@ -69,7 +78,7 @@ def check_forward(
     if not exact and not policy.padded and may_fall_back:
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
-        result = _measure(policy, compute_dtype, device)
+        result = _measure(policy, compute_dtype, device, images)
         exact = _exact(result, compute_dtype)
     policy.train()
     if not exact:
@@ -91,21 +100,48 @@ def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
     return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
 
 
-def _measure(policy: PolicyModel, dtype: torch.dtype, where: torch.device | None) -> CheckResult:
+def _measure(
+    policy: PolicyModel, dtype: torch.dtype, where: torch.device | None, images: ImageSide | None
+) -> CheckResult:
     model: Any = policy.language_model
     device = where or next(policy.buffers(), torch.zeros(0)).device
     vocabulary = int(model.config.get_text_config().vocab_size)
-    generator = np.random.default_rng(0)
-    first, changed, second = (generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1]))
+    first, changed, second = _documents(vocabulary, images)
     ours = _ours(policy, [first, second], device)
     after = _ours(policy, [changed, second], device)
     ours_attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - set_attn_implementation's
     if not policy.padded:
-        model.set_attn_implementation(upstream_attention(model))
-    theirs = [policy.upstream_logprobs(torch.as_tensor(tokens, device=device)) for tokens in (first, second)]
+        set_attention(model, upstream_attention(model))
+    theirs = [_theirs(policy, document, images, device) for document in (first, second)]
     if not policy.padded:
-        model.set_attn_implementation(ours_attention)
+        set_attention(model, ours_attention)
     return CheckResult(_change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype))
+
+
+def _documents(vocabulary: int, images: ImageSide | None) -> tuple[Example, Example, Example]:
+    """Return a document, the same with other tokens, and another one; the first two have an image if there may be."""
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1])]
+    if images is not None:
+        texts = [np.where(tokens == images.image_id, (tokens + 1) % vocabulary, tokens) for tokens in texts]
+    found = []
+    for index, tokens in enumerate(texts):
+        if images is None:
+            found.append(Example(index, index, tokens, np.arange(tokens.size) > 0))
+            continue
+        if index < len(texts) - 1:
+            tokens[tokens.size // 3] = images.image_id
+        found.append(images.probe(tokens, index))
+    return found[0], found[1], found[2]
+
+
+def _theirs(policy: PolicyModel, example: Example, images: ImageSide | None, device: torch.device) -> Tensor:
+    inputs: dict[str, Tensor] = {}
+    if images is not None and example.model_inputs:
+        given = images.upstream_inputs(example.tokens, example.model_inputs)
+        inputs = {name: torch.as_tensor(values, device=device) for name, values in given.items()}
+    logprobs = policy.upstream_logprobs(torch.as_tensor(example.tokens, device=device), inputs)
+    return logprobs[torch.as_tensor(example.loss_mask[1:], device=device)]
 
 
 def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
@@ -114,9 +150,8 @@ def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
     return float(change.mean() if dtype == torch.bfloat16 else change.max())
 
 
-def _ours(policy: PolicyModel, documents: list[Any], device: torch.device) -> list[Tensor]:
-    examples = [Example(index, index, tokens, np.arange(tokens.size) > 0) for index, tokens in enumerate(documents)]
+def _ours(policy: PolicyModel, examples: list[Example], device: torch.device) -> list[Tensor]:
     batch = to_device(pack(examples, [Share(1.0, 1.0)] * len(examples), padded=policy.padded), device)
     scores = policy(batch)
     assert isinstance(scores, Scores)
-    return list(torch.split(scores.logprobs, [tokens.size - 1 for tokens in documents]))
+    return list(torch.split(scores.logprobs, [example.trained_tokens for example in examples]))

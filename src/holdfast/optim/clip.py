@@ -18,7 +18,8 @@ def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 def give_zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Give parameters that the backward pass did not reach a zero gradient, as sharded units do when they reduce.
 
-    Without it an unused weight would decay on two ranks and stay as it is on one.
+    Without it an unused weight would decay on two ranks and stay as it is on one. A unit that no rank ran, such as a
+    vision tower in an update without images, does not reduce at all.
     """
     for parameter in parameters:
         if parameter.grad is None:

@@ -56,6 +56,8 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         if unit.name != ROOT:
             modules = [_module(policy, path) for path in unit.modules]
             fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
+            for module in modules:
+                keep_recording(module)
         else:
             fully_shard(policy, reshard_after_forward=unit.reshard, **options)
     for module in policy.modules():
@@ -63,6 +65,19 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
             _set_always_on(module)
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(policy, method)
+
+
+def keep_recording(module: nn.Module) -> None:
+    """Let a model inside the model go on to give hidden states on request, as LLaVA asks of its tower.
+
+    transformers finds what a model can record by the printed name of its class, and FSDP2 has changed the class.
+    """
+    from transformers import PreTrainedModel
+    from transformers.utils import output_capturing
+
+    registry = getattr(output_capturing, "_CAN_RECORD_REGISTRY", None)
+    if isinstance(module, PreTrainedModel) and registry is not None:
+        dict.__setitem__(registry, str(type(module)), module._can_record_outputs)  # noqa: SLF001 - it has no setter
 
 
 def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def plan_shards(
     *,
     shard: int,
     device: str,
+    towers: Sequence[str] = (),
 ) -> ShardPlan:
     """Plan how parameters are split.
 
@@ -130,12 +131,13 @@ def plan_shards(
         config: The section.
         shard: Ranks of one copy.
         device: cpu or cuda.
+        towers: Canonical paths of modules that only some batches run; each is a unit, its blocks aside.
 
     Raises:
         PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
     """
     _refuse_scalars(parameters)
-    groups = _groups(modules, blocks, config)
+    groups = _groups(modules, blocks, towers, config)
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     storage = {parameter.dtype for parameter in parameters if parameter.trainable or not trained}
@@ -199,14 +201,16 @@ def _compute_dtype(wanted: str, wide: str, storage: set[str], device: str) -> st
     return "float32"
 
 
-def _groups(modules: Sequence[str], blocks: Sequence[str], config: ParallelConfig) -> dict[str, tuple[str, ...]]:
+def _groups(
+    modules: Sequence[str], blocks: Sequence[str], towers: Sequence[str], config: ParallelConfig
+) -> dict[str, tuple[str, ...]]:
     """Return unit name -> module paths, the root left out."""
     if not config.units:
         groups = {}
         for run in _neighbours(blocks, config.blocks_per_unit):
             name = run[0] if len(run) == 1 else f"{run[0]}..{run[-1].rpartition('.')[2]}"
             groups[name] = tuple(run)
-        return groups
+        return groups | {path: (path,) for path in towers}
     chosen: dict[str, tuple[str, ...]] = {}
     for pattern in config.units:
         matched = [path for path in modules if path and re.search(pattern, path)]

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from holdfast.config.runs import SFTConfig, TrainingConfig, planned_steps
 from holdfast.data.assembly import Layout
 from holdfast.data.stream import BatchStream
-from holdfast.errors import ConfigError, PlanError
+from holdfast.data.vision import ImageSide
+from holdfast.errors import ConfigError
 from holdfast.metrics.throughput import ModelCost, peak_flops
-from holdfast.models.attention import upstream_attention
-from holdfast.models.build import Blueprint, blueprint, set_storage
-from holdfast.models.family import blocks_of
-from holdfast.models.names import canonical_name, named_parameters, tied_names
-from holdfast.models.policy import PolicyModel
-from holdfast.models.routers import RouterLoss, choose_router_loss
-from holdfast.models.selfcheck import check_forward
+from holdfast.models.build import blueprint
+from holdfast.models.names import named_parameters
 from holdfast.objectives.base import Objective
 from holdfast.optim.build import build_optimizer
-from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import materialise, sharded_parameters
-from holdfast.parallel.mesh import World, build_mesh
-from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.training.build_sharded import build_policy, image_side_of
 from holdfast.training.directory import check_writable, run_directory
 from holdfast.training.engines import pad_token
 from holdfast.training.identity import identity
@@ -41,11 +35,11 @@ from holdfast.training.sources import (
     check_batch,
     evaluation_sets,
     open_data,
+    refuse_completions_of_images,
     row_tokeniser,
     training_stream,
 )
-
-T = TypeVar("T")
+from holdfast.training.together import first_rank_first, open_exchange, together
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,9 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     started = begin(config, base, world, live)
     exchange, data = started.exchange, started.data
     measured = _measured(config, base, world, exchange, live, data)
-    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats)
-    layout = layout_of(measured)
+    images = image_side_of(config, measured.origin)
+    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats, images)
+    layout = layout_of(measured, images)
     stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
     return Run(**vars(measured), **parts_of_run(config, base, measured, started, stream))
 
@@ -144,8 +139,13 @@ def _measured(
 ) -> Evaluation:
     objective = live.objective or together(exchange, lambda: supervised_objective(config.objective, base))
     parts = build_model(config, base, world, exchange, live, objective)
-    tokenise = together(exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats))
-    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts))
+    images = image_side_of(config, parts.origin)
+    tokenise = together(
+        exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats, images)
+    )
+    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts, images))
+    if isinstance(images, ImageSide):
+        together(exchange, lambda: refuse_completions_of_images(config, sets))
     return replace(parts, evaluation_sets=sets)
 
 
@@ -170,108 +170,6 @@ def build_model(  # noqa: PLR0913 - the borders of a run
     )
 
 
-def build_policy(
-    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange, *, trained: bool = True
-) -> tuple[PolicyModel, ShardPlan]:
-    """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
-
-    Raises:
-        UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
-    """
-    mesh = together(exchange, lambda: build_mesh(config.parallel, world))
-    storage = getattr(torch, config.model.dtype)
-    frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
-    set_storage(origin.model, storage, frozen)
-    if not trained:
-        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
-    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
-        origin.model.set_experts_implementation("eager")
-    packed = origin.packed and config.data.packing != "none"
-    if not packed and origin.packed:
-        eager = config.model.attention == "eager"
-        origin.model.set_attn_implementation("eager" if eager else upstream_attention(origin.model))
-    head = config.model.head
-    spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
-    spec = replace(spec, compiled=config.parallel.compile != "off")
-    router_loss, router_note = (None, "")
-    if trained:
-        router_loss, router_note = together(exchange, lambda: _router_loss(config, origin, world))
-    policy = PolicyModel(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
-    plan = together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
-    apply_plan(policy, plan, mesh)
-    with exchange.together():
-        materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
-    result, note = together(
-        exchange,
-        lambda: check_forward(
-            policy,
-            may_fall_back=config.model.attention == "auto",
-            compute_dtype=getattr(torch, plan.compute_dtype),
-            device=world.device,
-        ),
-    )
-    if world.is_first:
-        for line in (*plan.describe().splitlines(), *origin.notes, router_note, note):
-            if line:
-                print(line, flush=True)
-        print(f"forward check: log-probabilities agree with transformers to {result.difference:.1e}", flush=True)
-    return policy, plan
-
-
-def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:
-    section = config.model.router_loss
-    if section.kind == "batch" and not section.allow_split and world.size > 1:
-        raise ConfigError(
-            f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
-            "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "
-            "it: router_loss: {kind: batch, allow_split: true}."
-        )
-    return choose_router_loss(section, origin.skeleton)
-
-
-def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
-    """Plan the shards of a policy on the meta device."""
-    ties = tied_names(policy)
-    parameters = [
-        ParameterInfo(
-            name,
-            tuple(value.shape),
-            str(value.dtype).removeprefix("torch."),
-            value.requires_grad,
-            ties.get(name, ()),
-        )
-        for name, value in named_parameters(policy).items()
-    ]
-    modules = [canonical_name(name) for name, _ in policy.language_model.named_modules()]
-    blocks = blocks_of(policy.language_model)
-    if not blocks and not config.parallel.units:
-        raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
-    return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device)
-
-
-def open_exchange(config: TrainingConfig) -> ProcessExchange:
-    """Return the ranks of a run as a group that exchanges objects."""
-    return ProcessExchange(timedelta(minutes=config.launch.timeout_minutes))
-
-
-def together(exchange: ProcessExchange, build: Callable[[], T]) -> T:
-    """Run on every rank; if it fails on one, raise there and everywhere."""
-    result: list[T] = []
-    with exchange.together():
-        result.append(build())
-    return result[0]
-
-
-def first_rank_first(exchange: ProcessExchange, build: Callable[[], T]) -> T:
-    """Run on rank 0 before the others, so that downloads and caches are made once."""
-    result: list[T] = []
-    for turn in (True, False):
-        with exchange.together():
-            if (exchange.rank == 0) is turn:
-                result.append(build())
-    return result[0]
-
-
 def _observers(config: TrainingConfig, base: Path, live: Live) -> tuple[Observer, ...]:
     named = [Observer(path, load_function(path, base, "observers")) for path in config.observers]
     given = (
@@ -281,12 +179,14 @@ def _observers(config: TrainingConfig, base: Path, live: Live) -> tuple[Observer
     return (*named, *given)
 
 
-def layout_of(parts: Evaluation) -> Layout:
+def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:
     """Return how this model's batches are packed."""
     text = parts.origin.skeleton.config.get_text_config()
     attention = text.num_hidden_layers * text.hidden_size / max(1, parts.plan.parameters)
     dtype = torch.float64 if parts.config.model.dtype == "float64" else torch.float32
-    return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention)
+    several = parts.plan.sharded and parts.exchange.size > 1
+    stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
+    return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention, stand_in=stand_in)
 
 
 def _check_end(config: TrainingConfig, total: int | None) -> None:

@@ -22,16 +22,7 @@ from holdfast.data.reading import RowReader
 from holdfast.data.stream import SampleStream
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.training.build import (
-    Live,
-    begin,
-    build_model,
-    first_rank_first,
-    layout_of,
-    open_exchange,
-    parts_of_run,
-    together,
-)
+from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.identity import tokenizer_hash, weights_mark
 from holdfast.training.losses import preference_objective
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
@@ -55,6 +46,7 @@ from holdfast.training.sources import (
     row_filter,
     training_stream,
 )
+from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Example
 
 

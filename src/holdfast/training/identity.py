@@ -59,11 +59,21 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     return {
         "data": data,
         "files": files,
-        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)},
+        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _images(config, origin),
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
+
+
+def _images(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
+    """Return what decides how images become tokens."""
+    if origin.image_processor is None:
+        return {}
+    settings = {key: value for key, value in origin.image_processor.to_dict().items() if not key.startswith("_")}
+    bounds = {"data.min_pixels": config.data.min_pixels, "data.max_pixels": config.data.max_pixels}
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 
 
 def _loss(config: TrainingConfig) -> dict[str, str]:

@@ -18,8 +18,10 @@ from holdfast.models.lora import adapters_off
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.plan import ShardPlan
-from holdfast.training.build import Live, build_policy, first_rank_first
+from holdfast.training.build import Live
+from holdfast.training.build_sharded import build_policy
 from holdfast.training.run import Evaluation
+from holdfast.training.together import first_rank_first
 from holdfast.types import Batch, Example, LossSum, Scores
 
 _PROBE_TOKENS = 24

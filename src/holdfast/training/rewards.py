@@ -17,9 +17,10 @@ from holdfast.rewards.base import Outcome, Sample, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.pool import RewardPool
-from holdfast.training.build import Live, open_exchange, together
+from holdfast.training.build import Live
 from holdfast.training.directory import run_directory
 from holdfast.training.policy import Score
+from holdfast.training.together import open_exchange, together
 
 _MOST_WORKERS = 4
 

@@ -14,7 +14,7 @@ from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.assembly import Layout
 from holdfast.data.candidates import CandidateReader, Tokenise
-from holdfast.data.chat import RowTokeniser, S, Tokenised
+from holdfast.data.chat import BLIND, RowTokeniser, S, Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.order import DrawOrder
 from holdfast.data.preferences import LabelTokeniser, PairTokeniser
@@ -23,10 +23,13 @@ from holdfast.data.reading import HeldOut, RowReader
 from holdfast.data.rows import Row, Source, from_rows, open_source
 from holdfast.data.stream import Limits, SampleStream
 from holdfast.data.synthetic import TaskRows
+from holdfast.data.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.observe import load_function
 from holdfast.training.run import EvaluationSet
 from holdfast.types import Example, Prompt
+
+NO_IMAGES = "Images are trained on by `holdfast sft` alone so far"
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
@@ -136,12 +139,15 @@ def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
         )
 
 
-def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat]) -> Tokenise[Example]:
+def row_tokeniser(
+    tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
+) -> Tokenise[Example]:
     """Return the function that turns rows into sequences."""
     text = data
     if data.packing == "wrapped":
         text = data.model_copy(update={"max_length": _ENDLESS})
-    tokeniser = RowTokeniser(tokenizer, text, base)
+        images = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
+    tokeniser = RowTokeniser(tokenizer, text, base, images)
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
         return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
@@ -151,7 +157,7 @@ def row_tokeniser(tokenizer: Any, data: DataConfig, base: Path, formats: dict[st
 
 def preference_tokeniser(tokenizer: Any, config: DPOConfig, base: Path) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
-    rows = RowTokeniser(tokenizer, config.data, base)
+    rows = RowTokeniser(tokenizer, config.data, base, NO_IMAGES)
     return (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
 
 
@@ -222,6 +228,22 @@ def evaluation_sets(  # noqa: PLR0913 - as many as a set is made of
         return lambda count: first_sequences(source, answers or tokenise, count, exchange)
 
     return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
+
+
+def refuse_completions_of_images(config: TrainingConfig, sets: Sequence[EvaluationSet]) -> None:
+    """Refuse to complete prompts whose images the sampler would not see.
+
+    Raises:
+        DataError: A row that would be completed has an image.
+    """
+    options = config.evaluation.completions
+    for held_out in sets if options is not None else ():
+        for example in held_out.read_prompts(options.samples):  # type: ignore[union-attr]  # no options, no sets
+            if example.model_inputs:
+                raise DataError(
+                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name} without seeing "
+                    "its image. Remove evaluation.completions; the loss and mean_token_accuracy of the set stay."
+                )
 
 
 def one_pass(

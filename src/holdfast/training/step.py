@@ -71,8 +71,7 @@ def _update(
     run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: float, *, ends_step: bool
 ) -> dict[str, float]:
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    if not run.plan.sharded:
-        give_zero_gradients(parameters)
+    give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
     device = run.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.

@@ -1,0 +1,108 @@
+"""The images of one row on their way to the model: placed, opened, prepared, and laid into its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.data import TextConfig
+from holdfast.data.formats import Conversation, PlainText
+from holdfast.data.images import PLACEHOLDER, Content, ImageFiles, images_up_to, place_images
+from holdfast.data.lengths import Stretch
+from holdfast.data.rows import Row
+from holdfast.data.vision import ImageSide, Prepared
+from holdfast.errors import DataError
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    """The images of one row."""
+
+    images: tuple[Prepared, ...]
+    may_be: Collection[int]
+    """How many of them a sequence of the row may hold: a template that writes one sequence per turn leaves out those
+    of later turns."""
+
+
+class RowImages:
+    """Finds, opens and prepares the images of rows, as one model and one `data` section say.
+
+    Args:
+        side: Turns images into tokens; or a sentence that says why none can be trained on.
+        text: The section.
+        base: The YAML's directory.
+    """
+
+    def __init__(self, side: ImageSide | str, text: TextConfig, base: Path) -> None:
+        self._side, self._text = side, text
+        self._files = ImageFiles(text.image_dir, base)
+
+    def placed(self, content: Content, row: Row, where: str) -> Content:
+        """Return the content with its images found.
+
+        Raises:
+            DataError: Places and images differ in number, there are too many, or the model sees none.
+        """
+        content = place_images(content, row, where, self._side if isinstance(self._side, str) else None)
+        most = self._text.max_images
+        if most is not None and len(content.images) > most:
+            raise DataError(
+                f"{where} has {len(content.images)} images, more than data.max_images={most}. Raise it, or remove the "
+                "row."
+            )
+        return content
+
+    def prepared(self, content: Content, where: str) -> PreparedImages:
+        """Open the content's images and prepare them for the model.
+
+        Raises:
+            DataError: One cannot be read, or the model cannot take it.
+        """
+        if isinstance(self._side, str):
+            return PreparedImages((), {0})
+        images = []
+        for number, image in enumerate(content.images):
+            name = f"{where}, image {number}"
+            images.append(self._side.prepare(self._files.open(image, name), name))
+        may_be = {len(images)}
+        if isinstance(content, Conversation):
+            may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
+        return PreparedImages(tuple(images), may_be)
+
+    def in_text(self, content: Content) -> Content:
+        """Return plain text with the placeholders that the family's tokenizer knows."""
+        if isinstance(self._side, str) or not content.images or isinstance(content, Conversation):
+            return content
+        mark = self._side.family.placeholder
+        if isinstance(content, PlainText):
+            return replace(content, text=content.text.replace(PLACEHOLDER, mark))
+        prompt, completion = (text.replace(PLACEHOLDER, mark) for text in (content.prompt, content.completion))
+        return replace(content, prompt=prompt, completion=completion)
+
+    def laid_in(self, stretches: Sequence[Stretch], found: PreparedImages, where: str) -> list[Stretch]:
+        """Return the sequences with each image's tokens in the place of its placeholder.
+
+        Raises:
+            DataError: The text has another number of placeholders than the row has images.
+        """
+        if isinstance(self._side, str):
+            return list(stretches)
+        laid = []
+        for stretch in stretches:
+            places = self._side.places(stretch.tokens)
+            if places not in found.may_be:
+                raise DataError(
+                    f"{where} has {len(found.images)} images, and its text as tokens has {places} times "
+                    f"{self._side.family.image_token}. Its chat template must write that once for each part "
+                    "{type: image}, and no text of a row may hold it."
+                )
+            laid.append(self._side.expanded(stretch, found.images))
+        return laid
+
+    def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:
+        """Return [A, L] positions of a sequence; None where they are 0, 1, 2, ..."""
+        return None if isinstance(self._side, str) else self._side.positions(stretch)

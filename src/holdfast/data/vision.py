@@ -1,0 +1,307 @@
+"""From an image to the tokens that stand for it, for each family that sees: an image processor, a tokenizer, and data.
+
+transformers' own processors need torchvision for most families. Here their image processor (the one that needs PIL
+alone), the tokenizer and a family's few rules are put together, and what the model will compute is checked first: the
+tokens that stand for an image must be as many as the features the tower gives for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.lengths import ImageSpan, Stretch, example_of
+from holdfast.errors import DataError, ModelError
+from holdfast.types import Example
+
+Inputs = Mapping[str, NDArray[Any]]
+"""What the model gets of one image, by the name of its argument; images of a batch are joined along dimension 0."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How one family writes and counts images."""
+
+    placeholder: str
+    """Stands for one image in plain text, as the family's chat template writes it."""
+    image_token: str
+    """The token in it that one token per feature takes the place of."""
+    tokens: Callable[[Any, Any, Inputs], int]
+    """(image processor, configuration, inputs of one image) -> how many tokens stand for it"""
+    features: Callable[[Any, Inputs], int]
+    """(configuration, inputs of one image) -> how many features the model makes of it"""
+    inputs: tuple[str, ...] = ("pixel_values",)
+    """Arguments of the model that the image processor makes."""
+    token_types: str | None = None
+    """The model's argument that tells image tokens from text where it computes positions itself."""
+    turns_by_grid: bool = False
+    """Whether positions of image tokens have three axes: time, row and column (M-RoPE, arXiv:2409.12191)."""
+    rewrites: str = ""
+    """What the family's chat template writes for an image, where upstream's processor puts more around it."""
+    packs: bool = True
+    """Whether image tokens see what stands before them and no more, as packed attention has it."""
+    takes_pixel_budget: bool = False
+    """Whether the size an image is brought to depends on its own, between two bounds."""
+
+
+def _grid_tokens(processor: Any, _: Any, inputs: Inputs) -> int:
+    return int(inputs["image_grid_thw"].prod() // processor.merge_size**2)
+
+
+def _grid_features(config: Any, inputs: Inputs) -> int:
+    return int(inputs["image_grid_thw"].prod() // config.vision_config.spatial_merge_size**2)
+
+
+_QWEN = VisionFamily(
+    placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+    image_token="<|image_pad|>",
+    tokens=_grid_tokens,
+    features=_grid_features,
+    inputs=("pixel_values", "image_grid_thw"),
+    token_types="mm_token_type_ids",
+    turns_by_grid=True,
+    takes_pixel_budget=True,
+)
+
+
+def _square_features(config: Any, inputs: Inputs) -> int:
+    """Count the patches, with or without the one that stands for the whole image."""
+    vision = config.vision_config
+    height, width = inputs["pixel_values"].shape[-2:]
+    has_class = int("clip" in vision.model_type)
+    kept = has_class if config.vision_feature_select_strategy == "full" else has_class - 1
+    return int((height // vision.patch_size) * (width // vision.patch_size) + kept)
+
+
+_LLAVA = VisionFamily(
+    placeholder="<image>",
+    image_token="<image>",
+    tokens=lambda _, config, inputs: _square_features(config, inputs),
+    features=_square_features,
+)
+
+_GEMMA3 = VisionFamily(
+    placeholder="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    image_token="<image_soft_token>",
+    tokens=lambda _, config, __: int(config.mm_tokens_per_image),
+    features=lambda config, inputs: int(config.mm_tokens_per_image * len(inputs["pixel_values"])),
+    token_types="token_type_ids",
+    rewrites="<start_of_image>",
+    packs=False,
+)
+
+FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "llava": _LLAVA,
+    "gemma3": _GEMMA3,
+}
+"""By transformers' model_type."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One image, ready for the model."""
+
+    tokens: tuple[int, ...]
+    """What stands in the place of its placeholder."""
+    inputs: Inputs
+
+
+class ImageSide:
+    """Turns images into tokens and model inputs, as one model and one `data` section say."""
+
+    def __init__(
+        self,
+        name: str,
+        processor: Any,
+        tokenizer: Any,
+        config: Any,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        """Take a model's parts.
+
+        Args:
+            name: The model_type, a key of `FAMILIES`.
+            processor: transformers' image processor.
+            tokenizer: Knows the family's image token.
+            config: The model's configuration.
+            min_pixels, max_pixels: Bounds of the size an image is brought to; None keeps the processor's.
+
+        Raises:
+            ModelError: The parts do not belong together.
+        """
+        self.name, self.family = name, FAMILIES[name]
+        self._processor, self._config = processor, config
+        self.image_id = _image_id(self.family, name, tokenizer, config)
+        _refuse_other_patches(self.family, name, processor, config)
+        self._options: dict[str, Any] = {}
+        if min_pixels is not None or max_pixels is not None:
+            self._options["size"] = _bounds(self.family, name, processor, min_pixels, max_pixels)
+
+    @cached_property
+    def stand_in(self) -> dict[str, NDArray[Any]]:
+        """The inputs of a small grey image."""
+        from PIL import Image
+
+        return dict(self.prepare(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in").inputs)
+
+    def prepare(self, image: Any, where: str) -> Prepared:
+        """Return the tokens and inputs of one image.
+
+        Raises:
+            DataError: The processor refuses it, or the model would make another number of features of it.
+        """
+        try:
+            made = self._processor(images=[image], return_tensors="np", **self._options)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise DataError(f"{where} of {image.width}x{image.height} pixels: {error}.") from None
+        inputs = {name: np.asarray(made[name]) for name in self.family.inputs}
+        count = self.family.tokens(self._processor, self._config, inputs)
+        features = self.family.features(self._config, inputs)
+        if count != features or count < 1:
+            raise DataError(
+                f"{where} of {image.width}x{image.height} pixels has {count} tokens to stand for it, and {self.name} "
+                f"makes {features} features of it. The model's preprocessor_config.json and config.json do not belong "
+                "together."
+            )
+        return Prepared((self.image_id,) * count, inputs)
+
+    def rewritten(self, template: Any) -> Any:
+        """Return the source of a chat template that writes the family's whole placeholder for an image."""
+        if not self.family.rewrites or not isinstance(template, str) or self.family.image_token in template:
+            return template
+        written = self.family.placeholder.replace("\n", "\\n")
+
+        def rewrite(found: re.Match[str]) -> str:
+            quote = found["quote"]
+            # Outside of an expression, jinja would drop the first newline behind a block.
+            return f"{quote}{written}{quote}" if quote else f"{{{{ '{written}' }}}}"
+
+        mark = re.escape(self.family.rewrites)
+        return re.sub(rf"(?P<quote>['\"]){mark}(?P=quote)|{mark}", rewrite, template)
+
+    def places(self, tokens: Sequence[int]) -> int:
+        """Return how many images these tokens, not yet expanded, have a place for."""
+        return sum(token == self.image_id for token in tokens)
+
+    def expanded(self, stretch: Stretch, images: Sequence[Prepared]) -> Stretch:
+        """Put each image's tokens in the place of its placeholder; none of them is trained."""
+        tokens: list[int] = []
+        trained: list[bool] = []
+        spans: list[ImageSpan] = []
+        following = iter(images)
+        for token, is_trained in zip(stretch.tokens, stretch.trained, strict=True):
+            if token != self.image_id:
+                tokens.append(token)
+                trained.append(is_trained)
+                continue
+            image = next(following)
+            spans.append(ImageSpan(len(tokens), len(tokens) + len(image.tokens), image.inputs))
+            tokens.extend(image.tokens)
+            trained.extend([False] * len(image.tokens))
+        return Stretch(tokens, trained, tuple(spans))
+
+    def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:
+        """Return [3, L] positions of a sequence with images, where the family turns by grid."""
+        if not self.family.turns_by_grid or not stretch.images:
+            return None
+        merge = self._config.vision_config.spatial_merge_size
+        return grid_positions(len(stretch.tokens), stretch.images, merge)
+
+    def probe(self, tokens: NDArray[np.int64], sample_id: int) -> Example:
+        """Return a trained sequence of these tokens, with a picture of noise in each place that they have for one."""
+        from PIL import Image
+
+        count = self.places(tokens.tolist())
+        noise = np.random.default_rng(sample_id).integers(0, 256, (count, 48, 80, 3), dtype=np.uint8)
+        images = [self.prepare(Image.fromarray(pixels), "an image of noise") for pixels in noise]
+        stretch = Stretch(tokens.tolist(), [True] * tokens.size)
+        laid = self.expanded(stretch, images)
+        return example_of(laid, sample_id, "", self.positions(laid))
+
+    def upstream_inputs(self, tokens: NDArray[np.int64], inputs: Inputs) -> dict[str, NDArray[Any]]:
+        """Return what transformers' own forward wants of a sequence besides its tokens."""
+        if self.family.token_types is None:
+            return dict(inputs)
+        return {**inputs, self.family.token_types: (tokens == self.image_id).astype(np.int64)[None]}
+
+
+def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDArray[np.int64]:
+    """Return [3, L] positions: time, row and column for image tokens, three equal numbers for text.
+
+    An image of h x w features begins at the position p that a text token would have had: its features are at
+    (p, p + row, p + column), and what follows it goes on at p + max(h, w).
+    """
+    parts: list[NDArray[np.int64]] = []
+    place = position = 0
+    for span in images:
+        text = np.arange(position, position + span.start - place)
+        parts.append(np.broadcast_to(text, (3, text.size)))
+        position += text.size
+        frames, height, width = (int(size) for size in span.inputs["image_grid_thw"][0])
+        grid = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
+        parts.append(grid + position)
+        position += max(height, width) // merge
+        place = span.end
+    rest = np.arange(position, position + length - place)
+    return np.concatenate([*parts, np.broadcast_to(rest, (3, rest.size))], axis=1).astype(np.int64)
+
+
+def _image_id(family: VisionFamily, name: str, tokenizer: Any, config: Any) -> int:
+    found = tokenizer.convert_tokens_to_ids(family.image_token)
+    wanted = getattr(config, "image_token_id", None)
+    wanted = getattr(config, "image_token_index", None) if wanted is None else wanted
+    if found is None or found != wanted:
+        raise ModelError(
+            f"{name} marks images by token {wanted}, and its tokenizer has {family.image_token!r} at {found}. Use the "
+            "model's own tokenizer."
+        )
+    return int(found)
+
+
+def _refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
+    """Compare what the image processor cuts with what the tower takes."""
+    if not family.turns_by_grid:
+        return
+    vision = config.vision_config
+    pairs = {
+        "patch_size": (processor.patch_size, vision.patch_size),
+        "temporal_patch_size": (processor.temporal_patch_size, vision.temporal_patch_size),
+        "merge_size": (processor.merge_size, vision.spatial_merge_size),
+    }
+    for setting, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ModelError(
+                f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
+                "preprocessor_config.json and config.json do not belong together."
+            )
+
+
+def _bounds(family: VisionFamily, name: str, processor: Any, low: int | None, high: int | None) -> dict[str, int]:
+    if not family.takes_pixel_budget:
+        raise ModelError(
+            f"data.min_pixels and data.max_pixels do not apply to {name}: its images are all brought to one size. "
+            "Remove them."
+        )
+    size = dict(processor.size)
+    found = {
+        "shortest_edge": size["shortest_edge"] if low is None else low,
+        "longest_edge": size["longest_edge"] if high is None else high,
+    }
+    if found["shortest_edge"] > found["longest_edge"]:
+        raise ModelError(
+            f"data.min_pixels={found['shortest_edge']} is above data.max_pixels={found['longest_edge']} (one of them "
+            "may be the image processor's own). Set both."
+        )
+    return found

@@ -1,0 +1,115 @@
+"""The parts of a model that sees: which modules are its tower, and what turns images into its inputs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from holdfast.config.model import ModelConfig
+from holdfast.data.vision import FAMILIES, ImageSide
+from holdfast.errors import ModelError
+from holdfast.models.names import canonical_name
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+FREEZE_PRESETS: Mapping[str, str] = {
+    "vision_tower": r"^model\.(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.|vision_model\.)",
+    "projector": r"^model\.(visual\.(merger|deepstack_merger_list)\.|multi_modal_projector\.|connector\.)",
+    "language_model": r"^(model\.(language_model|text_model)\.|lm_head\.)",
+}
+"""Words for `model.freeze`, as patterns of canonical names. `embeddings` is one more: it is found in the model."""
+
+_TOWER = re.compile(r"model\.(visual|vision_tower|vision_model)")
+
+
+def towers_of(model: nn.Module) -> list[str]:
+    """Return the paths of the modules that only see images; a batch without images does not run them."""
+    paths = [canonical_name(path) for path, _ in model.named_modules()]
+    return [path for path in paths if _TOWER.fullmatch(path)]
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Set how the language model attends; a tower beside it keeps transformers' own."""
+    config = model.config
+    text = config.get_text_config()
+    keys = [key for key in getattr(config, "sub_configs", {}) if getattr(config, key, None) is text]
+    model.set_attn_implementation(name if text is config or not keys else {"": name, **dict.fromkeys(keys, name)})
+
+
+def load_image_processor(config: ModelConfig, raw_config: Any, directories: list[Path]) -> Any:
+    """Return transformers' image processor that needs PIL alone; None for a model that reads text alone.
+
+    Args:
+        config: Its `image_processor` holds settings for a random start.
+        raw_config: The model's configuration.
+        directories: Where a processor's file may lie.
+
+    Raises:
+        ModelError: There is a file, and transformers cannot read it.
+    """
+    if raw_config.model_type not in FAMILIES:
+        if config.image_processor is not None:
+            raise ModelError(
+                f"model.image_processor is set, but {raw_config.model_type} is none of the families whose images "
+                f"Holdfast knows: {', '.join(FAMILIES)}."
+            )
+        return None
+    settings, where = config.image_processor, "model.image_processor"
+    for directory in directories if settings is None else []:
+        for name in PROCESSOR_FILES:
+            if settings is None and (directory / name).exists():
+                settings, where = _settings_in(directory / name), str(directory / name)
+    return None if settings is None else _processor_of(settings, raw_config.model_type, where)
+
+
+def _settings_in(file: Path) -> dict[str, Any] | None:
+    """Return the image processor's settings; newer files hold them inside those of the whole processor."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}.") from None
+    found: dict[str, Any] | None = values.get("image_processor", values)
+    return found if found and ("image_processor_type" in found or file.name == PROCESSOR_FILES[0]) else None
+
+
+def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> Any:
+    import transformers
+
+    default = {"llava": "CLIPImageProcessor", "gemma3": "Gemma3ImageProcessor"}.get(model_type, "Qwen2VLImageProcessor")
+    named = str(settings.get("image_processor_type", default))
+    name = named.removesuffix("Fast").removesuffix("Pil")
+    # transformers 5 has two classes for each: one for torchvision, and one that needs PIL alone.
+    for candidate in (f"{name}Pil", name):
+        found = getattr(transformers, candidate, None)
+        if found is not None and not getattr(found, "is_dummy", False):
+            try:
+                return found.from_dict(copy.deepcopy(dict(settings)))
+            except (TypeError, ValueError, KeyError) as error:
+                raise ModelError(f"{where} does not make a {candidate}: {error}.") from error
+    raise ModelError(
+        f"{where} names the image processor {named}, which transformers does not have here. Install pillow."
+    )
+
+
+def image_side(
+    processor: Any, tokenizer: Any, config: Any, *, min_pixels: int | None = None, max_pixels: int | None = None
+) -> ImageSide | str:
+    """Return what turns images into tokens, or a sentence that says why there is none.
+
+    Raises:
+        ModelError: Processor, tokenizer and model do not belong together.
+    """
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} reads text alone, or its images are not known here"
+    if processor is None:
+        return (
+            f"The directory of the {config.model_type} model has no {PROCESSOR_FILES[0]}, which says how images become "
+            "patches"
+        )
+    return ImageSide(config.model_type, processor, tokenizer, config, min_pixels=min_pixels, max_pixels=max_pixels)

@@ -1,0 +1,129 @@
+"""Build a sharded policy: planned, filled, and its forward pass compared with transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from holdfast.config.runs import TrainingConfig
+from holdfast.data.vision import FAMILIES, ImageSide
+from holdfast.errors import ConfigError, PlanError
+from holdfast.models.attention import upstream_attention
+from holdfast.models.build import Blueprint, set_storage
+from holdfast.models.family import blocks_of
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+from holdfast.models.policy import PolicyModel
+from holdfast.models.routers import RouterLoss, choose_router_loss
+from holdfast.models.selfcheck import check_forward
+from holdfast.models.vision import image_side, towers_of
+from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import materialise
+from holdfast.parallel.mesh import World, build_mesh
+from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.training.together import together
+
+
+def build_policy(
+    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange, *, trained: bool = True
+) -> tuple[PolicyModel, ShardPlan]:
+    """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
+
+    Raises:
+        UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
+    """
+    mesh = together(exchange, lambda: build_mesh(config.parallel, world))
+    images = together(exchange, lambda: image_side_of(config, origin))
+    storage = getattr(torch, config.model.dtype)
+    frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
+    set_storage(origin.model, storage, frozen)
+    if not trained:
+        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
+    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
+        origin.model.set_experts_implementation("eager")
+    router_loss, router_note = (None, "")
+    if trained:
+        router_loss, router_note = together(exchange, lambda: _router_loss(config, origin, world))
+    policy = _policy_model(config, origin, router_loss)
+    plan = together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    apply_plan(policy, plan, mesh)
+    with exchange.together():
+        materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    result, note = together(
+        exchange,
+        lambda: check_forward(
+            policy,
+            may_fall_back=config.model.attention == "auto",
+            compute_dtype=getattr(torch, plan.compute_dtype),
+            device=world.device,
+            images=images if isinstance(images, ImageSide) else None,
+        ),
+    )
+    if world.is_first:
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, note):
+            if line:
+                print(line, flush=True)
+        print(f"forward check: log-probabilities agree with transformers to {result.difference:.1e}", flush=True)
+    return policy, plan
+
+
+def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+    packed = origin.packed and config.data.packing != "none"
+    if not packed and origin.packed:
+        eager = config.model.attention == "eager"
+        origin.model.set_attn_implementation("eager" if eager else upstream_attention(origin.model))
+    head = config.model.head
+    spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
+    spec = replace(spec, compiled=config.parallel.compile != "off")
+    return PolicyModel(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
+
+
+def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:
+    section = config.model.router_loss
+    if section.kind == "batch" and not section.allow_split and world.size > 1:
+        raise ConfigError(
+            f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
+            "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "
+            "it: router_loss: {kind: batch, allow_split: true}."
+        )
+    return choose_router_loss(section, origin.skeleton)
+
+
+def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
+    """Return what turns the images of rows into tokens; or why there is nothing that does.
+
+    Raises:
+        ModelError: Image processor, tokenizer and model do not belong together.
+    """
+    vision = FAMILIES.get(origin.family.name)
+    if vision is not None and not vision.packs and config.data.packing != "none":
+        return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
+    return image_side(
+        origin.image_processor,
+        origin.tokenizer,
+        origin.original_config,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+    )
+
+
+def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
+    """Plan the shards of a policy on the meta device."""
+    ties = tied_names(policy)
+    parameters = [
+        ParameterInfo(
+            name,
+            tuple(value.shape),
+            str(value.dtype).removeprefix("torch."),
+            value.requires_grad,
+            ties.get(name, ()),
+        )
+        for name, value in named_parameters(policy).items()
+    ]
+    modules = [canonical_name(name) for name, _ in policy.language_model.named_modules()]
+    blocks = blocks_of(policy.language_model)
+    if not blocks and not config.parallel.units:
+        raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
+    towers = towers_of(policy.language_model)
+    return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device, towers=towers)

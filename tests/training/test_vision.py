@@ -1,0 +1,192 @@
+"""Runs on images are saved, continued at another number of ranks, and exported with everything that reads images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from holdfast.checkpoint import find
+from holdfast.checkpoint.stored_export import export_stored
+from holdfast.cli.inspect import preview
+from holdfast.config.model import ModelConfig
+from holdfast.data.lengths import ImageSpan, Stretch, example_of
+from holdfast.data.packing import pack
+from holdfast.data.vision import ImageSide
+from holdfast.data.weights import Share
+from holdfast.models.build import configured
+from holdfast.models.vision import image_side
+from tests.models.directories import filled
+from tests.training.cases import run
+from tests.vision import picture_rows, tokenizer_of, vision_directory
+
+KIND = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a model in `model`, and 24 rows whose pictures are files."""
+    place = tmp_path_factory.mktemp("place")
+    vision_directory(place / "model", KIND)
+    (place / "pictures").mkdir()
+    with (place / "rows.jsonl").open("w") as file:
+        for number, row in enumerate(picture_rows(24)):
+            parts = row["messages"][0]["content"]
+            for index, part in enumerate(parts):
+                if part["type"] == "image":
+                    part.pop("image").save(place / f"pictures/{number}-{index}.png")
+                    part["path"] = f"{number}-{index}.png"
+            file.write(json.dumps(row) + "\n")
+    return place
+
+
+def tree(place: Path, runs: Path, steps: int, **sections: Any) -> dict[str, Any]:
+    return {
+        "steps": steps,
+        "run": {"dir": str(runs), "name": "r"},
+        "model": {"path": str(place / "model"), "freeze": ["vision_tower"]},
+        "data": {"path": "rows.jsonl", "image_dir": "pictures", "batch_size": 8, "max_length": 128}
+        | {"tokens_per_micro_batch": 160},
+        "optim": {"lr": 0.01, "schedule": "constant"},
+        "metrics": {"progress": "off"},
+        "checkpoint": {"every_steps": 2},
+    } | sections
+
+
+def steps_of(runs: Path) -> dict[int, float]:
+    """Return the loss of every step."""
+    lines = [json.loads(line) for line in (runs / "r/metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def straight(place: Path, pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the runs folder of a run of four steps on two ranks."""
+    runs = tmp_path_factory.mktemp("straight")
+    pools(2).run(run, tree(place, runs, 4), str(place))
+    return runs
+
+
+def test_a_run_saved_on_two_ranks_goes_on_on_one(place: Path, straight: Path, pools: Any, tmp_path: Path) -> None:
+    pools(2).run(run, tree(place, tmp_path, 2), str(place))
+    pools(1).run(run, tree(place, tmp_path, 4), str(place))
+
+    # float32 adds in another order on one rank; losses are near 5.
+    expected, found = steps_of(straight), steps_of(tmp_path)
+    assert list(found) == [1, 2, 3, 4]
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_another_processor_is_another_run(place: Path, pools: Any, tmp_path: Path) -> None:
+    pools(1).run(run, tree(place, tmp_path, 2), str(place))
+    other = tree(place, tmp_path, 4)
+    other["data"] |= {"max_pixels": 256}
+
+    ((kind, message),) = pools(1).errors(run, other, str(place))
+
+    assert kind == "CheckpointMismatch"
+    assert "data.max_pixels" in message
+
+
+def test_the_export_holds_the_processor_byte_for_byte_and_computes_the_same(place: Path, straight: Path) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    export = straight / "r/exports/final"
+    name = "preprocessor_config.json"
+    assert (export / name).read_bytes() == (place / "model" / name).read_bytes()
+    # Plain transformers alone: its tokenizer, its image processor, its model, its own placeholder count.
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    processor = AutoImageProcessor.from_pretrained(export, backend="pil")
+    before, after = (AutoModelForImageTextToText.from_pretrained(path).eval() for path in (place / "model", export))
+    made = processor(images=[Image.open(place / "pictures/0-0.png").convert("RGB")], return_tensors="pt")
+    count = int(made["image_grid_thw"].prod()) // 4
+    text = f"<user><|vision_start|>{'<|image_pad|>' * count}<|vision_end|>see a=<assistant>"
+    tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    types = (tokens == tokenizer.convert_tokens_to_ids("<|image_pad|>")).long()
+    with torch.no_grad():
+        first, second = (model(input_ids=tokens, mm_token_type_ids=types, **made).logits for model in (before, after))
+    assert (first - second).abs().max() > 0.1  # it was trained
+    logprobs = second.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None]).squeeze(1)
+    np.testing.assert_allclose(ours(export, tokens[0].numpy(), made), logprobs.numpy(), atol=1e-5)
+
+
+def ours(export: Path, tokens: Any, made: Any) -> Any:
+    """Return what our own path says of a sequence with an image, of a model filled from the export."""
+    policy, _ = filled(export)
+    side = ours_of(export)
+    places = np.flatnonzero(tokens == side.image_id)
+    inputs = {name: made[name].numpy() for name in side.family.inputs}
+    stretch = Stretch(tokens.tolist(), [True] * len(tokens), (ImageSpan(places[0], places[-1] + 1, inputs),))
+    example = example_of(stretch, 0, "", side.positions(stretch))
+    with torch.no_grad():
+        return policy(pack([example], [Share(1.0, 1.0)])).logprobs.numpy()
+
+
+def ours_of(directory: Path) -> ImageSide:
+    raw_config, processor = configured(ModelConfig(path=str(directory)), directory)
+    side = image_side(processor, tokenizer_of(KIND), raw_config)
+    assert isinstance(side, ImageSide)
+    return side
+
+
+def test_a_frozen_tower_is_exported_as_it_was(place: Path, straight: Path) -> None:
+    before, after = (load_file(path / "model.safetensors") for path in (place / "model", straight / "r/exports/final"))
+
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    tower = {name for name in before if name.startswith("visual.") and not name.startswith("visual.merger.")}
+    assert same == tower
+    assert tower
+
+
+def test_a_checkpoint_exported_alone_is_the_run_s_export(place: Path, straight: Path, tmp_path: Path) -> None:
+    export_stored([find.one(str(straight / "r"))], tmp_path / "again")
+
+    for name in ("preprocessor_config.json", "model.safetensors", "chat_template.jinja"):
+        assert (tmp_path / "again" / name).read_bytes() == (straight / "r/exports/final" / name).read_bytes(), name
+
+
+def test_completions_that_would_not_see_their_image_are_refused(place: Path, pools: Any, tmp_path: Path) -> None:
+    evaluation = {"sets": {"held_out": {"path": "rows.jsonl"}}, "completions": {"samples": 2}}
+
+    for kind, message in pools(2).errors(run, tree(place, tmp_path, 2, evaluation=evaluation), str(place)):
+        assert kind == "DataError"
+        assert "evaluation.completions would complete row 0 of held_out without seeing its image" in message
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_damaged_picture_stops_the_run_on_all_ranks_before_anything_is_written(
+    place: Path, pools: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text((place / "rows.jsonl").read_text())
+    (tmp_path / "model").symlink_to(place / "model")
+    (tmp_path / "pictures").mkdir()
+    for file in (place / "pictures").iterdir():
+        (tmp_path / "pictures" / file.name).write_bytes(file.read_bytes()[:-30])
+
+    errors = pools(2).errors(run, tree(tmp_path, tmp_path, 2), str(tmp_path))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DataError"
+    assert "cannot be read as an image" in errors[0][1]
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_row_is_previewed_with_the_tokens_of_its_image(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = tree(place, place, 2)
+    (place / "run.yaml").write_text(json.dumps(values))
+
+    preview(place / "run.yaml", [], 0)
+
+    with Image.open(place / "pictures/0-0.png") as image:
+        made = ours_of(place / "model").prepare(image, "")
+    printed = capsys.readouterr().out
+    assert printed.count("<|image_pad|>") == len(made.tokens) > 1
+    assert "<|image_pad|><|vision_end|>see " in printed
