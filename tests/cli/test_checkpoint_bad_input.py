@@ -437,3 +437,16 @@ def test_code_that_lies_in_a_checkpoint_is_run_only_on_demand(checkpoint: Comman
     assert "Give --trust-remote-code if you trust whoever wrote this checkpoint." in done.err
     assert not executed
     assert target.exists(), "the code does nothing, so the test shows nothing"
+
+
+def test_a_run_whose_every_checkpoint_was_put_aside_is_still_one(checkpoint: Command, place: Path) -> None:
+    folder = place / "runs/run/checkpoints"
+    steps = sorted(path.name for path in folder.glob("step-*"))
+    for name in steps:
+        (folder / name).rename(folder / f".quarantine-{name}-12345678")
+
+    listed, verified = checkpoint("ls", "runs/run"), checkpoint("verify", "runs/run")
+
+    assert (listed.code, verified.code) == (0, 1)
+    assert listed.out.splitlines() == [f".quarantine-{name}-12345678  damaged, put aside" for name in steps]
+    assert all(f".quarantine-{name}-12345678" in verified.out + verified.err for name in steps)

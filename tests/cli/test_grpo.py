@@ -287,6 +287,31 @@ def test_rewards_that_fail_are_counted_and_named_and_the_run_goes_on(
     assert reward in done.out
 
 
+def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
+    done = grpo(warm, tmp_path, policy | {"steps": 5, "reward": {"path": "rewards.py:broken"}})
+
+    assert done.code == 3, done.err
+    assert "Not one completion could be scored in 3 steps in a row, the last of them step 3" in done.err
+    assert "no such answer" in done.err
+    assert "Traceback" not in done.err
+    run = tmp_path / "runs" / "run"
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert not (run / "exports").exists()
+    steps = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert ["reward" in line for line in steps] == [False, False], "a mean of no number is no number"
+
+    (tmp_path / "rewards.py").write_text(REWARDS.replace('raise ValueError("no such answer")', "return 1.0"))
+    again = grpo(
+        warm,
+        tmp_path,
+        policy | {"steps": 3, "reward": {"path": "rewards.py:broken"}},
+        "checkpoint.resume.changed=[files]",
+    )
+
+    assert again.code == 0, again.err
+    assert "resuming from step 2" in again.out
+
+
 def test_a_constant_reward_trains_nothing_and_is_visible(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:

@@ -56,3 +56,27 @@ def test_a_row_that_is_not_there_is_refused(warm: WarmPython, tmp_path: Path, tr
 
     assert (known.code, known.err) == (2, "rows has no row 12. It has rows 0 to 11.\n")
     assert (streamed.code, streamed.err) == (2, "rows has no row 12.\n")
+
+
+def test_a_prompt_is_shown_as_the_policy_sees_it(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"add {n}=", "answer": str(n)} for n in range(12)])
+    policy = tree | {"reward": "exact", "rollout": {"max_new_tokens": 8}}
+    write_run(tmp_path / "run.yaml", policy)
+
+    done = preview(warm, tmp_path, "--row", "7")
+
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "add 7=",
+        "6 tokens; the policy writes up to 8 after them",
+        "rewards see the columns answer, prompt",
+    ]
+
+
+def test_a_file_for_another_verb_is_told_so(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "run.yaml", tree | {"reward": "exact", "rollout": {"group_size": 4}})
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
+
+    assert done.code == 2
+    assert "run.yaml looks like a file for `holdfast grpo`; for `holdfast sft`:" in done.err

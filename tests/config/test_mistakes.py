@@ -26,6 +26,8 @@ ROOT_KEYS = (
         ("evaluations: {}", "evaluations: unknown key; did you mean evaluation?"),
         ("optim: {learning_rat: 1}", "optim.learning_rat: unknown key; this section has lr, weight_decay, no_decay, "
                                      "schedule, clip_norm, max_nonfinite_steps, kind, betas, eps"),
+        ("optim: {learning_rate: 1}", "optim.learning_rate: unknown key; it is called optim.lr here"),
+        ("num_train_epochs: 3", "num_train_epochs: unknown key; it is called epochs here"),
         ("optim: {clipnorm: 1}", "optim.clipnorm: unknown key; did you mean clip_norm?"),
         ("metrics: {log_evry: 2}", "metrics.log_evry: unknown key; did you mean log_every?"),
         ("zzz: 1", f"zzz: unknown key; this section has {ROOT_KEYS}"),

@@ -58,6 +58,20 @@ def test_buffers_that_no_checkpoint_holds_are_those_of_transformers(tmp_path: Pa
         assert torch.equal(found[name], buffer), name
 
 
+@pytest.mark.parametrize(
+    ("values", "ends"), [({}, 1), ({"eos_token_id": [3, 4]}, [3, 4]), ({"eos_token_id": None}, None)]
+)
+def test_a_random_start_ends_where_its_tokenizer_ends_unless_told_otherwise(values: dict[str, Any], ends: Any) -> None:
+    """Llama's own default is 2."""
+    silent = {name: value for name, value in COMMON.items() if not name.endswith("_token_id")}
+    config = silent | {"model_type": "llama"} | values
+    origin = planned(ModelConfig(config=config, tokenizer="builtin:characters"))
+
+    assert origin.tokenizer.eos_token_id == 1
+    assert origin.original_config.eos_token_id == ends
+    assert origin.skeleton.generation_config.eos_token_id == ends
+
+
 @pytest.mark.parametrize("rope", ROPES)
 def test_scaled_rotary_frequencies_are_those_of_transformers(tmp_path: Path, rope: str) -> None:
     saved = write_directory(tmp_path, "llama", rope_parameters=ROPES[rope] | {"rope_theta": 500.0})

@@ -112,10 +112,45 @@ def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> li
     return found
 
 
-def chunk_from(data: bytes) -> Tensor | None:
-    """Return the tensor that DCP stored as these bytes; None if they are none of its."""
+class _Bytes(io.RawIOBase):
+    """A file over bytes that are somebody else's: io.BytesIO would copy what is no `bytes` object."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Say that one can read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say that one can seek."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as there are bytes."""
+        into = memoryview(buffer).cast("B")
+        part = self._data[self._position : self._position + len(into)]
+        into[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
+def chunk_from(data: bytes | memoryview) -> Tensor | None:
+    """Return the tensor that DCP stored as these bytes, in memory of its own; None if they are none of its."""
     try:
-        part: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        file: Any = _Bytes(data)
+        part: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
         return None
     return part if isinstance(part, Tensor) else None

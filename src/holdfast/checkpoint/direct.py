@@ -137,9 +137,13 @@ def _read(
     return found
 
 
-def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield the bytes of items in their order; with a digest, all bytes of the file pass through it."""
+def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[tuple[str, memoryview]]:
+    """Yield the bytes of items in their order; with a digest, all bytes of the file pass through it.
+
+    One buffer serves all items: memory that is new for each of them costs as much as the reading.
+    """
     position = 0
+    buffer = memoryview(bytearray(max((item.length for item in items), default=0)))
     for item in items:
         if item.offset < position:
             raise _Differs
@@ -147,13 +151,21 @@ def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[
             stream.seek(item.offset)
         else:
             _pass(stream, item.offset - position, digest)
-        data = stream.read(item.length)
+        data = buffer[: _filled(stream, buffer[: item.length])]
         if digest is not None:
             digest.update(data)
         yield item.key, data
         position = item.offset + item.length
     if digest is not None:
         _pass(stream, None, digest)
+
+
+def _filled(stream: IO[bytes], buffer: memoryview) -> int:
+    """Read until the buffer is full or the file ends; return how many bytes there were."""
+    done = 0
+    while done < len(buffer) and (count := stream.readinto(buffer[done:])):  # type: ignore[attr-defined]
+        done += count
+    return done
 
 
 def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
@@ -166,7 +178,7 @@ def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
         size = None if size is None else size - len(data)
 
 
-def _part(data: bytes, wanted: Wanted) -> Tensor:
+def _part(data: memoryview, wanted: Wanted) -> Tensor:
     part = chunk_from(data)
     if part is None or (part.shape, part.dtype) != (local_part(wanted.live).shape, wanted.dtype):
         raise _Differs

@@ -21,13 +21,12 @@ SHOWN = ("loss", "reward")
 
 def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
-    from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
     from holdfast.checkpoint.manifest import NewerFormat
     from holdfast.checkpoint.retention import read_pins, steps
     from holdfast.checkpoint.verification import check_names, read_manifest
 
-    storage = find.folder_of(place)
+    storage = _folder(place)
     pins, shown = read_pins(storage), list(metrics)
     for step, name in steps(storage).items():
         try:
@@ -46,9 +45,31 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
         words += ["pinned"] if step in pins else []
         words += [] if manifest.finite else ["not finite"]
         yield f"{name}  {'  '.join(words)}"
-    for name in storage.names():
-        if name.startswith(".quarantine-"):
-            yield f"{name}  damaged, put aside"
+    for name in _put_aside(storage):
+        yield f"{name}  damaged, put aside"
+
+
+def _folder(place: str) -> Storage:
+    """Return a run's checkpoints; also where all of them were damaged and put aside."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.errors import NoCheckpoint
+    from holdfast.checkpoint.layout import FOLDER
+    from holdfast.checkpoint.storage import open_storage
+
+    try:
+        return find.folder_of(place)
+    except NoCheckpoint:
+        for candidate in (f"{place.rstrip('/')}/{FOLDER}", place):
+            storage = open_storage(candidate)
+            if _put_aside(storage):
+                return storage
+        raise
+
+
+def _put_aside(storage: Storage) -> list[str]:
+    from holdfast.checkpoint.layout import QUARANTINE
+
+    return [name for name in storage.names() if name.startswith(QUARANTINE)]
 
 
 def _shown(manifest: Manifest) -> list[str]:
@@ -100,7 +121,6 @@ def _was_deleted(storage: Storage, name: str) -> bool:
 
 def verification(place: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
-    from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
     from holdfast.checkpoint.manifest import NewerFormat
     from holdfast.checkpoint.retention import steps
@@ -108,12 +128,13 @@ def verification(place: str, level: Level) -> tuple[list[str], bool]:
 
     of_run = True
     try:
-        storage = find.folder_of(place)
+        storage = _folder(place)
         names = list(steps(storage).values())
     except (NoCheckpoint, CheckpointError, NewerFormat):
         storage, names = _single(place)
         of_run = False
-    lines, whole = [], True
+    lines = [] if names else [f"damaged and put aside: {storage.root}/{name}" for name in _put_aside(storage)]
+    whole = not lines
     for name in names:
         try:
             manifest = verify(storage, name, level)

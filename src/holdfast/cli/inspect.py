@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.config.base import leaves
 from holdfast.config.dpo import DPOConfig
+from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import as_plain
 from holdfast.config.verbs import ROOTS, load_run
 from holdfast.config.yaml12 import to_yaml
@@ -17,6 +18,7 @@ from holdfast.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from holdfast.config.runs import TrainingConfig
     from holdfast.data.candidates import Tokenise
+    from holdfast.data.rows import Row
     from holdfast.data.vision import ImageSide
     from holdfast.types import Example
 
@@ -71,6 +73,11 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         known = "" if source.size is None else f" It has rows 0 to {source.size - 1}."
         raise DataError(f"{source.name} has no row {row}.{known}")
     tokenizer = load_tokenizer(config.model, loaded.base)
+    console = Console(highlight=False, soft_wrap=True)
+    if isinstance(config, GRPOConfig):
+        for line in _prompt(config, tokenizer, loaded.base, found, f"{source.name} row {row}"):
+            console.print(Text(line))
+        return
     tokenise: Tokenise[Example] = (
         preference_tokeniser(tokenizer, config, loaded.base)
         if isinstance(config, DPOConfig)
@@ -79,7 +86,6 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         )
     )
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
-    console = Console(highlight=False, soft_wrap=True)
     for example in sequences.examples:
         text = Text()
         for token, trained in describe(example, tokenizer):
@@ -90,6 +96,22 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         console.print(f"{name}: {number}", style="yellow")
     if not sequences.examples:
         console.print("this row is not trained on", style="yellow")
+
+
+def _prompt(config: GRPOConfig, tokenizer: Any, base: Path, row: Row, name: str) -> Iterator[str]:
+    """Yield a row's prompt as the policy sees it, and what rewards see of the row."""
+    from holdfast.data.chat import RowTokeniser
+    from holdfast.data.prompts import prompt_tokeniser
+
+    longest = config.data.max_length - config.rollout.max_new_tokens
+    tokenise = prompt_tokeniser(RowTokeniser(tokenizer, config.data, base), tokenizer.decode, config.data, longest)
+    found = tokenise(row, 0, name, name)
+    for prompt in found.examples:
+        yield prompt.text
+        yield f"{prompt.tokens.size} tokens; the policy writes up to {config.rollout.max_new_tokens} after them"
+        yield f"rewards see the columns {', '.join(sorted(prompt.row))}"
+    for counted in found.counts:
+        yield f"{counted}: the prompt leaves no room for rollout.max_new_tokens in data.max_length"
 
 
 def _images(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from holdfast.cli.worker import work
 from holdfast.config.load import Loaded, load
 from holdfast.config.runs import TrainingConfig, as_plain
-from holdfast.config.verbs import ROOTS, load_run
+from holdfast.config.verbs import ROOTS, load_run, verb_of
+from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
 from holdfast.training.directory import run_directory
@@ -22,8 +23,25 @@ EXPORTED_CONFIG = "holdfast.yaml"
 
 def train(verb: str, path: Path, overrides: Sequence[str]) -> int:
     """Run a verb and return its exit code."""
-    loaded = load(path, overrides, ROOTS[verb])
-    return start(verb, loaded)
+    return start(verb, _load(verb, path, overrides))
+
+
+def _load(verb: str, path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
+    """Read a verb's file; where it is wrong for this verb and looks like another's, say so first.
+
+    Raises:
+        ConfigError: As `load`.
+    """
+    try:
+        return load(path, overrides, ROOTS[verb])
+    except ConfigError as error:
+        try:
+            meant = verb_of(parse_file(path).values)
+        except ConfigError:
+            raise error from None
+        if meant == verb:
+            raise
+        raise ConfigError(f"{path} looks like a file for `holdfast {meant}`; for `holdfast {verb}`:\n{error}") from None
 
 
 def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:

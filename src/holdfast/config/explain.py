@@ -124,7 +124,35 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
 
 
+_CALLED_HERE = {
+    "learning_rate": "optim.lr",
+    "warmup": "optim.schedule.warmup_steps",
+    "lr_scheduler_type": "optim.schedule",
+    "max_grad_norm": "optim.clip_norm",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "batch": "data.batch_size",
+    "train_batch_size": "data.batch_size",
+    "per_device_train_batch_size": "data.batch_size",
+    "gradient_accumulation_steps": "data.tokens_per_micro_batch",
+    "max_seq_length": "data.max_length",
+    "gradient_checkpointing": "parallel.recompute",
+    "bf16": "model.dtype",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "logging_steps": "metrics.log_every",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_new_tokens",
+    "reward_funcs": "reward",
+}
+"""What other systems call a key."""
+
+
 def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
+    if _CALLED_HERE.get(name) in everywhere:
+        return f"unknown key; it is called {_CALLED_HERE[name]} here"
     above, dot, last = name.rpartition(".")
     if dot and name in everywhere:
         return f"dots are for the command line; in a file write {last} inside {above}"

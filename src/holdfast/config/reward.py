@@ -264,6 +264,8 @@ class RewardPoolConfig(Section):
     """A reward that is not a finite number."""
     on_none: FaultPolicy = DropSample()
     """A completion for which every reward returned None. None beside another reward's number is left out of the sum."""
+    max_unscored_steps: PositiveInt = 3
+    """Steps in a row in which not one completion could be scored, before the run stops."""
 
 
 def repeated_labels(rewards: Sequence[Reward]) -> list[str]:

@@ -23,7 +23,13 @@ from holdfast.config.model import ModelConfig
 from holdfast.data.vision import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, register, upstream_attention
-from holdfast.models.configuration import apply_overrides, config_from_values, make_trainable, refusals
+from holdfast.models.configuration import (
+    apply_overrides,
+    config_from_values,
+    follow_tokenizer,
+    make_trainable,
+    refusals,
+)
 from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
 from holdfast.models.lora import AdapterSource, add_adapters
@@ -83,9 +89,7 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     raw_config = _raw_config(config, directory, live)
     places = _processor_directories(config, raw_config, directory, base, given=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
-    text_config = raw_config.get_text_config()
-    old_vocabulary = text_config.vocab_size
-    text_config.vocab_size = new_vocabulary = _vocabulary(old_vocabulary, tokenizer, config.resize_vocab, live)
+    old_vocabulary, new_vocabulary = _meet_tokenizer(config, raw_config, tokenizer, live)
     notes = _notes(config, old_vocabulary, new_vocabulary)
     run_config = copy.deepcopy(raw_config)
     make_trainable(run_config, keep_dropout=config.dropout)
@@ -125,6 +129,16 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
         tuple(notes),
         load_image_processor(config, raw_config, places),
     )
+
+
+def _meet_tokenizer(config: ModelConfig, raw_config: Any, tokenizer: Any, live: Any) -> tuple[int, int]:
+    """Set what of the configuration follows from the tokenizer; return the sizes of the vocabulary before and after."""
+    if live is None and config.config is not None:
+        follow_tokenizer(raw_config, tokenizer, config.config)
+    text_config = raw_config.get_text_config()
+    before = text_config.vocab_size
+    text_config.vocab_size = _vocabulary(before, tokenizer, config.resize_vocab, live)
+    return before, text_config.vocab_size
 
 
 def _processor_directories(

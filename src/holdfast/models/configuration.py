@@ -86,6 +86,23 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
                 setattr(place, name, old | value if isinstance(old, dict) and isinstance(value, dict) else value)
 
 
+def follow_tokenizer(config: Any, tokenizer: Any, named: Mapping[str, Any]) -> None:
+    """Give a model that starts at random the first and last tokens of its tokenizer, where nobody named others.
+
+    A configuration's own defaults are those of the family's first model: with another vocabulary they end completions
+    at any token, and an export would not end them where the run did.
+
+    Args:
+        config: transformers' configuration.
+        tokenizer: The run's.
+        named: Values that a user wrote.
+    """
+    for name in ("bos_token_id", "eos_token_id"):
+        if not any(name in part for part in (named, named.get("text_config", {}))):
+            for part in {id(part): part for part in (config, config.get_text_config())}.values():
+                setattr(part, name, getattr(tokenizer, name, None))
+
+
 def _current_name(dotted: str) -> str:
     prefix, dot, name = dotted.rpartition(".")
     return dotted if "rope_parameters" in prefix else prefix + dot + _MOVED.get(name, name)

@@ -72,7 +72,7 @@ def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, 
     solved = np.where(np.isfinite(rewards), rewards, -math.inf) >= options.success
     metrics = {**reward_metrics(facts), **length_metrics(facts), "accuracy": float(solved.mean())}
     if options.per_prompt > 1:
-        metrics[f"avg@{options.per_prompt}"] = metrics["reward"]
+        metrics |= {f"avg@{options.per_prompt}": metrics["reward"]} if "reward" in metrics else {}
         metrics |= {f"pass@{k}": pass_at(solved, k) for k in _powers_of_two(options.per_prompt)}
     return metrics, groups
 

@@ -42,12 +42,16 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
 
 
 def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
-    """Return means and standard deviations of rewards; those of completions without a reward are left out."""
+    """Return means and standard deviations of rewards.
+
+    Completions without a reward are left out; where none has one, so are `reward` and `reward_std`.
+    """
     rewards = rewards_of(facts) if facts else np.empty((0, 0))
     scored = np.isfinite(rewards)
-    metrics = {"reward": float(rewards[scored].mean()) if scored.any() else 0.0}
+    metrics = {"reward": float(rewards[scored].mean())} if scored.any() else {}
     spreads = [float(np.std(row[kept], ddof=1)) for row, kept in zip(rewards, scored, strict=True) if kept.sum() > 1]
-    metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
+    if scored.any():
+        metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
     completions = [completion for group in facts for completion in group.completions]
     for name, told in _by_name([completion.metrics for completion in completions]).items():
         metrics[f"rewards/{name}"] = float(np.mean(told))

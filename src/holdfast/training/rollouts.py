@@ -19,6 +19,7 @@ from holdfast.advantages.group import flat_groups
 from holdfast.config.policy import AdvantageConfig, ScaledAdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
+from holdfast.errors import RunStopped
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
@@ -103,7 +104,25 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
         return None
     rollout = _joined(found, wanted)
     run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    _refuse_unscored(run, rollout)
     return rollout
+
+
+def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
+    """Stop a run whose rewards say nothing at all, step after step: it would end as it began, and seem to have trained.
+
+    Raises:
+        RunStopped: The same on all ranks.
+    """
+    scored = any(math.isfinite(completion.reward) for fact in rollout.sampled for completion in fact.completions)
+    run.state.unscored_in_a_row = 0 if scored else run.state.unscored_in_a_row + 1
+    if run.state.unscored_in_a_row >= run.config.rewards.max_unscored_steps:
+        why = f" The last reason: {rollout.messages[0]}" if rollout.messages else ""
+        raise RunStopped(
+            f"Not one completion could be scored in {run.state.unscored_in_a_row} steps in a row, the last of them "
+            f"step {run.state.step + 1}, so nothing was learned.{why} Mend the reward; rewards.max_unscored_steps is "
+            "how long a run waits."
+        )
 
 
 def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:

@@ -20,6 +20,8 @@ class TrainState:
     skipped_steps: int = 0
     """Updates skipped for a non-finite gradient norm."""
     skipped_in_a_row: int = 0
+    unscored_in_a_row: int = 0
+    """Steps since one had a completion that could be scored."""
     best_exported: float | None = None
     """Value of checkpoint.export_best's metric in exports/best."""
     controllers: dict[str, float] = field(default_factory=dict)
