@@ -1,4 +1,4 @@
-"""Rulings 2 to 4, on real ranks: the samples of an update know nothing of ranks, budgets, or an earlier start."""
+"""On real ranks: the samples of an update know nothing of ranks, budgets, or an earlier start."""
 
 from __future__ import annotations
 

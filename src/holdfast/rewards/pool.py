@@ -1,6 +1,6 @@
 """The rank's end of the reward processes.
 
-A rank never runs a reward itself: what hangs, prints, forks or dies does so in a process that can be killed. Ruling 38.
+A rank never runs a reward itself: what hangs, prints, forks or dies does so in a process that can be killed.
 """
 
 from __future__ import annotations
