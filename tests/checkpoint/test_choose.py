@@ -60,7 +60,7 @@ def test_where_nothing_was_ever_saved_a_run_starts_at_step_0(pools: Any, tmp_pat
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        pytest.param(damage, r"dcp/__1_0\.distcp is damaged: its hash is not the manifest's; damaged", id="07-bit"),
+        pytest.param(damage, r"dcp/__1_0\.distcp is damaged: its hash is not the manifest's\. Damaged", id="07-bit"),
         pytest.param(lambda folder: (folder / SHARD).unlink(), r"lacks dcp/__1_0\.distcp", id="10-missing"),
         pytest.param(lambda folder: (folder / "dcp/.metadata").unlink(), r"lacks dcp/\.metadata", id="12-metadata"),
         pytest.param(lambda folder: (folder / NAME).unlink(), "is no checkpoint of Holdfast", id="12-manifest missing"),
