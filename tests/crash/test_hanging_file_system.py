@@ -87,6 +87,7 @@ def test_a_save_that_hangs_in_the_background_is_named_with_its_rank_and_phase(
     assert (tmp_path / "r/checkpoints/step-00000002/manifest.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="21-read of a pipe blocks rank 0's save that is waited for")])
 def test_a_save_that_hangs_while_it_is_waited_for_is_named_with_its_rank_and_phase(
     warm: WarmPython, tmp_path: Path, ranks: int

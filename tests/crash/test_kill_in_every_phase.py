@@ -21,6 +21,8 @@ from tests.crash.runs import log_of, state_differences
 EXPORTING = ("checkpoint.export_every=4",)
 OF_RANK_0 = {"manifest", "sync", "publish"}
 OF_A_SAVE = [*PHASES, "read back", "retention"]
+FAST = {(0, f"export: {EXPORT_PHASES[-1]}"), (1, "export")}
+"""Each case starts the command twice."""
 SAVES = [
     pytest.param(rank, phase, mode, marks=[pytest.mark.slow], id=f"rank {rank} in {phase!r}, {mode}")
     for mode in ("waiting", "in the background")
@@ -28,7 +30,10 @@ SAVES = [
     for phase in OF_A_SAVE
     if rank == 0 or phase not in OF_RANK_0
 ]
-EXPORTS = [(0, f"export: {phase}") for phase in EXPORT_PHASES] + [(0, "export"), (1, "export")]
+EXPORTS = [
+    pytest.param(rank, phase, marks=[] if (rank, phase) in FAST else [pytest.mark.slow], id=f"rank {rank} in {phase!r}")
+    for rank, phase in [*((0, f"export: {phase}") for phase in EXPORT_PHASES), (0, "export"), (1, "export")]
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def test_a_run_killed_in_any_phase_of_a_save_goes_on_bit_for_bit(
     kill_and_go_on(warm, straight, tmp_path, f"{rank}:6:save: {phase}", background, *EXPORTING)
 
 
-@pytest.mark.parametrize(("rank", "phase"), EXPORTS, ids=str)
+@pytest.mark.parametrize(("rank", "phase"), EXPORTS)
 def test_a_run_killed_in_any_phase_of_an_export_goes_on_bit_for_bit_and_exports_the_same(
     warm: WarmPython, straight: Path, tmp_path: Path, rank: int, phase: str
 ) -> None:
