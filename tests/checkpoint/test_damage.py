@@ -203,6 +203,25 @@ def test_a_tensor_of_which_metadata_lists_no_chunk_is_refused_at_any_number_of_r
         checkpoint.verify(str(step_2))
 
 
+@pytest.mark.parametrize("length", [-1, 0, 2**50])
+def test_a_place_beyond_the_file_is_damage_on_all_ranks_though_one_alone_would_read_it(
+    pools: Any, step_2: Path, length: int
+) -> None:
+    """The manifest fits, so no hash of a file tells."""
+    metadata: Any = pickle.loads((step_2 / "dcp/.metadata").read_bytes())
+    name, offsets = "model.blocks.0.trained.weight", (0, 0)
+    index, info = next(
+        item for item in metadata.storage_data.items() if item[0].fqn == name and item[0].offset == offsets
+    )
+    metadata.storage_data[index] = replace(info, length=length)
+    (step_2 / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+    rewrite_manifest(step_2)
+
+    outcomes = pools(2).run(load_both_ways, str(step_2))
+
+    assert [(error[0], untouched) for error, untouched in outcomes] == [("CheckpointCorrupt", True)] * 2
+
+
 def edited(change: Callable[[dict[str, Any]], None], *, sealed: bool) -> Callable[[bytes], bytes]:
     """Change a manifest's body, with its own hash made to fit or not."""
 

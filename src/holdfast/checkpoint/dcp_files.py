@@ -162,7 +162,7 @@ def stored_chunk(storage: Storage, path: str, info: Any) -> Tensor | None:
         with storage.open(path) as file:
             file.seek(info.offset)
             data = file.read(info.length)
-    except (OSError, ValueError, OverflowError):
+    except (OSError, ValueError, OverflowError, MemoryError):
         return None
     return chunk_from(data)
 
@@ -174,7 +174,7 @@ def one_process_is_meant() -> None:
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Let torch.save leave out its 32-bit checksums, a third of the time of a save: the files are hashed in 128 bits.
+    """Let torch.save leave out its 32-bit checksums: the files are hashed in 128 bits.
 
     torch.load and DCP read such files as they read any; only tools for zip archives miss the checksum.
     """

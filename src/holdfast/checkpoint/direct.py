@@ -82,7 +82,7 @@ def _items(wanted: Mapping[str, Wanted], storage: Storage, name: str, manifest: 
         data = storage.read(f"{name}/{file}")
     except OSError as error:
         raise _Differs from error
-    if hash_bytes(data) != manifest.files[file].hash:
+    if file not in manifest.files or hash_bytes(data) != manifest.files[file].hash:
         raise _Differs
     metadata = read_dcp_metadata(data, f"{storage.root}/{name}/{file}")
     stored: dict[tuple[str, tuple[int, ...]], Any] = {
@@ -95,7 +95,14 @@ def _items(wanted: Mapping[str, Wanted], storage: Storage, name: str, manifest: 
         info = stored.get((key, chunk_of(each.live)[0]))
         if info is None:
             raise _Differs
-        found.setdefault(f"{DCP}/{info.relative_path}", []).append(_Item(info.offset, info.length, key))
+        place = f"{DCP}/{info.relative_path}"
+        # A rank that trusted a length beyond the file would fail alone, while the others wait for it.
+        if (
+            place not in manifest.files
+            or not 0 <= info.offset < info.offset + info.length <= manifest.files[place].size
+        ):
+            raise _Differs
+        found.setdefault(place, []).append(_Item(info.offset, info.length, key))
     return found
 
 
@@ -140,7 +147,7 @@ def _read(
 def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[tuple[str, memoryview]]:
     """Yield the bytes of items in their order; with a digest, all bytes of the file pass through it.
 
-    One buffer serves all items: memory that is new for each of them costs as much as the reading.
+    One buffer serves all items, since new memory for each of them would have to be cleared first.
     """
     position = 0
     buffer = memoryview(bytearray(max((item.length for item in items), default=0)))
