@@ -1,9 +1,10 @@
 """Shared by the benchmark scripts: arms as processes that alternate, their cost, ratios and verdicts.
 
 An arm is this interpreter running a script with `--arm NAME`; it prints one JSON line. Arms take turns for several
-rounds, so that a slow minute of the machine hits all of them; a ratio is formed within a round, and the worst round
-decides. On the CPU cost is CPU seconds of the process and resident memory, at one thread: wall time on a shared
-machine measures its other users. On a GPU it is synchronised seconds and allocated memory.
+rounds, and those that call `take_turn` also within a round, update by update, so that a slow second of the machine hits
+all of them; a ratio is formed within a round, and the worst round decides. On the CPU cost is CPU seconds of the
+process and resident memory, at one thread: wall time on a shared machine measures its other users. On a GPU it is
+synchronised seconds and allocated memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -29,6 +31,9 @@ ENVIRONMENT = {
     # Without it glibc keeps freed memory in its heap and a peak cannot be told from what was there before.
     "MALLOC_MMAP_THRESHOLD_": "262144",
 }
+
+TURNS = "HOLDFAST_BENCHMARK_TURN"
+"""Says to an arm that others wait for it, and to the script that an arm has made an update."""
 
 Round = dict[str, dict[str, Any]]
 """What each arm printed in one round."""
@@ -90,15 +95,69 @@ def heading(*distributions: str, device: str = "cpu") -> str:
     return f"{now}; {where}; {versions}"
 
 
+def take_turn() -> None:
+    """Wait in an arm until the others have made their updates; one that was started by hand goes on."""
+    if os.environ.get(TURNS):
+        assert sys.__stdout__ is not None
+        print(TURNS, file=sys.__stdout__, flush=True)
+        sys.stdin.readline()
+
+
+class Arm:
+    """One arm in a process of its own, which works when it is told to."""
+
+    def __init__(self, script: str, arm: str, *arguments: str) -> None:
+        self._name, self._said = arm, list[str]()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the arm
+        self._process = subprocess.Popen(
+            [sys.executable, script, "--arm", arm, *arguments],
+            env={**os.environ, **ENVIRONMENT, TURNS: "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.ended = False
+
+    def go_on(self, *, first: bool = False) -> None:
+        """Return when the arm has made an update or has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if not first:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.strip() == TURNS:
+                return
+            self._said.append(line)
+        self.ended = True
+
+    def result(self) -> dict[str, Any]:
+        """Return what the arm printed last."""
+        lines = [line for line in self._said if line.startswith("{")]
+        if self._process.wait() != 0 or not lines:
+            self._errors.seek(0)
+            sys.exit(f"arm {self._name} failed:\n{''.join(self._said)[-2000:]}\n{self._errors.read()[-4000:]}")
+        found: dict[str, Any] = json.loads(lines[-1])
+        return found
+
+
 def run_arm(script: str, arm: str, *arguments: str) -> dict[str, Any]:
-    """Run one arm in a process of its own and return what it printed last."""
-    command = [sys.executable, script, "--arm", arm, *arguments]
-    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        sys.exit(f"arm {arm} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    """Run one arm alone and return what it printed last."""
+    (found,) = _in_turn(script, [arm], arguments).values()
+    return found
+
+
+def _in_turn(script: str, names: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Run arms one update at a time, each when the one before it has made its own."""
+    arms = {name: Arm(script, name, *arguments) for name in names}
+    for arm in arms.values():
+        arm.go_on(first=True)
+    while not all(arm.ended for arm in arms.values()):
+        for arm in arms.values():
+            if not arm.ended:
+                arm.go_on()
+    return {name: arm.result() for name, arm in arms.items()}
 
 
 def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) -> list[Round]:
@@ -106,7 +165,7 @@ def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) ->
     found = []
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
-        turn = {arm: run_arm(script, arm, *arguments) for arm in order}
+        turn = _in_turn(script, order, arguments)
         found.append({arm: turn[arm] for arm in arms})
         show_round(number, found[-1])
     return found

@@ -3,11 +3,12 @@
     python benchmarks/sft_vs_trl.py [--rounds 3] [--device cuda]
 
 Every arm trains one epoch of the same 96 sequences in 12 updates with the same optimizer; a digest of the token ids
-that went through the backbone says so, and the backbone's forward calls are counted. TRL is measured with packing and
-padded, each stock and with the head it has on a GPU (gpu_like_head.py): stock TRL falls back to a slow head on the CPU,
-so only the second ratio says something about a GPU. `bare` (CPU only) is a loop over the same kernels without a
-trainer: no data pipeline, no metrics, no sharding. On a GPU the model is shaped like a 0.5B one, sequences are 8 times
-as long, both trainers compute in bfloat16, and TRL has its own head.
+that went through the backbone says so, and the backbone's forward calls are counted. The arms make their updates in
+turn, one each. TRL is measured with packing and padded, each stock and with the head it has on a GPU
+(gpu_like_head.py): stock TRL falls back to a slow head on the CPU, so only the second ratio says something about a GPU.
+`bare` (CPU only) is a loop over the same kernels without a trainer: no data pipeline, no metrics, no sharding. On a GPU
+the model is shaped like a 0.5B one, sequences are 8 times as long, both trainers compute in bfloat16, and TRL has its
+own head.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, Verdicts, alternate, heading
+from measure import Meter, Verdicts, alternate, heading, take_turn
 
 ROWS, STEPS, WARM_UP, PACKS = 8, 12, 2, 3
 """Rows to an update, updates (all of the data), updates that are not timed, and TRL's packs to an update."""
@@ -116,7 +117,8 @@ class Watch:
 
     def __init__(self, language_model: Any, meter: Meter) -> None:
         self.calls: list[dict[str, Any]] = []
-        self.stamps: list[float] = []
+        self.times: list[float] = []
+        self._begun: float | None = None
         self._meter = meter
         language_model.base_model.register_forward_pre_hook(self._keep, with_kwargs=True)
         meter.begin_peak()
@@ -135,8 +137,12 @@ class Watch:
         return [flat[start:end] for start, end in zip(starts, [*starts[1:], len(flat)], strict=True)]
 
     def tick(self) -> None:
-        """Note the time between two updates."""
-        self.stamps.append(self._meter.seconds())
+        """Note the time between two updates, and let the other arms make theirs."""
+        now = self._meter.seconds()
+        if self._begun is not None:
+            self.times.append(now - self._begun)
+        take_turn()
+        self._begun = self._meter.seconds()
 
     def report(self) -> None:
         """Print the arm's line."""
@@ -145,16 +151,15 @@ class Watch:
         per_step = len(self.calls) // STEPS
         found = [self.documents(call) for call in self.calls]
         every = sorted(document for documents in found for document in documents)
-        times = [end - start for start, end in zip(self.stamps[:-1], self.stamps[1:], strict=True)]
         timed = found[WARM_UP * per_step :]
         tokens = sum(len(document) for documents in timed for document in documents)
         positions = sum(call["input_ids"].numel() for call in self.calls)
         result = {
-            "tokens_per_second": tokens / sum(times[WARM_UP:]),
-            "step_seconds": statistics.median(times[WARM_UP:]),
+            "tokens_per_second": tokens / sum(self.times[WARM_UP:]),
+            "step_seconds": statistics.median(self.times[WARM_UP:]),
             "peak_mib": peak,
             "forwards_per_step": per_step,
-            "updates": len(times),
+            "updates": len(self.times),
             "tokens": sum(map(len, every)),
             "fill": sum(map(len, every)) / positions,
             "digest": hashlib.sha256(json.dumps(every).encode()).hexdigest()[:8],

@@ -33,6 +33,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen3_vl": _QWEN_PROCESSOR | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     "llava": _LLAVA_PROCESSOR,
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+    "idefics3": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 16},
+    },
 }
 
 _QWEN_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
@@ -52,6 +57,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "idefics3": {"model_type": "llama"},
 }
 _TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": PATCH},
@@ -94,8 +100,21 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "image_size": 16,
         "patch_size": PATCH,
     },
+    "idefics3": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": PATCH,
+    },
 }
-MARKS = {"llava": ("<image>",), "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>")}
+_TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+MARKS = {
+    "llava": ("<image>",),
+    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
+}
 """Special tokens of the families that are not Qwen's; the first is what their templates write."""
 KINDS = [*PROCESSORS]
 
@@ -121,6 +140,8 @@ def config_values(kind: str, **text: Any) -> dict[str, Any]:
     }
     if kind == "llava":
         return values | {"image_token_index": ids("<image>")}
+    if kind == "idefics3":
+        return values | {"image_token_id": ids("<image>"), "scale_factor": 2}
     if kind == "gemma3":
         begin, inside, end = (ids(mark) for mark in MARKS[kind])
         marks = {"image_token_index": inside, "boi_token_index": begin, "eoi_token_index": end}

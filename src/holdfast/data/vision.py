@@ -8,7 +8,7 @@ tokens that stand for an image must be as many as the features the tower gives f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,94 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.lengths import ImageSpan, Stretch, example_of
+from holdfast.data.vision_families import FAMILIES, Inputs, VisionFamily
 from holdfast.errors import DataError, ModelError
 from holdfast.types import Example
-
-Inputs = Mapping[str, NDArray[Any]]
-"""What the model gets of one image, by the name of its argument; images of a batch are joined along dimension 0."""
-
-
-@dataclass(frozen=True)
-class VisionFamily:
-    """How one family writes and counts images."""
-
-    placeholder: str
-    """Stands for one image in plain text, as the family's chat template writes it."""
-    image_token: str
-    """The token in it that one token per feature takes the place of."""
-    tokens: Callable[[Any, Any, Inputs], int]
-    """(image processor, configuration, inputs of one image) -> how many tokens stand for it"""
-    features: Callable[[Any, Inputs], int]
-    """(configuration, inputs of one image) -> how many features the model makes of it"""
-    inputs: tuple[str, ...] = ("pixel_values",)
-    """Arguments of the model that the image processor makes."""
-    token_types: str | None = None
-    """The model's argument that tells image tokens from text where it computes positions itself."""
-    turns_by_grid: bool = False
-    """Whether positions of image tokens have three axes: time, row and column (M-RoPE, arXiv:2409.12191)."""
-    rewrites: str = ""
-    """What the family's chat template writes for an image, where upstream's processor puts more around it."""
-    packs: bool = True
-    """Whether image tokens see what stands before them and no more, as packed attention has it."""
-    takes_pixel_budget: bool = False
-    """Whether the size an image is brought to depends on its own, between two bounds."""
-
-
-def _grid_tokens(processor: Any, _: Any, inputs: Inputs) -> int:
-    return int(inputs["image_grid_thw"].prod() // processor.merge_size**2)
-
-
-def _grid_features(config: Any, inputs: Inputs) -> int:
-    return int(inputs["image_grid_thw"].prod() // config.vision_config.spatial_merge_size**2)
-
-
-_QWEN = VisionFamily(
-    placeholder="<|vision_start|><|image_pad|><|vision_end|>",
-    image_token="<|image_pad|>",
-    tokens=_grid_tokens,
-    features=_grid_features,
-    inputs=("pixel_values", "image_grid_thw"),
-    token_types="mm_token_type_ids",
-    turns_by_grid=True,
-    takes_pixel_budget=True,
-)
-
-
-def _square_features(config: Any, inputs: Inputs) -> int:
-    """Count the patches, with or without the one that stands for the whole image."""
-    vision = config.vision_config
-    height, width = inputs["pixel_values"].shape[-2:]
-    has_class = int("clip" in vision.model_type)
-    kept = has_class if config.vision_feature_select_strategy == "full" else has_class - 1
-    return int((height // vision.patch_size) * (width // vision.patch_size) + kept)
-
-
-_LLAVA = VisionFamily(
-    placeholder="<image>",
-    image_token="<image>",
-    tokens=lambda _, config, inputs: _square_features(config, inputs),
-    features=_square_features,
-)
-
-_GEMMA3 = VisionFamily(
-    placeholder="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
-    image_token="<image_soft_token>",
-    tokens=lambda _, config, __: int(config.mm_tokens_per_image),
-    features=lambda config, inputs: int(config.mm_tokens_per_image * len(inputs["pixel_values"])),
-    token_types="token_type_ids",
-    rewrites="<start_of_image>",
-    packs=False,
-)
-
-FAMILIES: Mapping[str, VisionFamily] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "llava": _LLAVA,
-    "gemma3": _GEMMA3,
-}
-"""By transformers' model_type."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +27,7 @@ class Prepared:
     """One image, ready for the model."""
 
     tokens: tuple[int, ...]
-    """What stands in the place of its placeholder."""
+    """What stands in the place of its placeholder: image tokens, and between tiles what tells them apart."""
     inputs: Inputs
 
 
@@ -142,10 +57,10 @@ class ImageSide:
             ModelError: The parts do not belong together.
         """
         self.name, self.family = name, FAMILIES[name]
-        self._processor, self._config = processor, config
+        self._processor, self._tokenizer, self._config = processor, tokenizer, config
         self.image_id = _image_id(self.family, name, tokenizer, config)
         _refuse_other_patches(self.family, name, processor, config)
-        self._options: dict[str, Any] = {}
+        self._options: dict[str, Any] = {} if self.family.tiles is None else {"return_row_col_info": True}
         if min_pixels is not None or max_pixels is not None:
             self._options["size"] = _bounds(self.family, name, processor, min_pixels, max_pixels)
 
@@ -166,7 +81,7 @@ class ImageSide:
             made = self._processor(images=[image], return_tensors="np", **self._options)
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise DataError(f"{where} of {image.width}x{image.height} pixels: {error}.") from None
-        inputs = {name: np.asarray(made[name]) for name in self.family.inputs}
+        inputs = self._inputs(made)
         count = self.family.tokens(self._processor, self._config, inputs)
         features = self.family.features(self._config, inputs)
         if count != features or count < 1:
@@ -175,7 +90,21 @@ class ImageSide:
                 f"makes {features} features of it. The model's preprocessor_config.json and config.json do not belong "
                 "together."
             )
-        return Prepared((self.image_id,) * count, inputs)
+        return Prepared(self._written(made, count), inputs)
+
+    def _inputs(self, made: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        found = {name: np.asarray(made[name]) for name in self.family.inputs}
+        if self.family.tiles is None:
+            return found
+        return {name: value.swapaxes(0, 1) for name, value in found.items()}  # [1, tiles, ...]: tiles are joined
+
+    def _written(self, made: Mapping[str, Any], count: int) -> tuple[int, ...]:
+        """Return the tokens of an image of `count` features."""
+        if self.family.tiles is None:
+            return (self.image_id,) * count
+        rows, columns = (int(made[name][0][0]) for name in ("rows", "cols"))
+        text = self.family.tiles(rows, columns, count // (rows * columns + 1))
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def rewritten(self, template: Any) -> Any:
         """Return the source of a chat template that writes the family's whole placeholder for an image."""

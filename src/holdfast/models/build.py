@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
-from holdfast.data.vision import FAMILIES
+from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.data.vision import FAMILIES
+from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.scores import HeadSpec
 

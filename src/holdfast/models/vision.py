@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from holdfast.config.model import ModelConfig
-from holdfast.data.vision import FAMILIES, ImageSide
+from holdfast.data.vision import ImageSide
+from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 
@@ -24,6 +25,14 @@ FREEZE_PRESETS: Mapping[str, str] = {
     "language_model": r"^(model\.(language_model|text_model)\.|lm_head\.)",
 }
 """Words for `model.freeze`, as patterns of canonical names. `embeddings` is one more: it is found in the model."""
+
+_PROCESSORS = {
+    "llava": "CLIPImageProcessor",
+    "gemma3": "Gemma3ImageProcessor",
+    "idefics3": "Idefics3ImageProcessor",
+    "smolvlm": "SmolVLMImageProcessor",
+}
+"""Image processors of files that do not name theirs."""
 
 _TOWER = re.compile(r"model\.(visual|vision_tower|vision_model)")
 
@@ -81,8 +90,7 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
 def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> Any:
     import transformers
 
-    default = {"llava": "CLIPImageProcessor", "gemma3": "Gemma3ImageProcessor"}.get(model_type, "Qwen2VLImageProcessor")
-    named = str(settings.get("image_processor_type", default))
+    named = str(settings.get("image_processor_type", _PROCESSORS.get(model_type, "Qwen2VLImageProcessor")))
     name = named.removesuffix("Fast").removesuffix("Pil")
     # transformers 5 has two classes for each: one for torchvision, and one that needs PIL alone.
     for candidate in (f"{name}Pil", name):

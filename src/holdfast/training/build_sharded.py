@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from holdfast.config.runs import TrainingConfig
-from holdfast.data.vision import FAMILIES, ImageSide
+from holdfast.data.vision import ImageSide
+from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint, set_storage

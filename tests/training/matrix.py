@@ -1,0 +1,186 @@
+"""The walk of one architecture: shard, train, save, verify, resume on one rank, export, reload, compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.checkpoint import verify
+from holdfast.config.data import DataConfig
+from holdfast.config.load import from_mapping
+from holdfast.config.model import ModelConfig
+from holdfast.config.runs import SFTConfig
+from holdfast.data.chat import RowTokeniser
+from holdfast.data.characters import character_tokenizer
+from holdfast.data.packing import pack
+from holdfast.data.vision import ImageSide
+from holdfast.data.vision_families import FAMILIES
+from holdfast.data.weights import Share
+from holdfast.models.build import configured
+from holdfast.models.vision import image_side
+from holdfast.parallel.mesh import World
+from holdfast.recipes.sft import sft_step
+from holdfast.training.build import Live, build_run
+from holdfast.training.fit import fit
+from holdfast.types import Example, Scores
+from tests.distributed.cases import rows_of
+from tests.models.architectures import settings_of
+from tests.tiny import COMMON, tiny_model
+from tests.vision import picture_rows, tokenizer_of, vision_directory
+
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3")
+VISION = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "idefics3")
+ARCHITECTURES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "glm4"),
+    *("cohere2", "falcon", "starcoder2", "stablelm", "falcon_h1"),
+    *MIXTURES,
+    *VISION,
+)
+"""transformers' model_type of each row; falcon_h1 has Mamba layers beside attention."""
+LARGEST_DIFFERENCE = 1e-5
+"""Of a log-probability in nats: between the trained, sharded policy and plain transformers on its export."""
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What one architecture did."""
+
+    model_type: str
+    parameters: int
+    attention: str
+    """`packed`, or `one document per row`."""
+    moved: float
+    """Largest change of a log-probability by the three updates, in nats: the runs did train."""
+    difference: float
+    """See `LARGEST_DIFFERENCE`."""
+
+
+def walk(pools: Any, model_type: str, place: Path) -> Walked:
+    """Take one architecture all the way.
+
+    Args:
+        pools: number of ranks -> rank pool.
+        model_type: One of `ARCHITECTURES`.
+        place: An empty directory.
+    """
+    model = place / "model"
+    rows = picture_rows(24) if model_type in VISION else rows_of(24)
+    if model_type in VISION:
+        vision_directory(model, model_type)
+    else:
+        _text_directory(model, model_type)
+    examples = _examples(model, model_type, rows)
+    before = plain_logprobs(model, examples)
+
+    pools(2).run(trained, _values(place, model, 2), rows, [])
+    verify(str(place / "r/checkpoints/step-2"), "tensors")
+    (found,) = pools(1).run(trained, _values(place, model, 3), rows, examples)
+    assert found["resumed"] == 2, f"the run on one rank began at step {found['resumed']}"
+
+    after = plain_logprobs(Path(found["export"]), examples)
+    ours = found["logprobs"]
+    return Walked(
+        model_type,
+        found["parameters"],
+        "packed" if found["packed"] else "one document per row",
+        max(float(np.abs(one - two).max()) for one, two in zip(before, after, strict=True)),
+        max(float(np.abs(one - two).max()) for one, two in zip(ours, after, strict=True)),
+    )
+
+
+def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Example]) -> dict[str, Any]:
+    """Train to the end and return the export, and what the trained policy itself says of the examples."""
+    run = build_run(from_mapping(values, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    resumed = run.state.step
+    outcome = fit(run, sft_step)
+    run.policy.eval()
+    logprobs = []
+    with torch.no_grad():
+        for example in examples:
+            scores = run.policy(pack([example], [Share(1.0, 1.0)], padded=run.policy.padded))
+            assert isinstance(scores, Scores)
+            logprobs.append(scores.logprobs.numpy())
+    return {
+        "export": str(outcome.export),
+        "resumed": resumed,
+        "packed": not run.policy.padded,
+        "parameters": sum(value.numel() for value in run.policy.parameters()),
+        "logprobs": logprobs,
+    }
+
+
+def plain_logprobs(directory: Path, examples: list[Example]) -> list[NDArray[np.float32]]:
+    """Return the log-probability of every token but the first, by plain transformers from a directory."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_type = AutoConfig.from_pretrained(directory).model_type
+    auto = AutoModelForImageTextToText if model_type in VISION else AutoModelForCausalLM
+    model = auto.from_pretrained(directory, dtype="float32").eval()
+    side = _side(directory, model_type)
+    found = []
+    for example in examples:
+        tokens = torch.as_tensor(example.tokens)[None]
+        given = side.upstream_inputs(example.tokens, example.model_inputs) if isinstance(side, ImageSide) else {}
+        with torch.no_grad():
+            logits = model(input_ids=tokens, **{name: torch.as_tensor(value) for name, value in given.items()}).logits
+        found.append(logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].numpy())
+    return found
+
+
+def _values(place: Path, model: Path, steps: int) -> dict[str, Any]:
+    padded = {"packing": "none", "tokens_per_micro_batch": 512} if "gemma3" in _type_of(model) else {}
+    return {
+        "steps": steps,
+        "run": {"dir": str(place), "name": "r"},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": "rows", "batch_size": 8, "max_length": 128, "tokens_per_micro_batch": 256} | padded,
+        "optim": {"lr": 2e-3, "schedule": "constant"},
+        "parallel": {"compute_dtype": "float32"},
+        "metrics": {"progress": "off"},
+        "checkpoint": {"every_steps": 2},
+    }
+
+
+def _type_of(directory: Path) -> str:
+    from transformers import AutoConfig
+
+    return str(AutoConfig.from_pretrained(directory).model_type)
+
+
+def _text_directory(path: Path, model_type: str) -> None:
+    """Save a tiny model with attention far from uniform, and a tokenizer, as plain transformers does."""
+    model = tiny_model(model_type, **settings_of(model_type))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+    model.save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+
+
+def _side(directory: Path, model_type: str) -> ImageSide | str:
+    if model_type not in FAMILIES:
+        return ""
+    raw_config, processor = configured(ModelConfig(path=str(directory)), Path.cwd())
+    return image_side(processor, tokenizer_of(model_type), raw_config)
+
+
+def _examples(directory: Path, model_type: str, rows: list[dict[str, Any]]) -> list[Example]:
+    """Return sequences to compare: random tokens longer than every window, and where the model sees, rows with images.
+
+    Their tokens are all scored, those of images among them.
+    """
+    generator = np.random.default_rng(3)
+    texts = [generator.integers(2, COMMON["vocab_size"] - 16, length) for length in (38, 21)]
+    found = [Example(-1 - number, 0, tokens, np.arange(tokens.size) > 0) for number, tokens in enumerate(texts)]
+    side = _side(directory, model_type)
+    if isinstance(side, ImageSide):
+        tokeniser = RowTokeniser(tokenizer_of(model_type), DataConfig(path="rows", max_length=128), Path.cwd(), side)
+        seen = [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(rows[:3])]
+        found += [replace(example, loss_mask=np.arange(example.tokens.size) > 0) for example in seen]
+    return found
