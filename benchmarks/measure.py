@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -207,15 +208,25 @@ def mean_of_ranks(value: float) -> float:
 def show_round(number: int, turn: Round) -> None:
     """Print what each arm of a round says."""
     for arm, said in turn.items():
-        print(f"round {number + 1}  {arm:30}" + "  ".join(_cell(*item) for item in said.items()), flush=True)
+        cells = [_cell(*item) for item in said.items() if not isinstance(item[1], list)]
+        print(f"round {number + 1}  {arm:30}" + "  ".join(cells), flush=True)
 
 
 def _cell(name: str, value: Any) -> str:
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
+def _ratio(over: Any, under: Any) -> float:
+    if isinstance(over, list):
+        return statistics.median(one / other for one, other in zip(over, under, strict=True))
+    return float(over / under)
+
+
 class Verdicts:
-    """Ratios of two arms against targets; the worst round decides."""
+    """Ratios of two arms against targets; the worst round decides.
+
+    Where arms tell a list, a value for each update, the ratio of a round is the median over its updates.
+    """
 
     def __init__(self, rounds: Sequence[Round]) -> None:
         self._rounds = rounds
@@ -232,7 +243,7 @@ class Verdicts:
         self._print(max(ratios) <= target, f"{title}: worst {max(ratios):.3f} (target <= {target}", ratios)
 
     def _ratios(self, over: str, under: str, key: str) -> list[float]:
-        return [turn[over][key] / turn[under][key] for turn in self._rounds]
+        return [_ratio(turn[over][key], turn[under][key]) for turn in self._rounds]
 
     def _print(self, ok: bool, line: str, ratios: Sequence[float]) -> None:
         self.missed = self.missed or not ok

@@ -4,7 +4,7 @@
 
 Every arm trains one epoch of the same 96 sequences in 12 updates with the same optimizer; a digest of the token ids
 that went through the backbone says so, and the backbone's forward calls are counted. The arms make their updates in
-turn, one each. TRL is measured with packing and padded, each stock and with the head it has on a GPU
+turn, one each; Holdfast and `bare` make the same ones, and are compared update by update. TRL is measured with packing and padded, each stock and with the head it has on a GPU
 (gpu_like_head.py): stock TRL falls back to a slow head on the CPU, so only the second ratio says something about a GPU.
 `bare` (CPU only) is a loop over the same kernels without a trainer: no data pipeline, no metrics, no sharding. On a GPU
 the model is shaped like a 0.5B one, sequences are 8 times as long, both trainers compute in bfloat16, and TRL has its
@@ -157,6 +157,7 @@ class Watch:
         result = {
             "tokens_per_second": tokens / sum(self.times[WARM_UP:]),
             "step_seconds": statistics.median(self.times[WARM_UP:]),
+            "seconds": self.times[WARM_UP:],
             "peak_mib": peak,
             "forwards_per_step": per_step,
             "updates": len(self.times),
@@ -323,8 +324,8 @@ def main() -> None:
         title = f"tokens per second, Holdfast over {other}"
         verdicts.at_least(target, title, "holdfast", other, "tokens_per_second")
     if device == "cpu":
-        title = "the trainer's overhead, bare loop over Holdfast"
-        verdicts.at_most(1.03, title, "bare", "holdfast", "tokens_per_second")
+        title = "the trainer's overhead, seconds of an update over a bare loop's"
+        verdicts.at_most(1.03, title, "holdfast", "bare", "seconds")
     for other, target in MEMORY_TARGETS[device].items():
         verdicts.at_most(target, f"peak memory, Holdfast over {other}", "holdfast", other, "peak_mib")
     sys.exit(verdicts.missed)

@@ -55,6 +55,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"reason": "linear_attention", "state_size": 8},
+    "falcon_h1": {
+        "reason": "Conv1d",
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "lm_head_multiplier": 0.7,
+    },
     "lfm2": {"reason": "conv", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "qwen3_next": {
         "reason": "linear_attention",
