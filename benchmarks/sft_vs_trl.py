@@ -4,11 +4,11 @@
 
 Every arm trains one epoch of the same 96 sequences in 12 updates with the same optimizer; a digest of the token ids
 that went through the backbone says so, and the backbone's forward calls are counted. The arms make their updates in
-turn, one each; Holdfast and `bare` make the same ones, and are compared update by update. TRL is measured with packing and padded, each stock and with the head it has on a GPU
-(gpu_like_head.py): stock TRL falls back to a slow head on the CPU, so only the second ratio says something about a GPU.
-`bare` (CPU only) is a loop over the same kernels without a trainer: no data pipeline, no metrics, no sharding. On a GPU
-the model is shaped like a 0.5B one, sequences are 8 times as long, both trainers compute in bfloat16, and TRL has its
-own head.
+turn, one each; Holdfast and `bare` make the same ones, and are compared update by update. TRL is measured with packing
+and padded, each stock and with the head it has on a GPU (gpu_like_head.py): stock TRL falls back to a slow head on the
+CPU, so only the second ratio says something about a GPU. `bare` (CPU only) is a loop over the same kernels without a
+trainer: no data pipeline, no metrics, no sharding. On a GPU the model is shaped like a 0.5B one, sequences are 8 times
+as long, both trainers compute in bfloat16, and TRL has its own head.
 """
 
 from __future__ import annotations
