@@ -40,6 +40,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
 }
 
+PROCESSORS["smolvlm"] = PROCESSORS["idefics3"] | {"image_processor_type": "SmolVLMImageProcessor"}
+
 _QWEN_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
 _TEXTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": _QWEN_ROPE},
@@ -109,14 +111,16 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "patch_size": PATCH,
     },
 }
+_TEXTS["smolvlm"], _TOWERS["smolvlm"] = _TEXTS["idefics3"], _TOWERS["idefics3"]
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 MARKS = {
     "llava": ("<image>",),
     "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES),
 }
+MARKS["smolvlm"] = MARKS["idefics3"]
 """Special tokens of the families that are not Qwen's; the first is what their templates write."""
-KINDS = [*PROCESSORS]
+KINDS = [kind for kind in PROCESSORS if kind != "smolvlm"]  # whose tiles and arguments are those of idefics3
 
 
 def tokenizer_of(kind: str) -> Any:
@@ -140,7 +144,7 @@ def config_values(kind: str, **text: Any) -> dict[str, Any]:
     }
     if kind == "llava":
         return values | {"image_token_index": ids("<image>")}
-    if kind == "idefics3":
+    if kind in {"idefics3", "smolvlm"}:
         return values | {"image_token_id": ids("<image>"), "scale_factor": 2}
     if kind == "gemma3":
         begin, inside, end = (ids(mark) for mark in MARKS[kind])

@@ -1,6 +1,6 @@
 """Walk every architecture of the test matrix and write what it did into docs/models.md.
 
-    python -m tools.architectures [model_type ...]
+    python -m tests.training.matrix_table [model_type ...]
 
 Takes minutes. `tests/training/test_matrix.py` compares the table with what it sees.
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tests.training.matrix import Walked
+from tests.ranks import RankPool
+from tests.training.matrix import ARCHITECTURES, LARGEST_DIFFERENCE, Walked, walk
 
 PAGE = Path("docs/models.md")
-BEGIN, END = "<!-- architectures: written by tools/architectures.py -->\n", "<!-- end of architectures -->\n"
+BEGIN, END = "<!-- architectures: written by tests/training/matrix_table.py -->\n", "<!-- end of architectures -->\n"
 HEAD = "| `model_type` | parameters | attention | result |\n|---|---|---|---|\n"
 
 
@@ -34,9 +33,6 @@ def table_in(page: Path) -> dict[str, str]:
 
 def main() -> int:
     """Walk, and write the page."""
-    from tests.ranks import RankPool
-    from tests.training.matrix import ARCHITECTURES, LARGEST_DIFFERENCE, walk
-
     pools = {size: RankPool(size) for size in (1, 2)}
     found = table_in(PAGE)
     for model_type in sys.argv[1:] or ARCHITECTURES:
