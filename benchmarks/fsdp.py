@@ -5,7 +5,7 @@
 `holdfast_2` and `bare_2` run the same model, kernels, packs and grouping on 2 ranks, one with our trainer, one in a
 plain FSDP2 loop; `holdfast_1` and `bare_1` are one process with the work of one rank. Trainer and loop live in the same
 processes and take turns step by step, so that a busy minute of the machine hits both. 34M parameters, 4,096 tokens per
-rank and step; of several ranks the mean counts. Every arm makes the same number of forward passes of the backbone.
+rank and step; of several ranks the mean counts, and of several updates the median. Every arm makes the same number of forward passes of the backbone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from measure import Meter, Round, Verdicts, heading, mean_of_ranks, run_ranks, show_round
 
-STEPS, WARM_UP, TOKENS, LONGEST = 3, 1, 4096, 256
+STEPS, WARM_UP, TOKENS, LONGEST = 4, 1, 4096, 256
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 32_000,
@@ -136,10 +136,11 @@ def rank_of_a_pair() -> None:
                 start = meter.seconds()
                 pair[arm][0]()
                 times[arm].append(meter.seconds() - start)
-        told = {arm: mean_of_ranks(statistics.median(values[WARM_UP:])) for arm, values in times.items()}
+        told = {arm: [mean_of_ranks(value) for value in values[WARM_UP:]] for arm, values in times.items()}
         if world.is_first:
-            for arm, seconds in told.items():
-                result = {"seconds": seconds, "forwards_per_step": len(calls[arm]) / STEPS}
+            for arm, updates in told.items():
+                seconds = statistics.median(updates)
+                result = {"seconds": seconds, "updates": updates, "forwards_per_step": len(calls[arm]) / STEPS}
                 print(json.dumps({"arm": f"{arm}_{ranks}"} | result), flush=True)
 
 
@@ -163,9 +164,9 @@ def main() -> None:
         rounds.append(run_ranks(__file__, 2, "--pair") | run_ranks(__file__, 1, "--pair"))
         show_round(number, rounds[-1])
     verdicts = Verdicts(rounds)
-    verdicts.at_most(1.03, "2 ranks, Holdfast over a bare FSDP2 loop", "holdfast_2", "bare_2", "seconds")
+    verdicts.at_most(1.03, "2 ranks, Holdfast over a bare FSDP2 loop", "holdfast_2", "bare_2", "updates")
     verdicts.at_most(1.15, "Holdfast, each of 2 ranks over one process", "holdfast_2", "holdfast_1", "seconds")
-    verdicts.at_most(1.03, "one process, Holdfast over a bare loop", "holdfast_1", "bare_1", "seconds")
+    verdicts.at_most(1.03, "one process, Holdfast over a bare loop", "holdfast_1", "bare_1", "updates")
     sys.exit(verdicts.missed)
 
 
