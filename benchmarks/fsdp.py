@@ -5,7 +5,8 @@
 `holdfast_2` and `bare_2` run the same model, kernels, packs and grouping on 2 ranks, one with our trainer, one in a
 plain FSDP2 loop; `holdfast_1` and `bare_1` are one process with the work of one rank. Trainer and loop live in the same
 processes and take turns step by step, so that a busy minute of the machine hits both. 34M parameters, 4,096 tokens per
-rank and step; of several ranks the mean counts, and of several updates the median. Every arm makes the same number of forward passes of the backbone.
+rank and step; of several ranks the mean counts, and of several updates the median. Every arm makes the same number of
+forward passes of the backbone.
 """
 
 from __future__ import annotations
