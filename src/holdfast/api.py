@@ -10,6 +10,7 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Draft, Loaded, check, read
 from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.config.scorer import ScorerConfig
 from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
@@ -17,6 +18,7 @@ from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World, joined
 from holdfast.recipes.dpo import dpo as run_dpo
 from holdfast.recipes.grpo import grpo as run_grpo
+from holdfast.recipes.reward import reward as run_reward
 from holdfast.recipes.sft import sft as run_sft
 from holdfast.training.build import Live
 from holdfast.training.fit import Outcome
@@ -82,6 +84,30 @@ def dpo(
         RunStopped: The run stopped before its end.
     """
     return _run(DPOConfig, run_dpo, config, Live(rows, model, tokenizer, objective, tuple(observers)), {})
+
+
+def reward(
+    config: ScorerConfig | Mapping[str, Any] | str | Path,
+    *,
+    rows: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    observers: Sequence[Callable[..., object]] = (),
+) -> Outcome:
+    """Train a reward model on preferences in this process; under torchrun, as one of its ranks.
+
+    Args:
+        config: As in `sft`.
+        rows: Rows with `prompt`, `chosen` and `rejected`, instead of those that `data` names.
+        model: A transformers model for sequence classification with one output, instead of `model.path`.
+        tokenizer: As in `sft`.
+        observers: As in `sft`.
+
+    Raises:
+        UserError: What was asked for cannot work; nothing was written.
+        RunStopped: The run stopped before its end.
+    """
+    return _run(ScorerConfig, run_reward, config, Live(rows, model, tokenizer, observers=tuple(observers)), {})
 
 
 def grpo(  # noqa: PLR0913 - one per thing that a caller can bring

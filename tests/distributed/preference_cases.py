@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.config.dpo import DPOConfig, PairDataConfig
-from holdfast.config.load import from_mapping
+from holdfast.config.dpo import PairDataConfig
+from holdfast.config.verbs import run_from_mapping
 from holdfast.data.characters import character_tokenizer
 from holdfast.data.chat import RowTokeniser
 from holdfast.data.preferences import LabelTokeniser, PairTokeniser
@@ -76,7 +76,7 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return metrics, gradients, final parameters, and how often models were called."""
-    run = build_preference_run(from_mapping(tree, DPOConfig), Path.cwd(), world, Live(rows=rows))
+    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     parameters = sharded_parameters(run.policy)
     names = {id(parameter): name for name, parameter in parameters.items()}
     gradients: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
 
 def evaluate(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, float]:
     """Train, and return what the evaluation sets say afterwards."""
-    run = build_preference_run(from_mapping(tree, DPOConfig), Path.cwd(), world, Live(rows=rows))
+    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     for _ in range(steps):
         dpo_step(run)
     return evaluate_preferences(run, interrupted=lambda: False)

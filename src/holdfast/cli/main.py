@@ -62,6 +62,14 @@ def dpo(run: RunFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def reward(run: RunFile, overrides: Overrides = None) -> None:
+    """Training of a reward model on preferences between answers."""
+    from holdfast.cli.train import train
+
+    raise typer.Exit(train("reward", run, overrides or []))
+
+
+@app.command()
 def grpo(run: RunFile, overrides: Overrides = None) -> None:
     """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
     from holdfast.cli.train import train

@@ -24,6 +24,7 @@ from holdfast.launch.local import resolve_ranks
 
 PHASES = {
     "sft": ("data", "forward_backward", "optimizer"),
+    "reward": ("data", "forward_backward", "optimizer"),
     "dpo": ("data", "forward_backward", "optimizer"),
     "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
 }

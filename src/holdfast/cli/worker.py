@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.config.scorer import ScorerConfig
 from holdfast.config.verbs import run_from_mapping
 from holdfast.errors import HoldfastError, RunStopped, UserError
 
@@ -43,12 +44,15 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.dpo import dpo
     from holdfast.recipes.evaluation import evaluate_run
     from holdfast.recipes.grpo import grpo
+    from holdfast.recipes.reward import reward
     from holdfast.recipes.sft import sft
 
     if verb == "eval":
         evaluate_run(config, base, world)
         return 0
     match config:
+        case ScorerConfig():
+            outcome = reward(config, base, world)
         case DPOConfig():
             outcome = dpo(config, base, world)
         case GRPOConfig():

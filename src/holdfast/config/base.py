@@ -99,7 +99,7 @@ class ByKind:
     default: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = {kind_of(model): handler.generate_schema(model) for model in get_args(source)}
+        members = {kind_of(model): handler.generate_schema(model) for model in get_args(source) or (source,)}
         union = core_schema.tagged_union_schema(members, discriminator=self._chosen)
         return core_schema.no_info_before_validator_function(_as_section, union)
 

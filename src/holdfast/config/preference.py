@@ -17,14 +17,16 @@ Lengths = Literal["sum", "mean"]
 """Whether log-probabilities of an answer are summed over its tokens, or averaged."""
 
 
-class _AnyLoss(Section):
+class AnyLoss(Section):
+    """What every loss that compares answers has."""
+
     takes_pairs: ClassVar[bool] = True
     """Whether it compares two answers; else it takes single ones with a label."""
     weight: Positive = 1.0
     """Factor in the sum of several losses."""
 
 
-class _Loss(_AnyLoss):
+class _Loss(AnyLoss):
     needs_reference: ClassVar[bool] = True
     """Whether it compares with a reference policy."""
 
@@ -122,7 +124,7 @@ class KTOLossConfig(_Loss):
     undesirable_weight: Positive = 1.0
 
 
-class UserLossConfig(_AnyLoss):
+class UserLossConfig(AnyLoss):
     """A loss of pairs from one file of the user's own."""
 
     kind: Literal["path"] = "path"

@@ -201,6 +201,9 @@ class ModelRewardConfig(_RewardSection):
     """Squash the number to between 0 and 1."""
     max_length: PositiveInt = 2048
     """Longest prompt and completion in its own tokens; what is longer loses its beginning."""
+    append_eos: bool = False
+    """End texts with the tokenizer's end-of-sequence token, as `holdfast reward` ends rows of text; conversations end
+    as their template says."""
     batch_size: PositiveInt = 16
     """Texts in one forward pass."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -93,6 +93,8 @@ class TrainingConfig(_Root):
 
     verb: ClassVar[str]
     """What the command line calls it."""
+    scores: ClassVar[bool] = False
+    """Whether what is trained scores whole texts; else it predicts tokens."""
     model: ModelConfig
     data: DataConfig
 

@@ -10,19 +10,21 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Loaded, from_mapping, load
 from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.config.scorer import BradleyTerryConfig, ScorerConfig
 from holdfast.config.yaml12 import parse_file
 
-ROOTS: dict[str, type[TrainingConfig]] = {root.verb: root for root in (SFTConfig, DPOConfig, GRPOConfig)}
+ROOTS: dict[str, type[TrainingConfig]] = {root.verb: root for root in (SFTConfig, DPOConfig, ScorerConfig, GRPOConfig)}
 """Verb to root."""
 
 _OF_ROLLOUTS = {"rollout", "reward", "advantage"}
 _OF_PREFERENCES = {"preference"}
+_OF_SCORERS = str(BradleyTerryConfig.model_fields["kind"].default)
 
 
 def verb_of(values: Mapping[str, Any]) -> str:
-    """Return the verb whose tree this is: rewards or rollouts make it a policy's, preferences DPO's."""
+    """Return the verb whose tree this is: rewards or rollouts make it a policy's, preferences DPO's or a scorer's."""
     if _OF_PREFERENCES & set(values):
-        return DPOConfig.verb
+        return ScorerConfig.verb if _OF_SCORERS in str(values["preference"]) else DPOConfig.verb
     return GRPOConfig.verb if _OF_ROLLOUTS & set(values) else SFTConfig.verb
 
 
@@ -32,9 +34,8 @@ def load_run(path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
     Raises:
         ConfigError: As `load`.
     """
-    named = dict(parse_file(path).values) | {
-        override.partition(".")[0].partition("=")[0]: None for override in overrides
-    }
+    asked = {override.partition(".")[0].partition("=")[0]: override for override in overrides}
+    named = asked | dict(parse_file(path).values)
     return load(path, overrides, ROOTS[verb_of(named)])
 
 

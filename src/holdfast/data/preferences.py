@@ -107,6 +107,19 @@ def preferred_only(tokenise: TokeniseRow) -> TokeniseRow:
     return preferred
 
 
+def last_token_alone(tokenise: TokeniseRow) -> TokeniseRow:
+    """Return the function whose sequences have one trained token, their last: a reward model's score stands there."""
+
+    def at_its_end(example: Example) -> Example:
+        return replace(example, loss_mask=np.arange(example.tokens.size) == example.tokens.size - 1)
+
+    def scored(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
+        found = tokenise(row, sample_id, source, name)
+        return replace(found, examples=tuple(at_its_end(example) for example in found.examples))
+
+    return scored
+
+
 def _left_out(found: _Unusable, config: PairDataConfig, name: str) -> Tokenised[Example]:
     counted, sentence = found.args
     if config.unusable == "refuse":

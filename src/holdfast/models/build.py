@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +31,14 @@ from holdfast.models.configuration import (
 from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
 from holdfast.models.lora import AdapterSource, add_adapters
-from holdfast.models.names import canonical_name, named_parameters
+from holdfast.models.names import named_parameters
 from holdfast.models.origin import load_tokenizer, locate, read_config
 from holdfast.models.random_start import RandomSource
 from holdfast.models.safetensors_files import StoredTensors
+from holdfast.models.scorer import LAYER, ScorerSource, is_scorer, one_score, without_output_layer
+from holdfast.models.skeleton import maker, on_meta, reference_buffers
 from holdfast.models.vision import FREEZE_PRESETS, load_image_processor, set_attention
 from holdfast.models.weights_in import LiveSource, StoredSource, WeightSource
-
-Make = Callable[[Any], Any]
-"""A transformers configuration -> a model of random weights."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,9 @@ class Blueprint:
     """transformers' image processor; None for a model that reads text alone."""
 
 
-def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, tokenizer: Any = None) -> Blueprint:
+def blueprint(  # noqa: PLR0913 - what a model can be made of
+    config: ModelConfig, base: Path, *, seed: int, live: Any = None, tokenizer: Any = None, scorer: bool = False
+) -> Blueprint:
     """Plan a model from its configuration section.
 
     Args:
@@ -80,6 +79,7 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
         seed: Of a random start.
         live: A transformers model in memory, instead of `path` or `config`.
         tokenizer: A tokenizer in memory, instead of the configured one.
+        scorer: Whether it scores whole texts, instead of predicting tokens.
 
     Raises:
         ModelError: Files are missing or do not fit, a pattern matches nothing, the vocabulary is too small.
@@ -90,26 +90,22 @@ def blueprint(config: ModelConfig, base: Path, *, seed: int, live: Any = None, t
     places = _processor_directories(config, raw_config, directory, base, given=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
     old_vocabulary, new_vocabulary = _meet_tokenizer(config, raw_config, tokenizer, live)
+    if scorer:
+        one_score(raw_config, tokenizer)
     notes = _notes(config, old_vocabulary, new_vocabulary)
     run_config = copy.deepcopy(raw_config)
     make_trainable(run_config, keep_dropout=config.dropout)
-    make = type(live)._from_config if live is not None else _maker(run_config, config.trust_remote_code)  # noqa: SLF001
+    make = maker(run_config, config.trust_remote_code, scorer, live)
     with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
-        model, skeleton = (_on_meta(make, run_config) for _ in range(2))
+        model, skeleton = (on_meta(make, run_config) for _ in range(2))
         buffers = reference_buffers(make, run_config)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora))
     freeze(model, config.freeze)
-    used = None
-    source: WeightSource
-    if live is not None:
-        source = LiveSource(live)
-    elif directory is None:
-        source = RandomSource(skeleton, seed)
-    else:
-        source, used = _stored(skeleton, directory, old_vocabulary, new_vocabulary)
+    drawn = seed if scorer or directory is None else None
+    source, used = _source(skeleton, live, directory, (old_vocabulary, new_vocabulary), drawn)
     if config.lora is not None:
         at = None if config.lora.path is None else locate(config.lora.path, config, base, weights=True)
         source = AdapterSource.of(source, model, config.lora, seed, at)
@@ -170,7 +166,7 @@ def described(config: ModelConfig, base: Path, stored: Mapping[str, Header] | No
     """
     raw_config = _raw_config(config, locate(str(config.path), config, base, weights=False), None)
     with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
-        skeleton = _on_meta(_maker(raw_config, config.trust_remote_code), raw_config)
+        skeleton = on_meta(maker(raw_config, config.trust_remote_code, is_scorer(raw_config)), raw_config)
     used = None if stored is None else plan_incoming(skeleton, stored, str(config.path)).used
     tokenizer, family = load_tokenizer(config, base), family_of(skeleton)
     source = RandomSource(skeleton, 0)  # never asked: the tensors are somewhere else
@@ -202,8 +198,24 @@ def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
     return raw_config
 
 
-def _stored(skeleton: Any, directory: Path, old: int, new: int) -> tuple[WeightSource, tuple[Any, ...]]:
-    stored = StoredTensors(directory)
+def _source(
+    skeleton: Any, live: Any, directory: Path | None, vocabulary: tuple[int, int], seed: int | None
+) -> tuple[WeightSource, tuple[Any, ...] | None]:
+    """Return where the tensors come from, and the conversions they come through.
+
+    Args:
+        skeleton: The model.
+        live: A model in memory, or None.
+        directory: Of the files, or None.
+        vocabulary: Its size in the files, and in the model.
+        seed: Of what is drawn: all of it without files, or the layer of a reward model that files may lack.
+    """
+    if live is not None:
+        return LiveSource(live), None
+    if directory is None:
+        assert seed is not None
+        return RandomSource(skeleton, seed), None
+    stored, whole, (old, new) = StoredTensors(directory), skeleton, vocabulary
     growing: dict[str, int] = {}
     if new != old:
         layers = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
@@ -211,9 +223,14 @@ def _stored(skeleton: Any, directory: Path, old: int, new: int) -> tuple[WeightS
         growing = {name: new for name, value in skeleton.named_parameters() if id(value) in grown}
         config = copy.deepcopy(skeleton.config)
         config.get_text_config().vocab_size = old
-        skeleton = _on_meta(type(skeleton)._from_config, config)  # noqa: SLF001 - what from_config calls
-    incoming = plan_incoming(skeleton, stored.headers, str(directory))
-    return StoredSource(stored, incoming.conversions, growing), incoming.used
+        skeleton = on_meta(type(skeleton)._from_config, config)  # noqa: SLF001 - what from_config calls
+    if seed is None or LAYER in stored.headers:
+        incoming = plan_incoming(skeleton, stored.headers, str(directory))
+        return StoredSource(stored, incoming.conversions, growing), incoming.used
+    headers = without_output_layer(stored.headers)
+    incoming = plan_incoming(skeleton, headers, str(directory), absent=(LAYER,))
+    backbone = StoredSource(stored, incoming.conversions, growing)
+    return ScorerSource(backbone, RandomSource(whole, seed)), incoming.used
 
 
 def _vocabulary(rows: int, tokenizer: Any, may_grow: bool, live: Any) -> int:
@@ -245,54 +262,6 @@ def _notes(config: ModelConfig, old_vocabulary: int, new_vocabulary: int) -> lis
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code from {config.path} runs in this process")
     return notes
-
-
-def _maker(config: Any, trust_remote_code: bool) -> Make:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    if trust_remote_code and hasattr(config, "auto_map"):
-        return partial(AutoModelForCausalLM.from_config, trust_remote_code=True)
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
-        if type(config) in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
-            return auto.from_config  # type: ignore[no-any-return]
-    raise ModelError(f"transformers has no language model for model_type {config.model_type!r}.")
-
-
-def _on_meta(make: Make, config: Any) -> Any:
-    with torch.device("meta"):
-        return _made(make, config)
-
-
-def _made(make: Make, config: Any) -> Any:
-    config = copy.deepcopy(config)
-    config.dtype = torch.float32  # of the skeleton; storage is decided when tensors are placed
-    return make(config)
-
-
-def reference_buffers(make: Make, config: Any) -> dict[str, Tensor]:
-    """Build the model's buffers on the CPU, without allocating its parameters."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), _parameters_on_meta():
-        model = _made(make, config)
-    return {canonical_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Send each parameter to the meta device the moment a module registers it."""
-    original = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        original(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

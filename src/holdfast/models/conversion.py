@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,13 +52,14 @@ class Incoming:
     """Stored tensors that the model's class declares as not needed."""
 
 
-def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str) -> Incoming:
+def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str, *, absent: Collection[str] = ()) -> Incoming:
     """Plan how stored tensors fill a model.
 
     Args:
         model: A transformers model, on any device; only names and shapes are read.
         stored: What the files hold.
         origin: Where they are, for messages.
+        absent: Tensors of the model that come from somewhere else.
 
     Raises:
         ModelError: A tensor is missing, unknown, or of another shape than the model's.
@@ -82,7 +83,8 @@ def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str) -> Inco
         group.members.append((name, pattern or name))
     conversions = tuple(group.conversion(model, stored, ()) for group in groups.values())
     ignored = _ignored(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    _check_complete(model, conversions, wanted, [name for name in unknown if name not in ignored], origin)
+    needed = {name: header for name, header in wanted.items() if name not in absent}
+    _check_complete(model, conversions, needed, [name for name in unknown if name not in ignored], origin)
     return Incoming(conversions, tuple(entry for entry in transforms if entry.was_used()), tuple(ignored))
 
 

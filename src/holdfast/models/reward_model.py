@@ -63,7 +63,7 @@ class RewardModel:
         if isinstance(asked, Conversation) and self._tokenizer.chat_template is not None:
             answered = [*asked.messages, {"role": "assistant", "content": completion}]
             return str(self._tokenizer.apply_chat_template(answered, tokenize=False))
-        return prompt + completion
+        return prompt + completion + (self._tokenizer.eos_token if self._section.append_eos else "")
 
     @torch.no_grad()
     def scores(self, texts: Sequence[str]) -> list[float]:

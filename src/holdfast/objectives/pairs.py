@@ -163,6 +163,26 @@ class ORPO:
         return self.beta * answers.mean_logps
 
 
+@dataclass(frozen=True)
+class BradleyTerry:
+    """Likelihood that the chosen answer wins, by the scores of a reward model (arXiv:2203.02155, eq. 1).
+
+    A score stands where a policy has its log-probability. `center` weighs the square of a pair's summed scores
+    (Eisenstein et al., arXiv:2312.09244, appendix A).
+    """
+
+    center: float = 0.0
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: -log sigmoid(s_chosen - s_rejected) + center (s_chosen + s_rejected)^2."""
+        chosen, rejected = (self.rewards(side) for side in pairs)
+        return -logsigmoid(chosen - rejected) + self.center * (chosen + rejected).square()
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """Return the scores."""
+        return answers.logps
+
+
 def _log_odds(mean_logps: Tensor) -> Tensor:
     """Return log(p / (1 - p)) of p = exp(mean log-probability)."""
     held = mean_logps.clamp(max=-SMALLEST)

@@ -83,6 +83,14 @@ class PairedPreference:
         return Pairs(answers.every(2), answers.every(2, first=1))
 
 
+class PairedScores(PairedPreference):
+    """As `PairedPreference`, of a reward model: an answer has a score, and no likelihood."""
+
+    def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
+        """Return the metrics of `PairedPreference` that speak of rewards."""
+        return {name: value for name, value in super().sums(scores, tokens).items() if name.startswith("rewards/")}
+
+
 @dataclass(frozen=True)
 class KTO:
     """Single answers, desirable or not, against the KL divergence z0 from the reference.

@@ -154,7 +154,10 @@ def build_model(  # noqa: PLR0913 - the borders of a run
 ) -> Evaluation:
     """Return the policy on its ranks, without anything to measure it on."""
     origin = first_rank_first(
-        exchange, lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer)
+        exchange,
+        lambda: blueprint(
+            config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
+        ),
     )
     policy, plan = build_policy(config, origin, world, exchange)
     return Evaluation(

@@ -16,6 +16,7 @@ from holdfast.models.family import blocks_of
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
+from holdfast.models.scorer import ScoreModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.models.vision import image_side, towers_of
 from holdfast.parallel.apply import apply_plan
@@ -65,7 +66,8 @@ def build_policy(
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, note):
             if line:
                 print(line, flush=True)
-        print(f"forward check: log-probabilities agree with transformers to {result.difference:.1e}", flush=True)
+        compared = "scores" if config.scores else "log-probabilities"
+        print(f"forward check: {compared} agree with transformers to {result.difference:.1e}", flush=True)
     return policy, plan
 
 
@@ -77,7 +79,8 @@ def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: Router
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
-    return PolicyModel(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
+    made = ScoreModel if config.scores else PolicyModel
+    return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
 
 
 def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:

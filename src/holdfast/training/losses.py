@@ -9,11 +9,12 @@ from typing import Any
 from holdfast.config.algorithm import DFTConfig, NLLConfig, SupervisedObjective, UserObjectiveConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.preference import KTOLossConfig, PreferenceConfig, PreferenceLoss, UserLossConfig
+from holdfast.config.scorer import ScorerPreferenceConfig
 from holdfast.errors import ConfigError
 from holdfast.objectives.base import Objective
-from holdfast.objectives.pairs import PairLoss, pair_loss_of
+from holdfast.objectives.pairs import BradleyTerry, PairLoss, pair_loss_of
 from holdfast.objectives.policy import build_policy_objective
-from holdfast.objectives.preference import KTO, PairedPreference, WeightedLoss
+from holdfast.objectives.preference import KTO, PairedPreference, PairedScores, WeightedLoss
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
 from holdfast.training.observe import load_function
 
@@ -52,6 +53,10 @@ def preference_objective(section: PreferenceConfig, base: Path) -> Objective:
     Raises:
         ConfigError: As `supervised_objective`.
     """
+    if isinstance(section, ScorerPreferenceConfig):
+        (only,) = section.loss
+        loss = WeightedLoss(only.kind, only.weight, BradleyTerry(only.center))
+        return PairedScores([loss], needs_reference=False)
     first = section.loss[0]
     if isinstance(first, KTOLossConfig):
         weights = (first.weight * first.desirable_weight, first.weight * first.undesirable_weight)

@@ -17,7 +17,7 @@ from holdfast.data.candidates import CandidateReader, Tokenise
 from holdfast.data.chat import BLIND, RowTokeniser, S, Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.order import DrawOrder
-from holdfast.data.preferences import LabelTokeniser, PairTokeniser
+from holdfast.data.preferences import LabelTokeniser, PairTokeniser, last_token_alone
 from holdfast.data.prompts import PromptStream
 from holdfast.data.reading import HeldOut, RowReader
 from holdfast.data.rows import Row, Source, from_rows, open_source
@@ -158,7 +158,8 @@ def row_tokeniser(
 def preference_tokeniser(tokenizer: Any, config: DPOConfig, base: Path) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
     rows = RowTokeniser(tokenizer, config.data, base, NO_IMAGES)
-    return (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
+    tokenise = (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
+    return last_token_alone(tokenise) if config.scores else tokenise
 
 
 def training_stream(

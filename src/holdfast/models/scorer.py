@@ -1,0 +1,97 @@
+"""A reward model in training: the backbone of a language model, and one number for a whole text.
+
+It is transformers' model for sequence classification with one output, whose layer `score` reads the hidden state of a
+text's last token. A text has one scored token, its last, and its score stands where a policy has a log-probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from holdfast.errors import ModelError
+from holdfast.models.conversion import Header
+from holdfast.models.family import backbone_of
+from holdfast.models.policy import PolicyModel
+from holdfast.models.random_start import RandomSource
+from holdfast.models.weights_in import WeightGroup, WeightSource
+from holdfast.objectives.base import Objective, scored_tokens
+from holdfast.types import Batch, LossSum, Scores
+
+LAYER = "score.weight"
+_OF_LANGUAGE_MODELS = ("lm_head.", "output.")
+
+
+class ScoreModel(PolicyModel):
+    """As `PolicyModel`, with a score for each scored token in the place of its log-probability."""
+
+    def _scored(
+        self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
+    ) -> LossSum | Scores:
+        del temperature, entropy
+        scores = self._scores(hidden.flatten(0, 1).index_select(0, batch.scored))
+        found = Scores(scores, torch.ones_like(scores, dtype=torch.bool), None)
+        if objective is None:
+            return found
+        tokens = scored_tokens(batch)
+        terms = objective.token_terms(found.logprobs, None, tokens)
+        loss = (terms * tokens.weights.to(found.logprobs.dtype)).sum()
+        detached = found._replace(logprobs=scores.detach())
+        return LossSum(loss, detached, objective.sums(detached, tokens))
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """Return [N] scores of [N, H] hidden states, in float32 or better."""
+        layer: Any = self.language_model.score
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return linear(hidden.to(wide), layer.weight.to(wide)).squeeze(-1)
+
+    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
+        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        return self._scores(output.last_hidden_state[0, 1:])
+
+
+def is_scorer(config: Any) -> bool:
+    """Whether a configuration belongs to the files of a model for sequence classification."""
+    return any(str(name).endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def one_score(config: Any, tokenizer: Any) -> None:
+    """Make a transformers configuration one of a reward model.
+
+    Raises:
+        ModelError: It has several outputs already.
+    """
+    if is_scorer(config) and config.num_labels != 1:
+        raise ModelError(
+            f"The model has {config.num_labels} outputs, and a reward model has one. Start from a language model."
+        )
+    config.num_labels = 1
+    text_config = config.get_text_config()
+    if text_config.pad_token_id is None:  # transformers finds the last token of a padded text by it
+        text_config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def without_output_layer(stored: Mapping[str, Header]) -> dict[str, Header]:
+    """Return what of a language model's files a reward model starts from."""
+    return {name: header for name, header in stored.items() if not name.startswith(_OF_LANGUAGE_MODELS)}
+
+
+@dataclass(frozen=True)
+class ScorerSource:
+    """The tensors of a language model, and a layer `score` that starts at random."""
+
+    base: WeightSource
+    random: RandomSource
+
+    def groups(self) -> Iterator[WeightGroup]:
+        """Yield the language model's, then the layer."""
+        yield from self.base.groups()
+        for group in self.random.groups():
+            if LAYER in group.targets:
+                yield group

@@ -1,0 +1,25 @@
+"""Training of a reward model.
+
+Of two answers to a prompt, raise the score of the chosen one above that of the rejected one (Ouyang et al.,
+arXiv:2203.02155, eq. 1). The update is that of preferences; what differs is the model, which scores whole texts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.config.scorer import ScorerConfig
+from holdfast.parallel.mesh import World
+from holdfast.recipes.dpo import dpo_step
+from holdfast.training.build import Live
+from holdfast.training.build_preference import build_preference_run
+from holdfast.training.fit import Outcome, fit
+from holdfast.training.preference import evaluate_preferences
+
+
+def reward(config: ScorerConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
+    """Train, evaluate and export as the configuration says."""
+    run = build_preference_run(config, base, world, live)
+    outcome = fit(run, dpo_step, evaluate_preferences)
+    run.exchange.close()
+    return outcome

@@ -1,0 +1,67 @@
+"""The tree of `holdfast reward`: what it accepts, what it refuses, and how it is told from that of `holdfast dpo`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import as_plain
+from holdfast.config.scorer import ScorerConfig
+from holdfast.config.verbs import run_from_mapping, verb_of
+from holdfast.errors import ConfigError
+from tests.config.json_schema import accepts
+
+LEAST: dict[str, Any] = {
+    "steps": 1,
+    "model": {"path": "m"},
+    "data": {"path": "d"},
+    "preference": {"loss": "bradley_terry"},
+}
+SCHEMA = ScorerConfig.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"preference": {"loss": {"kind": "bradley_terry", "center": 0.01}}},
+        {"preference": {"loss": [{"kind": "bradley_terry", "weight": 2.0}]}},
+        {"data": {"path": "d", "shared_prompt": "off", "unusable": "drop", "packing": "none"}},
+    ],
+)
+def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
+    config = from_mapping(LEAST | change, ScorerConfig)
+
+    assert accepts(SCHEMA, LEAST | change)
+    assert from_mapping(as_plain(config), ScorerConfig) == config
+    assert type(run_from_mapping(as_plain(config))) is ScorerConfig
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"preference": {"loss": "dpo"}}, "preference.loss: there is no kind 'dpo'. Kinds: bradley_terry"),
+        ({"preference": {"loss": "bradley_terry", "sft": 1.0}}, "preference.sft: a reward model has no likelihood"),
+        ({"model": {"path": "m", "lora": {}}}, "model.lora: adapters of a reward model are not written"),
+        ({"reference": {"precompute": True}}, "bradley_terry compares with no reference; leave precompute out"),
+        (
+            {"evaluation": {"sets": {"a": {"path": "x"}}, "completions": {"samples": 3}}},
+            "evaluation.completions: a reward model scores answers and writes none",
+        ),
+        ({"preference": {}}, "preference.loss"),
+    ],
+)
+def test_what_policies_have_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_mapping(LEAST | change, ScorerConfig)
+
+    assert words in str(refused.value)
+
+
+def test_the_loss_tells_the_verb() -> None:
+    assert verb_of(LEAST) == "reward"
+    assert verb_of(LEAST | {"preference": {"loss": {"kind": "bradley_terry"}}}) == "reward"
+    assert verb_of(LEAST | {"preference": {"loss": "dpo"}}) == "dpo"
+    assert verb_of(LEAST | {"preference": {}}) == "dpo"
