@@ -30,7 +30,7 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=40 --durations-min=3
 
 test-all: lint types
 	$(BIN)/python -m pytest -m "not gpu"
