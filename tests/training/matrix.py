@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 
 from holdfast.checkpoint import verify
 from holdfast.config.data import DataConfig
@@ -59,15 +61,18 @@ class Walked:
     """Largest change of a log-probability by the three updates, in nats: the runs did train."""
     difference: float
     """See `LARGEST_DIFFERENCE`."""
+    adapter_difference: float = 0.0
+    """The same, of peft with the base and the exported adapter; 0 without one."""
 
 
-def walk(pools: Any, model_type: str, place: Path) -> Walked:
+def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None = None) -> Walked:
     """Take one architecture all the way.
 
     Args:
         pools: number of ranks -> rank pool.
         model_type: One of `ARCHITECTURES`.
         place: An empty directory.
+        lora: Section `model.lora`, or None.
     """
     model = place / "model"
     rows = picture_rows(24) if model_type in VISION else rows_of(24)
@@ -78,22 +83,29 @@ def walk(pools: Any, model_type: str, place: Path) -> Walked:
     examples = _examples(model, model_type, rows)
     before = plain_logprobs(model, examples)
 
-    pools(2).run(trained, _values(place, model, 2), rows, [])
+    pools(2).run(trained, _values(place, model, 2, lora), rows, [])
     (saved,) = (place / "r/checkpoints").glob("step-*")
     verify(str(saved), "tensors")
-    (found,) = pools(1).run(trained, _values(place, model, 3), rows, examples)
+    (found,) = pools(1).run(trained, _values(place, model, 3, lora), rows, examples)
     steps = [line["step"] for line in read_metrics(place / "r/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3], f"the run on one rank did not go on at step 3: {steps}"
 
     after = plain_logprobs(Path(found["export"]), examples)
     ours = found["logprobs"]
+    adapter = None if lora is None else place / "r/exports/final-adapter"
+    beside = ours if adapter is None else plain_logprobs(model, examples, adapter)
     return Walked(
         model_type,
         found["parameters"],
         "packed" if found["packed"] else "one document per row",
-        max(float(np.abs(one - two).max()) for one, two in zip(before, after, strict=True)),
-        max(float(np.abs(one - two).max()) for one, two in zip(ours, after, strict=True)),
+        _furthest(before, after),
+        _furthest(ours, after),
+        _furthest(ours, beside),
     )
+
+
+def _furthest(ones: list[NDArray[np.float32]], others: list[NDArray[np.float32]]) -> float:
+    return max(float(np.abs(one - other).max()) for one, other in zip(ones, others, strict=True))
 
 
 def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Example]) -> dict[str, Any]:
@@ -115,13 +127,17 @@ def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Exam
     }
 
 
-def plain_logprobs(directory: Path, examples: list[Example]) -> list[NDArray[np.float32]]:
-    """Return the log-probability of every token but the first, by plain transformers from a directory."""
+def plain_logprobs(directory: Path, examples: list[Example], adapter: Path | None = None) -> list[NDArray[np.float32]]:
+    """Return the log-probability of every token but the first, by plain transformers, and peft, from directories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model_type = AutoConfig.from_pretrained(directory).model_type
     auto = AutoModelForImageTextToText if model_type in VISION else AutoModelForCausalLM
     model = auto.from_pretrained(directory, dtype="float32").eval()
+    if adapter is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers renamed
+            model = PeftModel.from_pretrained(model, adapter).eval()
     side = _side(directory, model_type)
     found = []
     for example in examples:
@@ -133,12 +149,12 @@ def plain_logprobs(directory: Path, examples: list[Example]) -> list[NDArray[np.
     return found
 
 
-def _values(place: Path, model: Path, steps: int) -> dict[str, Any]:
+def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -> dict[str, Any]:
     padded = {"packing": "none", "tokens_per_micro_batch": 512} if _type_of(model) == "gemma3" else {}
     return {
         "steps": steps,
         "run": {"dir": str(place), "name": "r"},
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32"} | ({} if lora is None else {"lora": lora}),
         "data": {"path": "rows", "batch_size": 8, "max_length": 128, "tokens_per_micro_batch": 256} | padded,
         "optim": {"lr": 2e-3, "schedule": "constant"},
         "parallel": {"compute_dtype": "float32"},

@@ -25,6 +25,17 @@ def test_an_architecture_trains_resumes_on_one_rank_and_exports(pools: Any, tmp_
     assert table_in(DOCUMENTED)[model_type] == row_of(walked)
 
 
+ADAPTED = ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in (*VISION[1:], *MIXTURES))]
+
+
+@pytest.mark.parametrize("model_type", ADAPTED)
+def test_adapters_of_an_architecture_export_merged_and_alone(pools: Any, tmp_path: Path, model_type: str) -> None:
+    walked = walk(pools, model_type, tmp_path, {"rank": 4})
+
+    assert walked.difference < LARGEST_DIFFERENCE < walked.moved
+    assert walked.adapter_difference < LARGEST_DIFFERENCE
+
+
 def test_every_architecture_is_documented() -> None:
     assert list(table_in(DOCUMENTED)) == list(ARCHITECTURES)
     assert len(ARCHITECTURES) == 28

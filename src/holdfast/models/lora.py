@@ -6,10 +6,12 @@ peft lays the modules in; names, values and files are ours. A layer's matrix kee
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,12 +54,16 @@ def add_adapters(model: Any, section: LoRAConfig) -> str:
     Raises:
         ModelError: A pattern matches nothing, or no layer is left.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    targets = _targets(model, section)
+    targets, others = _as_peft_reads(model, _targets(model, section))
+    if others and section.targets != "all-linear":
+        raise ModelError(
+            f"model.lora.targets: peft takes {others[0]}{_more(others)} for experts of {model.config.model_type}, and "
+            "could not read their adapters. Leave them out by model.lora.exclude."
+        )
     ranks = {path: _rank(path, section) for path in targets}
     model.requires_grad_(False)  # noqa: FBT003 - torch's own form
-    settings = LoraConfig(
+    _inject(
+        model,
         r=section.rank,
         lora_alpha=section.alpha,
         target_modules=targets,
@@ -65,10 +71,37 @@ def add_adapters(model: Any, section: LoRAConfig) -> str:
         use_rslora=section.rank_stabilised,
         rank_pattern={f"^{re.escape(path)}$": rank for path, rank in ranks.items() if rank != section.rank},
     )
-    inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     _train_whole(model, section)
     parameters = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    return f"lora: rank {section.rank} on {len(targets)} layers, {parameters:,} parameters trained"
+    left_out = f"; {len(others)} left out, which peft takes for experts ({others[0]}{_more(others)})" if others else ""
+    return f"lora: rank {section.rank} on {len(targets)} layers, {parameters:,} parameters trained{left_out}"
+
+
+def _inject(model: Any, **settings: Any) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=NAME, low_cpu_mem_usage=True)
+
+
+def _more(paths: list[str]) -> str:
+    return f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+
+
+def _as_peft_reads(model: Any, targets: list[str]) -> tuple[list[str], list[str]]:
+    """Return the layers that peft adapts under their own names, and those that it takes for something else.
+
+    Of some mixtures of experts peft reads a path that ends like an expert's matrix in older releases of transformers as
+    all experts together (shared experts and dense blocks have such paths), and would read our adapters so too.
+    """
+    trial = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            _inject(trial, r=1, target_modules=list(targets))
+        except ValueError as error:
+            raise ModelError(f"model.lora: peft refuses these layers: {error}") from error
+    found = {path for path, layer in _layers(trial) if isinstance(layer.base_layer, nn.Linear)}
+    return [path for path in targets if path in found], [path for path in targets if path not in found]
 
 
 def _targets(model: Any, section: LoRAConfig) -> list[str]:

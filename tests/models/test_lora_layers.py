@@ -1,0 +1,32 @@
+"""Which layers get an adapter, where peft reads a path as something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.config.lora import LoRAConfig
+from holdfast.errors import ModelError
+from holdfast.models.lora import adapters_of, add_adapters
+from tests.models.architectures import settings_of
+from tests.tiny import tiny_model
+
+
+def test_layers_that_peft_takes_for_experts_are_left_out_with_a_note() -> None:
+    model = tiny_model("glm4_moe", **settings_of("glm4_moe"))
+
+    note = add_adapters(model, LoRAConfig(rank=4))
+
+    attention = {f"model.layers.{n}.self_attn.{m}_proj.weight" for n in (0, 1) for m in "qkvo"}
+    assert set(adapters_of(model)) == attention
+    # q and o: 4 x (32 + 32), k and v: 4 x (32 + 16), in two layers
+    assert note == (
+        "lora: rank 4 on 8 layers, 1,792 parameters trained; 6 left out, which peft takes for experts "
+        "(model.layers.0.mlp.gate_proj and 5 more)"
+    )
+
+
+def test_a_pattern_that_names_them_is_refused() -> None:
+    model = tiny_model("glm4_moe", **settings_of("glm4_moe"))
+
+    with pytest.raises(ModelError, match=r"peft takes model\.layers\.0\.mlp\.gate_proj and 5 more for experts"):
+        add_adapters(model, LoRAConfig(targets=["mlp.*_proj", "q_proj"]))
