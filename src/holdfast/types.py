@@ -162,8 +162,8 @@ class Batch:
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Joined along dimension 0, in the order of the sequences."""
     model_input_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """How many of those rows are each sequence's. None are: the inputs stand in for those of other ranks, so that all
-    ranks run the same units; nothing may depend on them."""
+    """How many of those rows are each sequence's; the first of a shared head has those of all. None are: the inputs
+    stand in for those of other ranks, so that all ranks run the same units; nothing may depend on them."""
 
     @property
     def stands_in(self) -> bool:

@@ -78,12 +78,11 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         for line in _prompt(config, tokenizer, loaded.base, found, f"{source.name} row {row}"):
             console.print(Text(line))
         return
+    images = _images(config, tokenizer, loaded.base)
     tokenise: Tokenise[Example] = (
-        preference_tokeniser(tokenizer, config, loaded.base)
+        preference_tokeniser(tokenizer, config, loaded.base, images)
         if isinstance(config, DPOConfig)
-        else row_tokeniser(
-            tokenizer, config.data, loaded.base, {source.name: section.rows}, _images(config, tokenizer, loaded.base)
-        )
+        else row_tokeniser(tokenizer, config.data, loaded.base, {source.name: section.rows}, images)
     )
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
     for example in sequences.examples:

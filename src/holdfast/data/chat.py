@@ -101,10 +101,11 @@ class RowTokeniser:
             for stretch in self.stretches(row, row_format, where, counts)
             for piece in fit(stretch, self._text, where, counts)
         ]
-        examples = tuple(
-            example_of(stretch, sample_id, source, self._images.positions(stretch)) for stretch in stretches
-        )
-        return Tokenised(examples, dict(counts))
+        return Tokenised(tuple(self.example(stretch, sample_id, source) for stretch in stretches), dict(counts))
+
+    def example(self, stretch: Stretch, sample_id: int, source: str) -> Example:
+        """Return a sequence with its images and positions, numbered."""
+        return example_of(stretch, sample_id, source, self._images.positions(stretch))
 
     def stretches(self, row: Row, row_format: RowFormat, where: str, counts: Counter[str]) -> list[Stretch]:
         """Turn a row into sequences of any length.

@@ -52,7 +52,7 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
         match text.overlong:
             case "truncate":
                 counts["truncated"] += 1
-                pieces = [_piece(stretch, 0, _whole_images(stretch, limit))]
+                pieces = [cut_to(stretch, limit)]
             case "split":
                 counts["split"] += 1
                 pieces = _split(stretch, limit, row_name)
@@ -68,6 +68,11 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
     if len(kept) < len(pieces):
         counts["untrained"] += len(pieces) - len(kept)
     return kept
+
+
+def cut_to(stretch: Stretch, limit: int) -> Stretch:
+    """Return the first tokens of a sequence, at most `limit`; an image stays whole or is left out."""
+    return _piece(stretch, 0, _whole_images(stretch, limit))
 
 
 def _split(stretch: Stretch, limit: int, row_name: str) -> list[Stretch]:

@@ -19,7 +19,7 @@ from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
 from holdfast.training.run import Evaluation
-from holdfast.training.sources import NO_IMAGES, OpenedData, first_sequences, open_data, prompt_stream
+from holdfast.training.sources import OpenedData, first_sequences, open_data, prompt_stream
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Prompt
 
@@ -86,7 +86,7 @@ def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExc
 def _tokeniser(measured: Evaluation, base: Path) -> Tokenise[Prompt]:
     config, tokenizer = measured.config, measured.origin.tokenizer
     assert isinstance(config, GRPOConfig)
-    rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base, NO_IMAGES))
+    rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base, "x"))
     longest = config.data.max_length - config.rollout.max_new_tokens
     return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
 

@@ -29,8 +29,6 @@ from holdfast.training.observe import load_function
 from holdfast.training.run import EvaluationSet
 from holdfast.types import Example, Prompt
 
-NO_IMAGES = "Images are trained on by `holdfast sft` alone so far"
-
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
 
@@ -155,9 +153,11 @@ def row_tokeniser(
     return tokenise
 
 
-def preference_tokeniser(tokenizer: Any, config: DPOConfig, base: Path) -> Tokenise[Example]:
+def preference_tokeniser(
+    tokenizer: Any, config: DPOConfig, base: Path, images: ImageSide | str = BLIND
+) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
-    rows = RowTokeniser(tokenizer, config.data, base, NO_IMAGES)
+    rows = RowTokeniser(tokenizer, config.data, base, images)
     return (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
 
 
