@@ -56,12 +56,15 @@ class Prompt:
     tokens: NDArray[np.int64]
     """[L]"""
     text: str
-    """The tokens as text, special tokens included."""
+    """The tokens as text, special tokens included; an image is its one placeholder there."""
     row: Mapping[str, Any]
     """Every column of its row, for rewards."""
     source: str = ""
     """Name of the data source, for metrics."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """As those of an `Example`; all completions of the prompt share them."""
+    positions: NDArray[np.int64] | None = None
+    """[A, L], as those of an `Example`."""
 
     @property
     def trained_tokens(self) -> int:

@@ -111,6 +111,11 @@ def example_of(stretch: Stretch, sample_id: int, source: str, positions: NDArray
     loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
     loss_mask[0] = False
     tokens = np.asarray(stretch.tokens, dtype=np.int64)
-    spans = [span.inputs for span in stretch.images]
-    inputs = {name: np.concatenate([span[name] for span in spans]) for name in (spans[0] if spans else ())}
+    inputs = joined_inputs(stretch)
     return Example(sample_id, sample_id, tokens, loss_mask, source, model_inputs=inputs, positions=positions)
+
+
+def joined_inputs(stretch: Stretch) -> dict[str, NDArray[Any]]:
+    """Return what the model gets of all images of a sequence."""
+    spans = [span.inputs for span in stretch.images]
+    return {name: np.concatenate([span[name] for span in spans]) for name in (spans[0] if spans else ())}

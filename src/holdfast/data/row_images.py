@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.data import TextConfig
 from holdfast.data.formats import Conversation, PlainText
-from holdfast.data.images import PLACEHOLDER, Content, ImageFiles, images_up_to, place_images
+from holdfast.data.images import PLACEHOLDER, C, Content, ImageFiles, images_up_to, place_images
 from holdfast.data.lengths import Stretch
 from holdfast.data.rows import Row
 from holdfast.data.vision import ImageSide, Prepared
@@ -43,7 +43,7 @@ class RowImages:
         self._files = ImageFiles(text.image_dir, base)
         self._last: tuple[tuple[Any, ...], tuple[Prepared, ...]] = ((), ())
 
-    def placed(self, content: Content, row: Row, where: str) -> Content:
+    def placed(self, content: C, row: Row, where: str) -> C:
         """Return the content with its images found.
 
         Raises:
@@ -58,8 +58,13 @@ class RowImages:
             )
         return content
 
-    def prepared(self, content: Content, where: str) -> PreparedImages:
+    def prepared(self, content: Content, where: str, *, whole: bool = False) -> PreparedImages:
         """Open the content's images and prepare them for the model; once for contents of one row that share them.
+
+        Args:
+            content: With its images placed.
+            where: What an error calls it.
+            whole: All of it is one sequence, whoever speaks last.
 
         Raises:
             DataError: One cannot be read, or the model cannot take it.
@@ -68,7 +73,7 @@ class RowImages:
             return PreparedImages((), {0})
         images = self._opened(content.images, where, self._side)
         may_be = {len(images)}
-        if isinstance(content, Conversation):
+        if isinstance(content, Conversation) and not whole:
             may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
         return PreparedImages(images, may_be)
 
@@ -83,7 +88,7 @@ class RowImages:
         self._last = (named, tuple(found))
         return tuple(found)
 
-    def in_text(self, content: Content) -> Content:
+    def in_text(self, content: C) -> C:
         """Return plain text with the placeholders that the family's tokenizer knows."""
         if isinstance(self._side, str) or not content.images or isinstance(content, Conversation):
             return content

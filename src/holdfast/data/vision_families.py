@@ -90,7 +90,7 @@ _GEMMA3 = VisionFamily(
 
 def _tile_tokens(_: Any, config: Any, inputs: Inputs) -> int:
     side = config.vision_config.image_size // config.vision_config.patch_size
-    return len(inputs["pixel_values"]) * side**2 // config.scale_factor**2
+    return int(len(inputs["pixel_values"]) * side**2 // config.scale_factor**2)
 
 
 def _tile_features(config: Any, inputs: Inputs) -> int:
