@@ -45,7 +45,7 @@ from holdfast.training.sources import (
     one_pass,
     open_data,
     preference_tokeniser,
-    refuse_completions_of_images,
+    refuse_completions_with_images,
     row_filter,
     training_stream,
 )
@@ -121,8 +121,7 @@ def _compared_policy(
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(measured, base, live, kind=config.reference.kind, why=why)
     sets = evaluation_sets(config, data, tokenise, exchange, layout, preferred_only(plain))
-    if isinstance(images, ImageSide):
-        together(exchange, lambda: refuse_completions_of_images(config, sets))
+    together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     parts = vars(measured) | {"config": config, "evaluation_sets": sets}
     return PreferenceEvaluation(**parts, layout=layout, reference=reference), tokenise
 
