@@ -163,6 +163,7 @@ class PolicyModel(nn.Module):
         """Return the tokens, with another one where the policy chose an image token itself.
 
         There is no image for it, and transformers' models count. It ends its completion, so nothing reads it there.
+        Tokens of an image are never trained, which tells the two apart.
         """
         token = self.family.image_token_id
         if token is None:
