@@ -56,12 +56,15 @@ class Prompt:
     tokens: NDArray[np.int64]
     """[L]"""
     text: str
-    """The tokens as text, special tokens included."""
+    """The tokens as text, special tokens included; an image is its one placeholder there."""
     row: Mapping[str, Any]
     """Every column of its row, for rewards."""
     source: str = ""
     """Name of the data source, for metrics."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """As those of an `Example`; all completions of the prompt share them."""
+    positions: NDArray[np.int64] | None = None
+    """[A, L], as those of an `Example`."""
 
     @property
     def trained_tokens(self) -> int:
@@ -162,8 +165,8 @@ class Batch:
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Joined along dimension 0, in the order of the sequences."""
     model_input_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """How many of those rows are each sequence's. None are: the inputs stand in for those of other ranks, so that all
-    ranks run the same units; nothing may depend on them."""
+    """How many of those rows are each sequence's; the first of a shared head has those of all. None are: the inputs
+    stand in for those of other ranks, so that all ranks run the same units; nothing may depend on them."""
 
     @property
     def stands_in(self) -> bool:

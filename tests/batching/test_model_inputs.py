@@ -68,9 +68,49 @@ def test_inputs_of_other_shapes_are_refused_rather_than_joined() -> None:
         pack([MIXED[1], wider], [ONE] * 2)
 
 
-def test_inputs_under_a_shared_head_are_refused() -> None:
-    with pytest.raises(ValueError, match="sample 2: patches, grid cannot share a head"):
-        pack([MIXED[1], replace(MIXED[1], sample_id=5)], [ONE] * 2, heads=[Head(2, 1)])
+def test_inputs_of_a_shared_head_are_joined_once_and_given_back_to_all() -> None:
+    with_inputs = next(example for example in MIXED if example.positions is not None)
+    assert with_inputs.positions is not None
+    longer = replace(
+        with_inputs,
+        sample_id=5,
+        tokens=np.append(with_inputs.tokens, 7),
+        loss_mask=np.append(with_inputs.loss_mask, True),
+        positions=np.concatenate([with_inputs.positions, np.full((3, 1), 40)], axis=1),
+    )
+    examples = [MIXED[0], with_inputs, longer, MIXED[3]]
+
+    batch = pack(examples, [ONE] * 4, heads=[Head(1, 0), Head(2, 1), Head(1, 0)])
+
+    assert [rows[1] for rows in batch.model_input_rows.values()] == [
+        len(v) for _, v in sorted(with_inputs.model_inputs.items())
+    ]
+    assert all(rows[2] == 0 for rows in batch.model_input_rows.values())
+    for found, example in zip(unpack(batch), examples, strict=True):
+        assert found.tokens.tolist() == example.tokens.tolist()
+        assert found.model_inputs.keys() == example.model_inputs.keys()
+        for name, values in example.model_inputs.items():
+            np.testing.assert_array_equal(found.model_inputs[name], values)
+        if example.positions is not None:
+            np.testing.assert_array_equal(found.positions, example.positions)
+
+
+def test_a_head_with_other_inputs_or_positions_is_refused() -> None:
+    first = MIXED[1]
+    others = {name: values + 1 for name, values in first.model_inputs.items()}
+    assert first.positions is not None
+
+    for changed in ({"model_inputs": others}, {"model_inputs": {}}, {"positions": first.positions + 1}):
+        with pytest.raises(ValueError, match=r"sample 5: .* not those of sample 2, and so they cannot share a head"):
+            pack([first, replace(first, sample_id=5, **changed)], [ONE] * 2, heads=[Head(2, 1)])
+
+
+def test_neighbours_with_a_shared_head_take_a_stand_in_too() -> None:
+    alike = [MIXED[0], replace(MIXED[0], sample_id=5)]
+
+    batch = pack(alike, [ONE] * 2, heads=[Head(2, 1)], stand_in={"patches": np.zeros((1, 2))})
+
+    assert batch.stands_in
 
 
 class OneOfTwo(Alone):

@@ -277,4 +277,4 @@ def test_prompts_with_images_are_refused_where_they_are_not_trained_on() -> None
     rows = RowTokeniser(character_tokenizer(), DataConfig(path="rows"), Path(), "Not by this verb")
 
     with pytest.raises(DataError, match=r"photos row 3 has images\. Not by this verb\."):
-        rows.prompt_tokens({"prompt": "<image>see=", "images": [FIRST]}, "photos row 3")
+        rows.opening({"prompt": "<image>see=", "images": [FIRST]}, "photos row 3")

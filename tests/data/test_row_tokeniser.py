@@ -188,7 +188,7 @@ def test_a_format_renders_the_columns_into_the_prompt(bpe: Any, tmp_path: Path) 
 
     assert bpe.decode(example.tokens[~example.loss_mask]) == "Question: 2+2?\nAnswer:"
     assert bpe.decode(example.tokens[example.loss_mask]) == " 4</s>"
-    assert bpe.decode(tokeniser.prompt_tokens({"question": "2+2?"}, "Row 0")) == "Question: 2+2?\nAnswer:"
+    assert bpe.decode(tokeniser.opening({"question": "2+2?"}, "Row 0").written) == "Question: 2+2?\nAnswer:"
 
 
 def test_a_format_writes_the_users_message_of_alpaca_rows(with_template: Callable[[str], Any], tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_format_writes_the_users_message_of_alpaca_rows(with_template: Callabl
     (example,) = tokeniser.examples(row, 0, "sums").examples
 
     assert tokenizer.decode(example.tokens) == "<|user|>\n2+2? (3)</s>\n<|assistant|>\n4</s>\n"
-    assert tokenizer.decode(tokeniser.prompt_tokens(row, "Row 0")) == "<|user|>\n2+2? (3)</s>\n<|assistant|>\n"
+    assert tokenizer.decode(tokeniser.opening(row, "Row 0").written) == "<|user|>\n2+2? (3)</s>\n<|assistant|>\n"
 
 
 def test_a_format_that_names_a_missing_column_lists_the_columns(bpe: Any, tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ def test_prompt_tokens_open_the_answer_of_a_conversation_and_leave_text_alone(
     with_system = RowTokeniser(tokenizer, TextConfig(system="Be brief."), Path())
 
     asked = "<|user|>\nWhat is 2+2?</s>\n<|assistant|>\n"
-    assert tokenizer.decode(plain.prompt_tokens({"prompt": "What is 2+2?"}, "Row 0")) == "What is 2+2?"
-    assert tokenizer.decode(plain.prompt_tokens({"messages": TALK}, "Row 0")) == asked
-    assert tokenizer.decode(with_system.prompt_tokens({"prompt": "What is 2+2?"}, "Row 0")) == (
+    assert tokenizer.decode(plain.opening({"prompt": "What is 2+2?"}, "Row 0").written) == "What is 2+2?"
+    assert tokenizer.decode(plain.opening({"messages": TALK}, "Row 0").written) == asked
+    assert tokenizer.decode(with_system.opening({"prompt": "What is 2+2?"}, "Row 0").written) == (
         "<|system|>\nBe brief.</s>\n" + asked
     )
 
@@ -326,8 +326,8 @@ def test_prompt_and_completion_tokens_are_those_a_policy_meets(with_template: Ca
 
     for row in (PAIR, {"messages": TALK}):
         (example,) = tokeniser.examples(row, 0, "sums").examples
-        prompt = tokeniser.prompt_tokens(row, "Row 0")
-        assert example.tokens[: len(prompt)].tolist() == prompt.tolist()
+        prompt = tokeniser.opening(row, "Row 0").written
+        assert example.tokens[: len(prompt)].tolist() == prompt
         assert example.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(example.tokens) - len(prompt))
 
 
@@ -335,7 +335,7 @@ def test_a_prompt_the_template_refuses_is_named(with_template: Callable[[str], A
     tokeniser = RowTokeniser(with_template("gemma"), TextConfig(system="Be brief."), Path())
 
     with pytest.raises(DataError, match="Row 3 of sums: .* cannot write the prompt: System role not supported"):
-        tokeniser.prompt_tokens({"prompt": "2+2?"}, "Row 3 of sums")
+        tokeniser.opening({"prompt": "2+2?"}, "Row 3 of sums")
 
 
 def test_a_row_of_no_known_shape_is_named(bpe: Any) -> None:

@@ -13,7 +13,6 @@ from PIL import Image
 
 from holdfast.config.data import SyntheticConfig
 from holdfast.data.synthetic import Draws, SyntheticSource, verify
-from holdfast.errors import DataError
 
 TASKS = get_args(SyntheticConfig.model_fields["task"].annotation)
 
@@ -136,10 +135,16 @@ def test_a_picture_shows_what_the_answer_says() -> None:
             assert same if strongest is None else (covered.argmax(1) == strongest).all(), name
 
 
-def test_pictures_have_no_preferences() -> None:
-    for rows in ("pairs", "labels"):
-        with pytest.raises(DataError, match="The task shapes has answers to train on"):
-            SyntheticSource(SyntheticConfig(task="shapes"), rows)  # type: ignore[arg-type]
+def test_pairs_and_labels_show_the_picture_of_their_question() -> None:
+    plain, pairs, labels = (
+        SyntheticSource(SyntheticConfig(task="shapes"), rows) for rows in ("answers", "pairs", "labels")
+    )
+
+    for number in range(20):
+        row, pair, labelled = plain.row(number), pairs.row(number), labels.row(number)
+        assert pair["images"] == labelled["images"] == row["images"]
+        assert pair["chosen"] == row["answer"] != pair["rejected"]
+        assert labelled["label"] == (labelled["completion"] == row["answer"])
 
 
 def test_rows_never_change() -> None:

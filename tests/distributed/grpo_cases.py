@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,13 @@ def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:
     model.register_forward_pre_hook(add)
 
 
-def by_hand(model: Any, sampled: list[list[Any]], lr: float, temperature: float = 1.0) -> dict[str, Any]:
+def by_hand(
+    model: Any,
+    sampled: list[list[Any]],
+    lr: float,
+    temperature: float = 1.0,
+    shown: Callable[[int, Sequence[int]], dict[str, Any]] = lambda _, tokens: {"input_ids": torch.tensor([tokens])},
+) -> dict[str, Any]:
     """Make the same updates with plain transformers: GRPO's loss at ratio 1, averaged over tokens.
 
     Args:
@@ -149,6 +155,7 @@ def by_hand(model: Any, sampled: list[list[Any]], lr: float, temperature: float 
         sampled: Of each step (sample id, prompt, completion, finish, reward), as `train` returns them.
         lr: Of plain gradient descent.
         temperature: That tokens were sampled at.
+        shown: (prompt id, tokens) -> what the model is called with.
     """
     losses, norms = [], []
     for step in sampled:
@@ -163,7 +170,7 @@ def by_hand(model: Any, sampled: list[list[Any]], lr: float, temperature: float 
             for item, reward in zip(members, rewards, strict=True):
                 advantage = 0.0 if spread == 0 else float((reward - rewards.mean()) / (spread + 1e-6))
                 whole = torch.tensor([item[1] + item[2]])
-                logits = model(input_ids=whole).logits[0, :-1] / temperature
+                logits = model(**shown(item[0] // 2**20, item[1] + item[2])).logits[0, :-1] / temperature
                 chosen = logits.log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)[len(item[1]) - 1 :]
                 total = total - ((chosen - chosen.detach()).exp() * advantage).sum()
         loss = total / tokens

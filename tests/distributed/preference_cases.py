@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from holdfast.config.verbs import run_from_mapping
 from holdfast.data.characters import character_tokenizer
 from holdfast.data.chat import RowTokeniser
 from holdfast.data.preferences import LabelTokeniser, PairTokeniser
+from holdfast.data.vision import ImageSide
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
@@ -122,26 +124,53 @@ def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:
     model.register_forward_pre_hook(add)
 
 
-def sequences_of(rows: Sequence[dict[str, Any]]) -> list[tuple[Example, ...]]:
+@dataclass(frozen=True)
+class Seen:
+    """What an oracle needs of a model that sees."""
+
+    side: ImageSide
+    tokenizer: Any
+    max_length: int = MAX_LENGTH
+
+
+def sequences_of(rows: Sequence[dict[str, Any]], seen: Seen | None = None) -> list[tuple[Example, ...]]:
     """Return the sequences of each row."""
-    config = PairDataConfig(path="rows", max_length=MAX_LENGTH)
-    tokeniser = RowTokeniser(character_tokenizer(), config, Path.cwd())
+    config = PairDataConfig(path="rows", max_length=MAX_LENGTH if seen is None else seen.max_length)
+    if seen is None:
+        tokeniser = RowTokeniser(character_tokenizer(), config, Path.cwd())
+    else:
+        tokeniser = RowTokeniser(seen.tokenizer, config, Path.cwd(), seen.side)
     tokenise = LabelTokeniser(tokeniser, config) if "label" in rows[0] else PairTokeniser(tokeniser, config)
     return [tokenise(row, number, "rows", "row").examples for number, row in enumerate(rows)]
 
 
-def answer_logprob(model: Any, tokens: Any, loss_mask: Any) -> torch.Tensor:
+def images_of(example: Example, tokens: Any, seen: Seen | None) -> dict[str, Any]:
+    """Return what transformers' own forward gets of a sequence's images."""
+    if seen is None or not example.model_inputs:
+        return {}
+    given = seen.side.upstream_inputs(np.asarray(tokens), example.model_inputs)
+    return {name: torch.as_tensor(values) for name, values in given.items()}
+
+
+def answer_logprob(model: Any, tokens: Any, loss_mask: Any, images: dict[str, Any] | None = None) -> torch.Tensor:
     """Return the log-probability of one sequence's trained tokens."""
     whole = torch.as_tensor(tokens)[None]
-    logprobs = model(input_ids=whole).logits.log_softmax(-1)[0, :-1]
+    logprobs = model(input_ids=whole, **(images or {})).logits.log_softmax(-1)[0, :-1]
     chosen = logprobs.gather(1, whole[0, 1:, None]).squeeze(1)
     return (chosen * torch.as_tensor(loss_mask[1:])).sum()
 
 
-def by_hand(model: Any, rows: Sequence[dict[str, Any]], loss: oracle.Loss, lr: float, batch: int = 4) -> dict[str, Any]:
+def by_hand(  # noqa: PLR0913 - a model that sees needs one more
+    model: Any,
+    rows: Sequence[dict[str, Any]],
+    loss: oracle.Loss,
+    lr: float,
+    batch: int = 4,
+    seen: Seen | None = None,
+) -> dict[str, Any]:
     """Make the same updates with plain transformers, a sequence at a time, and derivatives of the loss by hand."""
     reference = copy.deepcopy(model)
-    sequences = sequences_of(rows)
+    sequences = sequences_of(rows, seen)
     losses, margins, gradients = [], [], []
     for start in range(0, len(rows), batch):
         total, linear, gap = 0.0, torch.zeros((), dtype=torch.float64), 0.0
@@ -149,9 +178,10 @@ def by_hand(model: Any, rows: Sequence[dict[str, Any]], loss: oracle.Loss, lr: f
         for pair in pairs:
             logprobs, answers = [], []
             for example in pair:
-                logprob = answer_logprob(model, example.tokens, example.loss_mask)
+                images = images_of(example, example.tokens, seen)
+                logprob = answer_logprob(model, example.tokens, example.loss_mask, images)
                 with torch.no_grad():
-                    before = answer_logprob(reference, example.tokens, example.loss_mask)
+                    before = answer_logprob(reference, example.tokens, example.loss_mask, images)
                 length = example.trained_tokens
                 answers.append(
                     oracle.Answer(float(logprob.detach() - before), float(logprob.detach()) / length, length)
@@ -169,19 +199,22 @@ def by_hand(model: Any, rows: Sequence[dict[str, Any]], loss: oracle.Loss, lr: f
     return {"losses": losses, "margins": margins, "gradients": gradients, "parameters": parameters_of(model)}
 
 
-def kto_by_hand(model: Any, rows: Sequence[dict[str, Any]], beta: float, lr: float, batch: int = 4) -> dict[str, Any]:
+def kto_by_hand(  # noqa: PLR0913 - a model that sees needs one more
+    model: Any, rows: Sequence[dict[str, Any]], beta: float, lr: float, batch: int = 4, seen: Seen | None = None
+) -> dict[str, Any]:
     """Make KTO's updates in the same way; z0 is measured with each prompt before the next row's answer."""
     reference = copy.deepcopy(model)
-    sequences = [examples[0] for examples in sequences_of(rows)]
+    sequences = [examples[0] for examples in sequences_of(rows, seen)]
     losses, divergences, gradients = [], [], []
     for start in range(0, len(rows), batch):
         members, labels = sequences[start : start + batch], [row["label"] for row in rows[start : start + batch]]
-        z0 = mismatched_kl(model, reference, members)
+        z0 = mismatched_kl(model, reference, members, seen)
         total, linear = 0.0, torch.zeros((), dtype=torch.float64)
         for example, label in zip(members, labels, strict=True):
-            logprob = answer_logprob(model, example.tokens, example.loss_mask)
+            images = images_of(example, example.tokens, seen)
+            logprob = answer_logprob(model, example.tokens, example.loss_mask, images)
             with torch.no_grad():
-                before = answer_logprob(reference, example.tokens, example.loss_mask)
+                before = answer_logprob(reference, example.tokens, example.loss_mask, images)
             value, slope = oracle.kto(beta, z0, label, 1.0, float(logprob.detach() - before))
             total += value / len(members)
             linear = linear + slope * logprob / len(members)
@@ -192,15 +225,18 @@ def kto_by_hand(model: Any, rows: Sequence[dict[str, Any]], beta: float, lr: flo
 
 
 @torch.no_grad()
-def mismatched_kl(model: Any, reference: Any, members: Sequence[Example]) -> float:
+def mismatched_kl(model: Any, reference: Any, members: Sequence[Example], seen: Seen | None = None) -> float:
     ratios = []
     for place, example in enumerate(members):
         other = members[(place + 1) % len(members)]
         prompt = example.tokens[: int(example.loss_mask.argmax())]
         answer = other.tokens[int(other.loss_mask.argmax()) :]
-        tokens = np.concatenate([prompt, answer])[:MAX_LENGTH]
+        tokens = np.concatenate([prompt, answer])[: MAX_LENGTH if seen is None else seen.max_length]
         mask = np.arange(tokens.size) >= prompt.size
-        ratios.append(float(answer_logprob(model, tokens, mask) - answer_logprob(reference, tokens, mask)))
+        images = images_of(example, tokens, seen)
+        ratios.append(
+            float(answer_logprob(model, tokens, mask, images) - answer_logprob(reference, tokens, mask, images))
+        )
     return max(0.0, float(np.mean(ratios)))
 
 

@@ -15,16 +15,24 @@ from safetensors.torch import load_file
 from holdfast.checkpoint import find
 from holdfast.checkpoint.stored_export import export_stored
 from holdfast.cli.inspect import preview
+from holdfast.config.data import PromptDataConfig
+from holdfast.config.load import from_mapping
 from holdfast.config.model import ModelConfig
-from holdfast.data.lengths import ImageSpan, Stretch, example_of
+from holdfast.config.runs import SFTConfig
+from holdfast.data.chat import RowTokeniser
+from holdfast.data.lengths import ImageSpan, Stretch, example_of, joined_inputs
 from holdfast.data.packing import pack
 from holdfast.data.vision import ImageSide
 from holdfast.data.weights import Share
+from holdfast.errors import DataError
 from holdfast.models.build import configured
 from holdfast.models.vision import image_side
+from holdfast.training.run import EvaluationSet
+from holdfast.training.sources import refuse_completions_with_images
+from holdfast.types import Example
 from tests.models.directories import filled
-from tests.training.cases import run
-from tests.vision import picture_rows, tokenizer_of, vision_directory
+from tests.training.cases import evaluate, run
+from tests.vision import picture_rows, tokenizer_of, vision_directory, vision_model
 
 KIND = "qwen2_5_vl"
 
@@ -114,7 +122,8 @@ def test_the_export_holds_the_processor_byte_for_byte_and_computes_the_same(plac
         first, second = (model(input_ids=tokens, mm_token_type_ids=types, **made).logits for model in (before, after))
     assert (first - second).abs().max() > 0.1  # it was trained
     logprobs = second.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None]).squeeze(1)
-    np.testing.assert_allclose(ours(export, tokens[0].numpy(), made), logprobs.numpy(), atol=1e-5)
+    written = (types[0, 1:] == 0).numpy()  # tokens of an image are never trained
+    np.testing.assert_allclose(ours(export, tokens[0].numpy(), made), logprobs.numpy()[written], atol=1e-5)
 
 
 def ours(export: Path, tokens: Any, made: Any) -> Any:
@@ -123,7 +132,8 @@ def ours(export: Path, tokens: Any, made: Any) -> Any:
     side = ours_of(export)
     places = np.flatnonzero(tokens == side.image_id)
     inputs = {name: made[name].numpy() for name in side.family.inputs}
-    stretch = Stretch(tokens.tolist(), [True] * len(tokens), (ImageSpan(places[0], places[-1] + 1, inputs),))
+    trained = (tokens != side.image_id).tolist()
+    stretch = Stretch(tokens.tolist(), trained, (ImageSpan(places[0], places[-1] + 1, inputs),))
     example = example_of(stretch, 0, "", side.positions(stretch))
     with torch.no_grad():
         return policy(pack([example], [Share(1.0, 1.0)])).logprobs.numpy()
@@ -153,13 +163,47 @@ def test_a_checkpoint_exported_alone_is_the_run_s_export(place: Path, straight: 
         assert (tmp_path / "again" / name).read_bytes() == (straight / "r/exports/final" / name).read_bytes(), name
 
 
-def test_completions_that_would_not_see_their_image_are_refused(place: Path, pools: Any, tmp_path: Path) -> None:
-    evaluation = {"sets": {"held_out": {"path": "rows.jsonl"}}, "completions": {"samples": 2}}
+def test_completions_of_an_evaluation_see_the_images(place: Path, pools: Any, tmp_path: Path) -> None:
+    """What plain transformers says is most probable, a token at a time, each by a forward pass over the whole."""
+    completions = {"samples": 4, "max_new_tokens": 6}
+    evaluation = {"sets": {"held_out": {"path": str(place / "rows.jsonl")}}, "completions": completions}
+    values = tree(place, tmp_path, 2, evaluation=evaluation)
+    values["model"] |= {"dtype": "float64"}
+    values["data"] |= {"path": str(place / "rows.jsonl"), "image_dir": str(place / "pictures")}
 
-    for kind, message in pools(2).errors(run, tree(place, tmp_path, 2, evaluation=evaluation), str(place)):
-        assert kind == "DataError"
-        assert "evaluation.completions would complete row 0 of held_out without seeing its image" in message
-    assert not (tmp_path / "r").exists()
+    pools(2).run(evaluate, values)
+
+    side, tokenizer, model = ours_of(place / "model"), tokenizer_of(KIND), vision_model(KIND).double()
+    rows = RowTokeniser(tokenizer, PromptDataConfig(path="rows", image_dir=str(place / "pictures")), Path(), side)
+    lines = [json.loads(line) for line in (tmp_path / "r/completions/eval.held_out.jsonl").read_text().splitlines()]
+    assert [line["sample_id"] for line in lines] == [0, 1, 2, 3]
+    for line, text in zip(lines, (place / "rows.jsonl").read_text().splitlines(), strict=False):
+        written, laid, _ = rows.opening({"messages": json.loads(text)["messages"]}, "row")
+        tokens, images = list(laid.tokens), joined_inputs(laid)
+        for _ in range(6):
+            given = side.upstream_inputs(np.array(tokens), images) if images else {}
+            inputs = {name: torch.as_tensor(values) for name, values in given.items()}
+            with torch.no_grad():
+                tokens.append(int(model(input_ids=torch.tensor([tokens]), **inputs).logits[0, -1].argmax()))
+            if tokens[-1] in (tokenizer.eos_token_id, side.image_id):
+                break
+        assert line["completion"] == tokenizer.decode(tokens[len(laid.tokens) :], skip_special_tokens=True)
+        assert line["prompt"] == tokenizer.decode(written)
+
+
+def test_completions_are_refused_where_an_image_stands_behind_the_prompt(place: Path) -> None:
+    side = ours_of(place / "model")
+    evaluation = {"sets": {"held_out": {"path": "rows.jsonl"}}, "completions": {"samples": 2}}
+    config = from_mapping(tree(place, place, 2, evaluation=evaluation), SFTConfig)
+    tokens = np.array([5, 6, side.image_id, 7])
+    before, behind = (Example(3, 3, tokens, np.arange(4) == trained) for trained in (3, 1))
+
+    def held_out(example: Example) -> list[EvaluationSet]:
+        return [EvaluationSet("held_out", lambda: iter(()), lambda _: [example])]  # type: ignore[arg-type,return-value]
+
+    refuse_completions_with_images(config, held_out(before), side)
+    with pytest.raises(DataError, match="would complete row 3 of held_out, whose answer holds an image"):
+        refuse_completions_with_images(config, held_out(behind), side)
 
 
 def test_a_damaged_picture_stops_the_run_on_all_ranks_before_anything_is_written(

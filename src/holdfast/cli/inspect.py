@@ -74,16 +74,15 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         raise DataError(f"{source.name} has no row {row}.{known}")
     tokenizer = load_tokenizer(config.model, loaded.base)
     console = Console(highlight=False, soft_wrap=True)
+    images = _images(config, tokenizer, loaded.base)
     if isinstance(config, GRPOConfig):
-        for line in _prompt(config, tokenizer, loaded.base, found, f"{source.name} row {row}"):
+        for line in _prompt(config, tokenizer, loaded.base, found, f"{source.name} row {row}", images):
             console.print(Text(line))
         return
     tokenise: Tokenise[Example] = (
-        preference_tokeniser(tokenizer, config, loaded.base)
+        preference_tokeniser(tokenizer, config, loaded.base, images)
         if isinstance(config, DPOConfig)
-        else row_tokeniser(
-            tokenizer, config.data, loaded.base, {source.name: section.rows}, _images(config, tokenizer, loaded.base)
-        )
+        else row_tokeniser(tokenizer, config.data, loaded.base, {source.name: section.rows}, images)
     )
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
     for example in sequences.examples:
@@ -98,13 +97,16 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         console.print("this row is not trained on", style="yellow")
 
 
-def _prompt(config: GRPOConfig, tokenizer: Any, base: Path, row: Row, name: str) -> Iterator[str]:
+def _prompt(  # noqa: PLR0913 - a run's parts and a row's
+    config: GRPOConfig, tokenizer: Any, base: Path, row: Row, name: str, images: ImageSide | str
+) -> Iterator[str]:
     """Yield a row's prompt as the policy sees it, and what rewards see of the row."""
     from holdfast.data.chat import RowTokeniser
     from holdfast.data.prompts import prompt_tokeniser
 
     longest = config.data.max_length - config.rollout.max_new_tokens
-    tokenise = prompt_tokeniser(RowTokeniser(tokenizer, config.data, base), tokenizer.decode, config.data, longest)
+    rows = RowTokeniser(tokenizer, config.data, base, images)
+    tokenise = prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
     found = tokenise(row, 0, name, name)
     for prompt in found.examples:
         yield prompt.text

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -46,6 +46,17 @@ class Tokenised(Generic[S]):
     template does not write (`reasoning_dropped`). Only what happened is listed."""
     head: int = 0
     """First tokens that all sequences have in common, and none of which is trained."""
+
+
+class Opening(NamedTuple):
+    """A prompt as tokens."""
+
+    written: list[int]
+    """Each image is its one placeholder."""
+    laid: Stretch
+    """Each image is its own tokens; none is trained."""
+    positions: NDArray[np.int64] | None
+    """[A, L] of `laid`; None where all are 0, 1, 2, ..."""
 
 
 class RowTokeniser:
@@ -101,10 +112,11 @@ class RowTokeniser:
             for stretch in self.stretches(row, row_format, where, counts)
             for piece in fit(stretch, self._text, where, counts)
         ]
-        examples = tuple(
-            example_of(stretch, sample_id, source, self._images.positions(stretch)) for stretch in stretches
-        )
-        return Tokenised(examples, dict(counts))
+        return Tokenised(tuple(self.example(stretch, sample_id, source) for stretch in stretches), dict(counts))
+
+    def example(self, stretch: Stretch, sample_id: int, source: str) -> Example:
+        """Return a sequence with its images and positions, numbered."""
+        return example_of(stretch, sample_id, source, self._images.positions(stretch))
 
     def stretches(self, row: Row, row_format: RowFormat, where: str, counts: Counter[str]) -> list[Stretch]:
         """Turn a row into sequences of any length.
@@ -116,24 +128,35 @@ class RowTokeniser:
         images = self._images.prepared(content, where)
         return self._images.laid_in(self._stretches(self._images.in_text(content), where, counts), images, where)
 
-    def prompt_tokens(self, row: Row, row_name: str) -> NDArray[np.int64]:
-        """Return the tokens a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
+    def opening(self, row: Row, row_name: str) -> Opening:
+        """Return what a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
 
         Raises:
-            DataError: The row has no prompt, or the template refuses it.
+            DataError: The row has no prompt, its images cannot be read, or the template refuses it.
         """
+        content = self._prompt(row, row_name)
+        images = self._images.prepared(content, row_name, whole=True)
+        written = self._opening_tokens(self._images.in_text(content), row_name)
+        (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
+        return Opening(written, laid, self._images.positions(laid))
+
+    def _prompt(self, row: Row, row_name: str) -> Conversation | PlainText:
         if self._format is not None:
             is_alpaca = "instruction" in row and "prompt" not in row
             row = self._with_prompt(row, "alpaca" if is_alpaca else "prompt_completion", row_name)
         prompt = prompt_of(row, row_name)
-        self._images.placed(PlainText(prompt) if isinstance(prompt, str) else prompt, row, row_name)
-        if isinstance(prompt, str):
-            if not self._wraps_text:
-                return np.asarray(self._plain.opening(prompt), dtype=np.int64)
-            prompt = Conversation([{"role": "user", "content": prompt}])
-        conversation = self._prepared(prompt, row_name)
+        if isinstance(prompt, Conversation):
+            return self._images.placed(prompt, row, row_name)
+        if self._wraps_text:
+            return self._images.placed(Conversation([{"role": "user", "content": prompt}]), row, row_name)
+        return self._images.placed(PlainText(prompt), row, row_name)
+
+    def _opening_tokens(self, content: Conversation | PlainText, row_name: str) -> list[int]:
+        if isinstance(content, PlainText):
+            return self._plain.opening(content.text)
+        conversation = self._prepared(content, row_name)
         try:
-            return np.asarray(self._template.ids(conversation, generation_prompt=True), dtype=np.int64)
+            return list(self._template.ids(conversation, generation_prompt=True))
         except TemplateRefuses as refusal:
             raise DataError(f"{row_name}: {self._template.name} cannot write the prompt: {refusal}.") from None
 

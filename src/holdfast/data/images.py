@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.data.formats import Conversation, PlainText, PromptCompletion
 from holdfast.data.messages import Message
@@ -26,9 +26,10 @@ _SOURCES = ("image", "path", "url", "bytes", "image_url")
 """Keys of an image part that may hold the image."""
 
 Content = Conversation | PromptCompletion | PlainText
+C = TypeVar("C", bound=Content)
 
 
-def place_images(content: Content, row: Row, where: str, blind: str | None = None) -> Content:
+def place_images(content: C, row: Row, where: str, blind: str | None = None) -> C:
     """Return the content with its images: one `{type: image}` part, or one placeholder, for each.
 
     Args:

@@ -52,7 +52,7 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
         match text.overlong:
             case "truncate":
                 counts["truncated"] += 1
-                pieces = [_piece(stretch, 0, _whole_images(stretch, limit))]
+                pieces = [cut_to(stretch, limit)]
             case "split":
                 counts["split"] += 1
                 pieces = _split(stretch, limit, row_name)
@@ -68,6 +68,11 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
     if len(kept) < len(pieces):
         counts["untrained"] += len(pieces) - len(kept)
     return kept
+
+
+def cut_to(stretch: Stretch, limit: int) -> Stretch:
+    """Return the first tokens of a sequence, at most `limit`; an image stays whole or is left out."""
+    return _piece(stretch, 0, _whole_images(stretch, limit))
 
 
 def _split(stretch: Stretch, limit: int, row_name: str) -> list[Stretch]:
@@ -106,6 +111,11 @@ def example_of(stretch: Stretch, sample_id: int, source: str, positions: NDArray
     loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
     loss_mask[0] = False
     tokens = np.asarray(stretch.tokens, dtype=np.int64)
-    spans = [span.inputs for span in stretch.images]
-    inputs = {name: np.concatenate([span[name] for span in spans]) for name in (spans[0] if spans else ())}
+    inputs = joined_inputs(stretch)
     return Example(sample_id, sample_id, tokens, loss_mask, source, model_inputs=inputs, positions=positions)
+
+
+def joined_inputs(stretch: Stretch) -> dict[str, NDArray[Any]]:
+    """Return what the model gets of all images of a sequence."""
+    spans = [span.inputs for span in stretch.images]
+    return {name: np.concatenate([span[name] for span in spans]) for name in (spans[0] if spans else ())}

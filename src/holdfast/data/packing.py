@@ -6,7 +6,7 @@ everything else gathers by it. `unpack` is the exact inverse of `pack`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -49,7 +49,8 @@ def pack(
         pad_token: A token the embedding knows.
         dtype: Dtype of the weights.
         columns: Names and dtypes of what tokens carry, for a batch without sequences; others say it themselves.
-        heads: Which neighbours share their first tokens; those are laid down once. Not with `padded`.
+        heads: Which neighbours share their first tokens; those are laid down once. Not with `padded`. Model inputs of
+            such neighbours are those of their head, and the same.
         stand_in: Model inputs for a batch whose sequences have none, while those of other ranks do.
 
     Raises:
@@ -58,7 +59,7 @@ def pack(
     """
     _refuse_what_would_change(examples)
     if heads is not None and any(head.members > 1 for head in heads):
-        return _pack_branches(examples, shares, heads, pad_token, dtype)
+        return _with_stand_in(_pack_branches(examples, shares, heads, pad_token, dtype), stand_in)
     rows = _rows(examples, padded)
     width = max(1, *(sum(lengths) for lengths in rows))
     filled = _Columns.empty(len(rows), width, pad_token, examples, columns or {})
@@ -72,10 +73,10 @@ def pack(
         filled.position_ids[:, row, start:] = np.arange(width - start)
     lengths = tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows)
     batch = _batch(filled, examples, shares, dtype, lengths, tuple(() for _ in lengths[0]))
-    return _with_stand_in(batch, stand_in or {})
+    return _with_stand_in(batch, stand_in)
 
 
-def _with_stand_in(batch: Batch, inputs: Mapping[str, NDArray[Any]]) -> Batch:
+def _with_stand_in(batch: Batch, inputs: Mapping[str, NDArray[Any]] | None) -> Batch:
     if batch.model_inputs or not inputs:
         return batch
     return replace(batch, model_inputs={name: _tensor(values) for name, values in inputs.items()})
@@ -110,12 +111,25 @@ def _pack_branches(
 
 def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
     for example in members:
-        if example.model_inputs and len(members) > 1:
-            raise ValueError(f"sample {example.sample_id}: {', '.join(example.model_inputs)} cannot share a head")
+        if len(members) > 1 and not _same_inputs(example, members[0], size):
+            raise ValueError(
+                f"sample {example.sample_id}: its positions, or {', '.join(example.model_inputs) or 'lack of inputs'}, "
+                f"are not those of sample {members[0].sample_id}, and so they cannot share a head"
+            )
         if not np.array_equal(example.tokens[:size], members[0].tokens[:size]):
             raise ValueError(f"sample {example.sample_id} does not begin like sample {members[0].sample_id}")
         if example.loss_mask[:size].any():
             raise ValueError(f"sample {example.sample_id}: a token of the shared head would be trained")
+
+
+def _same_inputs(one: Example, other: Example, size: int) -> bool:
+    """Say whether two sequences bring the same inputs, and begin at the same positions."""
+    if one.model_inputs.keys() != other.model_inputs.keys() or (one.positions is None) != (other.positions is None):
+        return False
+    pairs = [(values, other.model_inputs[name]) for name, values in one.model_inputs.items()]
+    if one.positions is not None and other.positions is not None:
+        pairs.append((one.positions[:, :size], other.positions[:, :size]))
+    return all(first is second or np.array_equal(first, second) for first, second in pairs)
 
 
 def _batch(
@@ -142,14 +156,26 @@ def _batch(
         counts=tuple(share.count for share in shares),
         count=float(sum(share.count for share in shares)),
         per_token={name: _tensor(values) for name, values in filled.per_token.items()},
-        **_joined(examples),
+        **_joined(examples, set(_after_a_head(branches))),
     )
 
 
-def _joined(examples: Sequence[Example]) -> dict[str, Any]:
-    """Return the model inputs of all sequences, and how many rows are each one's."""
+def _after_a_head(branches: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Yield the index of each sequence whose head an earlier one has brought."""
+    index = 0
+    for own in branches:
+        members = max(1, len(own))
+        yield from range(index + 1, index + members)
+        index += members
+
+
+def _joined(examples: Sequence[Example], without: Collection[int]) -> dict[str, Any]:
+    """Return the model inputs of all sequences but some, and how many rows are each one's."""
     names = sorted({name for example in examples for name in example.model_inputs})
-    parts = {name: [example.model_inputs.get(name) for example in examples] for name in names}
+    parts = {
+        name: [None if index in without else example.model_inputs.get(name) for index, example in enumerate(examples)]
+        for name in names
+    }
     return {
         "model_inputs": {
             name: _tensor(np.concatenate([part for part in found if part is not None])) for name, found in parts.items()
@@ -209,7 +235,10 @@ def unpack(batch: Batch) -> list[Example]:
 
 
 def _own_inputs(batch: Batch, index: int) -> dict[str, NDArray[Any]]:
-    """Return the model inputs of one sequence."""
+    """Return the model inputs of one sequence; those of a shared head are its first sequence's."""
+    after = set(_after_a_head(batch.branches))
+    while index in after:
+        index -= 1
     found = {}
     for name, rows in batch.model_input_rows.items():
         if rows[index]:
@@ -307,7 +336,8 @@ class _Columns:
         """Write what a sequence has of its own; its head stands at `head` already."""
         size = example.tokens.size - (own.stop - own.start)
         self.put((0, own), index, _tail(example, size), share.weight)
-        self.position_ids[:, 0, own] += size
+        if example.positions is None:
+            self.position_ids[:, 0, own] += size
         self.predictor_index[0, own.start] = head + size - 1
 
     def put(self, where: tuple[int, slice], index: int, example: Example, weight: float) -> None:
@@ -331,8 +361,13 @@ def _axes(examples: Sequence[Example]) -> int:
 
 def _tail(example: Example, start: int) -> Example:
     """Return what follows the first tokens of a sequence."""
-    carried = {name: values[start:] for name, values in example.per_token.items()}
-    return replace(example, tokens=example.tokens[start:], loss_mask=example.loss_mask[start:], per_token=carried)
+    return replace(
+        example,
+        tokens=example.tokens[start:],
+        loss_mask=example.loss_mask[start:],
+        per_token={name: values[start:] for name, values in example.per_token.items()},
+        positions=None if example.positions is None else example.positions[:, start:],
+    )
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:

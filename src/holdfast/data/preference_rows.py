@@ -41,7 +41,7 @@ def answer_rows(
             )
         return {side: {**row, "completion": value} for side, value in _alike(found, name).items()}, "prompt_completion"
     if _are_texts(found):
-        return {side: {"text": value} for side, value in found.items()}, "text"
+        return {side: {**row, "text": value} for side, value in found.items()}, "text"
     raise DataError(
         f"{name} has no column 'prompt', and its answers are neither two texts nor two whole conversations that begin "
         f"with one. Its columns are: {', '.join(row)}."

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 
 from holdfast.config.dpo import PairDataConfig
 from holdfast.data.chat import RowTokeniser, Tokenised
-from holdfast.data.lengths import Stretch, example_of
+from holdfast.data.lengths import ImageSpan, Stretch, cut_to
 from holdfast.data.preference_rows import answer_rows, label_of, labelled_row
 from holdfast.data.rows import Row
 from holdfast.errors import DataError
@@ -48,8 +49,8 @@ class PairTokeniser:
             sides = self._sides(row, name, counts)
         except _Unusable as found:
             return _left_out(found, self.config, name)
-        head = 0 if not sides else min(_first_difference(sides), *(side.trained.index(True) for side in sides))
-        return Tokenised(tuple(example_of(side, sample_id, source) for side in sides), dict(counts), head)
+        examples = tuple(self.rows.example(side, sample_id, source) for side in sides)
+        return Tokenised(examples, dict(counts), _common_head(sides) if sides else 0)
 
     def _sides(self, row: Row, name: str, counts: Counter[str]) -> list[Stretch]:
         answers, shape = answer_rows(row, name, prompt_is_rendered=self.config.format is not None)
@@ -91,7 +92,8 @@ class LabelTokeniser:
             return _left_out(found, self.config, name)
         side = _alone(self.rows.stretches(answer, "prompt_completion", name, counts), "completion", name)
         _refuse_no_prompt(side, name)
-        examples = [example_of(cut, sample_id, source) for cut in _fitted([side], self.config, name, counts)]
+        _refuse_image_in_answer(side, name)
+        examples = [self.rows.example(cut, sample_id, source) for cut in _fitted([side], self.config, name, counts)]
         carried = [replace(each, per_token={"desirable": np.full(each.tokens.size, desirable)}) for each in examples]
         return Tokenised(tuple(carried), dict(counts))
 
@@ -141,6 +143,15 @@ def _refuse_no_prompt(side: Stretch, name: str) -> None:
         raise DataError(f"{name}: its prompt is empty, and nothing predicts the first token of an answer. Write one.")
 
 
+def _refuse_image_in_answer(side: Stretch, name: str) -> None:
+    """Kto's divergence puts a row's answer behind the prompt of another row, and tokens alone go there."""
+    if any(span.end > side.trained.index(True) for span in side.images):
+        raise DataError(
+            f"{name}: its answer holds an image, and kto compares answers of text alone. Move the image to the prompt, "
+            "or remove the row."
+        )
+
+
 def _alone(stretches: Sequence[Stretch], side: str, name: str) -> Stretch:
     """Return an answer's one sequence."""
     if len(stretches) == 1:
@@ -162,7 +173,26 @@ def _with_common_prompt(sides: Sequence[Stretch], name: str) -> list[Stretch]:
             f"{name} has no prompt, and its chosen and rejected texts begin differently. Add a column prompt, or begin "
             "both texts with it."
         )
-    return [Stretch(side.tokens, [place >= common for place in range(len(side.tokens))]) for side in sides]
+    return [
+        replace(side, trained=[trained and place >= common for place, trained in enumerate(side.trained)])
+        for side in sides
+    ]
+
+
+def _common_head(sides: Sequence[Stretch]) -> int:
+    """Return how many tokens the sequences begin with alike, none of them trained; 0 where images say otherwise."""
+    head = min(_first_difference(sides), *(side.trained.index(True) for side in sides))
+    first = sides[0].images
+    for side in sides:
+        if len(side.images) != len(first) or any(span.end > head for span in side.images):
+            return 0
+        if not all(starmap(_same_image, zip(side.images, first, strict=True))):
+            return 0
+    return head
+
+
+def _same_image(one: ImageSpan, other: ImageSpan) -> bool:
+    return one is other or all(np.array_equal(values, other.inputs[name]) for name, values in one.inputs.items())
 
 
 def _first_difference(sides: Sequence[Stretch]) -> int:
@@ -186,7 +216,7 @@ def _fitted(sides: list[Stretch], config: PairDataConfig, name: str, counts: Cou
             f"{name} has {longest} tokens, more than data.max_length={limit}. Raise data.max_length to {longest}, or "
             "set data.overlong to truncate or drop."
         )
-    cut = [Stretch(side.tokens[:limit], side.trained[:limit]) for side in sides]
+    cut = [cut_to(side, limit) for side in sides]
     if config.overlong == "drop" or any(side.trains_nothing for side in cut):
         counts["overlong_dropped"] += 1
         return []

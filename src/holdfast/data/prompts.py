@@ -12,6 +12,7 @@ from holdfast.config.data import PromptDataConfig
 from holdfast.data.candidates import CandidateReader, Candidates
 from holdfast.data.chat import RowTokeniser, Tokenised
 from holdfast.data.exchange import Exchange
+from holdfast.data.lengths import joined_inputs
 from holdfast.data.rows import Row
 from holdfast.data.stream import BatchStream, Limits
 from holdfast.errors import DataError
@@ -61,13 +62,15 @@ def prompt_tokeniser(
     """
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
-        tokens = tokeniser.prompt_tokens(row, name)
+        written, laid, positions = tokeniser.opening(row, name)
+        tokens = np.asarray(laid.tokens, dtype=np.int64)
         if tokens.size == 0:
             raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
         if tokens.size <= longest:
             columns: dict[str, Any] = dict(row)
-            text = decode(tokens.tolist())
-            return Tokenised((Prompt(sample_id, tokens.astype(np.int64), text, columns, source),), {})
+            inputs = joined_inputs(laid)
+            prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions)
+            return Tokenised((prompt,), {})
         if config.overlong == "refuse":
             raise DataError(
                 f"{name}: its prompt has {tokens.size} tokens, and data.max_length={config.max_length} less "

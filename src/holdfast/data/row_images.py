@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.config.data import TextConfig
 from holdfast.data.formats import Conversation, PlainText
-from holdfast.data.images import PLACEHOLDER, Content, ImageFiles, images_up_to, place_images
+from holdfast.data.images import PLACEHOLDER, C, Content, ImageFiles, images_up_to, place_images
 from holdfast.data.lengths import Stretch
 from holdfast.data.rows import Row
 from holdfast.data.vision import ImageSide, Prepared
@@ -40,8 +41,9 @@ class RowImages:
     def __init__(self, side: ImageSide | str, text: TextConfig, base: Path) -> None:
         self._side, self._text = side, text
         self._files = ImageFiles(text.image_dir, base)
+        self._last: tuple[tuple[Any, ...], tuple[Prepared, ...]] = ((), ())
 
-    def placed(self, content: Content, row: Row, where: str) -> Content:
+    def placed(self, content: C, row: Row, where: str) -> C:
         """Return the content with its images found.
 
         Raises:
@@ -56,24 +58,37 @@ class RowImages:
             )
         return content
 
-    def prepared(self, content: Content, where: str) -> PreparedImages:
-        """Open the content's images and prepare them for the model.
+    def prepared(self, content: Content, where: str, *, whole: bool = False) -> PreparedImages:
+        """Open the content's images and prepare them for the model; once for contents of one row that share them.
+
+        Args:
+            content: With its images placed.
+            where: What an error calls it.
+            whole: All of it is one sequence, whoever speaks last.
 
         Raises:
             DataError: One cannot be read, or the model cannot take it.
         """
         if isinstance(self._side, str):
             return PreparedImages((), {0})
-        images = []
-        for number, image in enumerate(content.images):
-            name = f"{where}, image {number}"
-            images.append(self._side.prepare(self._files.open(image, name), name))
+        images = self._opened(content.images, where, self._side)
         may_be = {len(images)}
-        if isinstance(content, Conversation):
+        if isinstance(content, Conversation) and not whole:
             may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
-        return PreparedImages(tuple(images), may_be)
+        return PreparedImages(images, may_be)
 
-    def in_text(self, content: Content) -> Content:
+    def _opened(self, named: tuple[Any, ...], where: str, side: ImageSide) -> tuple[Prepared, ...]:
+        before, known = self._last
+        if len(before) == len(named) and all(one is other for one, other in zip(before, named, strict=True)):
+            return known
+        found = []
+        for number, image in enumerate(named):
+            name = f"{where}, image {number}"
+            found.append(side.prepare(self._files.open(image, name), name))
+        self._last = (named, tuple(found))
+        return tuple(found)
+
+    def in_text(self, content: C) -> C:
         """Return plain text with the placeholders that the family's tokenizer knows."""
         if isinstance(self._side, str) or not content.images or isinstance(content, Conversation):
             return content

@@ -16,7 +16,6 @@ import xxhash
 
 from holdfast.config.data import SyntheticConfig
 from holdfast.data.pictures import COLOURS, SHAPES, paint
-from holdfast.errors import DataError
 
 Item = TypeVar("Item")
 TaskRows = Literal["answers", "pairs", "labels"]
@@ -79,13 +78,11 @@ class SyntheticSource:
 
     Rows of `shapes` have `images` besides.
 
-    As pairs: `prompt`, `chosen` and `rejected`, swapped in noisy rows. As labels: the columns of answers and `label`;
-    half of the answers are wrong, unless the task names another share of noise.
+    As pairs: `prompt`, `chosen` and `rejected` (and `images`), swapped in noisy rows. As labels: the columns of
+    answers and `label`; half of the answers are wrong, unless the task names another share of noise.
     """
 
     def __init__(self, config: SyntheticConfig, rows: TaskRows = "answers") -> None:
-        if rows != "answers" and config.task == "shapes":
-            raise DataError("The task shapes has answers to train on (sft), and no preferences over them.")
         if rows == "labels" and config.noise == 0:
             config = config.model_copy(update={"noise": 0.5})
         self._config = config
@@ -123,7 +120,8 @@ class SyntheticSource:
         """Return the question of row `index` with its right answer `chosen` and a wrong one `rejected`."""
         question = self._draw(index)
         rejected = wrong_answer(question, self._draws("rejected", index))
-        return {"prompt": question.prompt, "chosen": question.answer, "rejected": rejected}
+        pair = {"prompt": question.prompt, "chosen": question.answer, "rejected": rejected}
+        return pair | {name: question.facts[name] for name in ("images",) if name in question.facts}
 
     def _draw(self, index: int) -> Question:
         if not 0 <= index < self.size:

@@ -187,6 +187,12 @@ def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDAr
     return np.concatenate([*parts, np.broadcast_to(rest, (3, rest.size))], axis=1).astype(np.int64)
 
 
+def going_on(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return [A, L + count] positions: those given, [A, L], and those of `count` tokens of text after them."""
+    after = positions.max(initial=-1) + 1 + np.arange(count)
+    return np.concatenate([positions, np.broadcast_to(after, (len(positions), count))], axis=1)
+
+
 def _image_id(family: VisionFamily, name: str, tokenizer: Any, config: Any) -> int:
     found = tokenizer.convert_tokens_to_ids(family.image_token)
     wanted = getattr(config, "image_token_id", None)

@@ -28,6 +28,8 @@ class Family:
     packs: bool = True
     """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
     why_not_packed: str = ""
+    image_token_id: int | None = None
+    """The token that features of images take the place of, where images of the family are known."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
@@ -62,6 +64,7 @@ def family_of(model: nn.Module) -> Family:
         logit_softcap=None if softcap is None else float(softcap),
         packs=not reason,
         why_not_packed=reason,
+        image_token_id=int(config.image_token_id) if str(config.model_type) in FAMILIES else None,
         image_tokens=_image_tokens(config),
     )
 

@@ -134,10 +134,11 @@ class PolicyModel(nn.Module):
         if batch.stands_in:
             inputs = {"inputs_embeds": self._embedded_beside(batch)}
         elif batch.model_inputs:
-            inputs |= batch.model_inputs
+            tokens = self._without_chosen_images(batch)
+            inputs = {"input_ids": tokens, **batch.model_inputs}
             if self.family.image_tokens is not None:
                 argument, token = self.family.image_tokens
-                inputs[argument] = (batch.tokens == token).long()
+                inputs[argument] = (tokens == token).long()
         if self.padded:
             visible = batch.sequence_ids >= 0
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
@@ -157,6 +158,17 @@ class PolicyModel(nn.Module):
             )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _without_chosen_images(self, batch: Batch) -> Tensor:
+        """Return the tokens, with another one where the policy chose an image token itself.
+
+        There is no image for it, and transformers' models count. It ends its completion, so nothing reads it there.
+        Tokens of an image are never trained, which tells the two apart.
+        """
+        token = self.family.image_token_id
+        if token is None:
+            return batch.tokens
+        return batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
 
     def _embedded_beside(self, batch: Batch) -> Tensor:
         """Return the tokens' embeddings, after running the tower on inputs that belong to no sequence.

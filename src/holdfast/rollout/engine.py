@@ -6,9 +6,9 @@ collective calls while it samples, so ranks with unequal work never wait for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,10 @@ class Request:
     prompt: NDArray[np.int64]
     """[P], at least one token"""
     seeds: tuple[int, ...]
+    model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Inputs only the model understands, such as those of the prompt's images."""
+    positions: NDArray[np.int64] | None = None
+    """[A, P] of the prompt's tokens; None where all are 0, 1, 2, ..."""
 
 
 class Sampled(NamedTuple):

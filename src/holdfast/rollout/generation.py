@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from holdfast.config.rollout import SamplingConfig
+from holdfast.data.vision_families import FAMILIES
 from holdfast.models.build import Blueprint
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.replica import Replica
+from holdfast.rollout.replica import Replica, joined_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
@@ -73,9 +74,11 @@ class TransformersEngine:
         out: Tensor = self._replica.model.generate(
             input_ids=tokens.to(device),
             attention_mask=mask.to(device),
+            **self._image_inputs([request for request, _ in rows], tokens),
             max_new_tokens=self._sampling.max_new_tokens,
             eos_token_id=sorted(stops.tokens) or None,
             pad_token_id=self._pad,
+            use_cache=True,
             do_sample=False,  # the processor leaves one token to choose
             logits_processor=[drawing],
             stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
@@ -90,6 +93,14 @@ class TransformersEngine:
             self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
             for number, (request, place) in enumerate(rows)
         ]
+
+    def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
+        """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""
+        inputs = joined_inputs(requests, self._replica.device)
+        vision, token = FAMILIES.get(self._replica.family.name), self._replica.family.image_token_id
+        if inputs and vision is not None and vision.token_types is not None and token is not None:
+            inputs[vision.token_types] = (tokens == token).long().to(self._replica.device)
+        return inputs
 
     def _sampled(self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:
         end, limit = stops.end(tokens, 0), self._sampling.max_new_tokens

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.rollout import SamplingConfig
@@ -23,7 +24,7 @@ from holdfast.models.family import backbone_of, output_layer_of
 from holdfast.models.scores import Head, logits_of
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.replica import Replica, for_few_rows
+from holdfast.rollout.replica import Replica, for_few_rows, joined_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
@@ -171,7 +172,12 @@ class _Decoding:
         of_row = [number for number, request in enumerate(requests) for _ in request.seeds]
         lengths = [len(request.prompt) for request in requests]
         ends = np.cumsum(lengths)
-        self._cache, hidden = self._compute_prompts(requests, lengths, of_row)
+        placed = [_positions_of(request) for request in requests]
+        after = [int(positions.max()) + 1 for positions in placed]
+        ahead = torch.tensor([after[number] - lengths[number] for number in of_row])
+        self._ahead = ahead.to(device)
+        """[rows], how far each row's positions run ahead of its places: an image's positions are not its tokens'"""
+        self._cache, hidden = self._compute_prompts(requests, placed, of_row)
         self._hidden = hidden[torch.from_numpy(ends - 1).to(device)[torch.tensor(of_row, device=device)]]
         """[rows, H], what predicts each row's next token"""
 
@@ -181,17 +187,21 @@ class _Decoding:
         return max(len(row.tokens) for row in self.rows) + len(self._pending)
 
     def _compute_prompts(
-        self, requests: Sequence[Request], lengths: list[int], of_row: list[int]
+        self, requests: Sequence[Request], placed: Sequence[NDArray[np.int64]], of_row: list[int]
     ) -> tuple[RowCache, Tensor]:
         """Run all prompts side by side; return the rows' cache and the prompts' hidden states [T, H]."""
         tokens = torch.from_numpy(np.concatenate([request.prompt for request in requests])).to(self._device)[None]
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(self._device)[None]
+        lengths = [positions.shape[1] for positions in placed]
+        axes = max(len(positions) for positions in placed)
+        wide = [np.broadcast_to(positions, (axes, positions.shape[1])) for positions in placed]
+        positions = torch.from_numpy(np.concatenate(wide, axis=1)).to(self._device)[:, None]  # [A, 1, T]
         cache = PromptCache()
         output = backbone_of(self._model)(
             input_ids=tokens,
-            position_ids=positions,
+            position_ids=positions[0] if axes == 1 else positions,
             past_key_values=cache,
             use_cache=True,
+            **joined_inputs(requests, self._device),
             documents=Documents.of(tuple(lengths), self._device),
         )
         ends = np.cumsum(lengths).tolist()
@@ -223,7 +233,7 @@ class _Decoding:
         output = backbone_of(self._model)(
             input_ids=self._last[:, None],
             # Rows that have ended go on until they are dropped; theirs is the only position that may lie beyond.
-            position_ids=self._cache.view.places[:, None].clamp(max=self._last_position),
+            position_ids=(self._cache.view.places + self._ahead)[:, None].clamp(max=self._last_position),
             past_key_values=self._cache,
             use_cache=True,
             rows=self._cache,
@@ -291,6 +301,7 @@ class _Decoding:
         self._cache.add(other._cache)
         self.rows += other.rows
         self._seeds, self._drawn = torch.cat([self._seeds, other._seeds]), torch.cat([self._drawn, other._drawn])
+        self._ahead = torch.cat([self._ahead, other._ahead])
         self._hidden = torch.cat([self._hidden, other._hidden])
         if self._seen is not None and other._seen is not None:
             self._seen = torch.cat([self._seen, other._seen])
@@ -300,8 +311,13 @@ class _Decoding:
         rows = torch.tensor(left, device=self._device)
         self._cache.keep(rows, [self._cache.lengths[number] for number in left])
         self.rows = [self.rows[number] for number in left]
-        self._seeds, self._drawn = self._seeds[rows], self._drawn[rows]
+        self._seeds, self._drawn, self._ahead = self._seeds[rows], self._drawn[rows], self._ahead[rows]
         self._hidden = self._hidden[rows]
         self._last = None if self._last is None else self._last[rows]
         self._seen = None if self._seen is None else self._seen[rows]
         self._done = set()
+
+
+def _positions_of(request: Request) -> NDArray[np.int64]:
+    """Return [A, P] positions of a prompt's tokens."""
+    return np.arange(len(request.prompt))[None] if request.positions is None else request.positions

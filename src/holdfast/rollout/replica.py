@@ -7,12 +7,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint
 from holdfast.models.names import named_parameters
+from holdfast.models.vision import set_attention
+from holdfast.rollout.engine import Request
+
+
+def joined_inputs(requests: Iterable[Request], device: torch.device) -> dict[str, Tensor]:
+    """Return the model inputs of requests side by side, in their order."""
+    parts: dict[str, list[Any]] = {}
+    for request in requests:
+        for name, values in request.model_inputs.items():
+            parts.setdefault(name, []).append(values)
+    return {name: torch.from_numpy(np.concatenate(values)).to(device) for name, values in parts.items()}
 
 
 def for_few_rows(weight: Tensor) -> Tensor:
@@ -41,7 +53,7 @@ class Replica:
             part.use_cache = True
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
-        self.model.set_attn_implementation(attention or upstream_attention(self.model))
+        set_attention(self.model, attention or upstream_attention(self.model))
         self.model.generation_config = copy.deepcopy(origin.skeleton.generation_config)
         if dtype is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
             self.model.set_experts_implementation("eager")

@@ -35,7 +35,7 @@ from holdfast.training.sources import (
     check_batch,
     evaluation_sets,
     open_data,
-    refuse_completions_of_images,
+    refuse_completions_with_images,
     row_tokeniser,
     training_stream,
 )
@@ -144,8 +144,7 @@ def _measured(
         exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats, images)
     )
     sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts, images))
-    if isinstance(images, ImageSide):
-        together(exchange, lambda: refuse_completions_of_images(config, sets))
+    together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     return replace(parts, evaluation_sets=sets)
 
 

@@ -9,17 +9,19 @@ from holdfast.data.candidates import Tokenise
 from holdfast.data.chat import RowTokeniser
 from holdfast.data.prompts import prompt_tokeniser
 from holdfast.data.rows import Source
+from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError, DataError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.build import Live, begin, build_model, parts_of_run
+from holdfast.training.build_sharded import image_side_of
 from holdfast.training.engines import build_engine, stop_tokens
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
 from holdfast.training.run import Evaluation
-from holdfast.training.sources import NO_IMAGES, OpenedData, first_sequences, open_data, prompt_stream
+from holdfast.training.sources import OpenedData, first_sequences, open_data, prompt_stream
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Prompt
 
@@ -41,7 +43,8 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     started = begin(config, base, world, live)
     exchange = started.exchange
     measured = _measured(config, base, world, exchange, live)
-    tokenise = _tokeniser(measured, base)
+    images = _images(config, measured)
+    tokenise = _tokeniser(measured, base, images)
     stream = together(exchange, lambda: prompt_stream(config, started.data, tokenise, exchange, base))
     if config.rollout.shared_prefix == "on" and measured.policy.padded:
         why = measured.origin.family.why_not_packed or "data.packing or model.attention says so"
@@ -50,7 +53,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"({why}), where nothing can be shared. Use auto."
         )
     together(exchange, lambda: _check_positions(config, measured))
-    policy = _policy(config, measured, started.data, tokenise, score)
+    policy = _policy(config, measured, started.data, tokenise, score, images)
     reference = _reference(config, base, policy, live)
     return PolicyRun(
         **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
@@ -67,7 +70,8 @@ def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score:
     needs_training_rows = config.data.validation_split > 0
     data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
     measured = _measured(config, base, world, exchange, Live())
-    return _policy(config, measured, data, _tokeniser(measured, base), score)
+    images = _images(config, measured)
+    return _policy(config, measured, data, _tokeniser(measured, base, images), score, images)
 
 
 def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, live: Live) -> Evaluation:
@@ -83,16 +87,28 @@ def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExc
     return build_model(config, base, world, exchange, live, objective)
 
 
-def _tokeniser(measured: Evaluation, base: Path) -> Tokenise[Prompt]:
+def _images(config: GRPOConfig, measured: Evaluation) -> ImageSide | str:
+    """Return what turns images into tokens; or why no row may have some."""
+    if config.rollout.record:
+        return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
+    return image_side_of(config, measured.origin)
+
+
+def _tokeniser(measured: Evaluation, base: Path, images: ImageSide | str) -> Tokenise[Prompt]:
     config, tokenizer = measured.config, measured.origin.tokenizer
     assert isinstance(config, GRPOConfig)
-    rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base, NO_IMAGES))
+    rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base, images))
     longest = config.data.max_length - config.rollout.max_new_tokens
     return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
 
 
-def _policy(
-    config: GRPOConfig, measured: Evaluation, data: OpenedData, tokenise: Tokenise[Prompt], score: Score
+def _policy(  # noqa: PLR0913 - what a policy is made of
+    config: GRPOConfig,
+    measured: Evaluation,
+    data: OpenedData,
+    tokenise: Tokenise[Prompt],
+    score: Score,
+    images: ImageSide | str,
 ) -> PolicyEvaluation:
     parts = {name: value for name, value in vars(measured).items() if name not in {"config", "temperature"}}
     return PolicyEvaluation(
@@ -101,6 +117,7 @@ def _policy(
         temperature=config.rollout.temperature,
         engine=together(measured.exchange, lambda: _engine(config, measured)),
         score=score,
+        images=images,
         prompt_sets=tuple(
             PromptSet(name, _prompts(name, source, tokenise, config.evaluation.limit_samples, measured.exchange))
             for name, source in data.evaluation.items()

@@ -20,9 +20,11 @@ from holdfast.data.candidates import CandidateReader, Tokenise
 from holdfast.data.preferences import preferred_only
 from holdfast.data.reading import RowReader
 from holdfast.data.stream import SampleStream
+from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
+from holdfast.training.build_sharded import image_side_of
 from holdfast.training.identity import tokenizer_hash, weights_mark
 from holdfast.training.losses import preference_objective
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
@@ -43,6 +45,7 @@ from holdfast.training.sources import (
     one_pass,
     open_data,
     preference_tokeniser,
+    refuse_completions_with_images,
     row_filter,
     training_stream,
 )
@@ -104,8 +107,9 @@ def _compared_policy(
 ) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
     exchange = measured.exchange
-    layout = together(exchange, lambda: _layout(config, measured))
-    plain = together(exchange, lambda: preference_tokeniser(measured.origin.tokenizer, config, base))
+    images = image_side_of(config, measured.origin)
+    layout = together(exchange, lambda: _layout(config, measured, images))
+    plain = together(exchange, lambda: preference_tokeniser(measured.origin.tokenizer, config, base, images))
     tokenise: Tokenise[Example] = plain
     reference: Reference | None = None
     if config.preference.needs_reference and config.reference.precompute:
@@ -117,11 +121,12 @@ def _compared_policy(
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(measured, base, live, kind=config.reference.kind, why=why)
     sets = evaluation_sets(config, data, tokenise, exchange, layout, preferred_only(plain))
+    together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     parts = vars(measured) | {"config": config, "evaluation_sets": sets}
     return PreferenceEvaluation(**parts, layout=layout, reference=reference), tokenise
 
 
-def _layout(config: DPOConfig, measured: Evaluation) -> Layout:
+def _layout(config: DPOConfig, measured: Evaluation, images: ImageSide | str) -> Layout:
     """Return how pairs, or single answers, are packed.
 
     Raises:
@@ -135,7 +140,7 @@ def _layout(config: DPOConfig, measured: Evaluation) -> Layout:
             f"({reason}): a prompt stands in each. Use auto."
         )
     return replace(
-        layout_of(measured),
+        layout_of(measured, images),
         whole_draws=pairs,
         shares_heads=pairs and not padded and config.data.shared_prompt != "off",
         columns={} if pairs else {"desirable": np.bool_},

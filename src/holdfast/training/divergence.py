@@ -18,6 +18,7 @@ from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
 from holdfast.data.packing import unpack
+from holdfast.data.vision import going_on
 from holdfast.objectives.answers import answers_of
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.parallel.collectives import reduce_sums
@@ -85,12 +86,28 @@ def _joined(asked: Example, answer: Answer, max_length: int) -> Example:
     start = _answer_start(asked)
     tokens = np.concatenate([asked.tokens[:start], answer[0]])[:max_length]
     loss_mask = np.concatenate([np.zeros(start, np.bool_), answer[1]])[:max_length]
-    return Example(asked.sample_id, asked.prompt_id, tokens, loss_mask, asked.source)
+    positions = None if asked.positions is None else going_on(asked.positions[:, :start], tokens.size - start)
+    return Example(
+        asked.sample_id,
+        asked.prompt_id,
+        tokens,
+        loss_mask,
+        asked.source,
+        model_inputs=asked.model_inputs,
+        positions=positions,
+    )
 
 
 def _known(examples: dict[tuple[int, int], Example], exchange: Exchange) -> list[Known]:
     facts = [
-        Known(draw, part, example.tokens.size, example.trained_tokens, exchange.rank)
+        Known(
+            draw,
+            part,
+            example.tokens.size,
+            example.trained_tokens,
+            exchange.rank,
+            has_inputs=bool(example.model_inputs),
+        )
         for (draw, part), example in examples.items()
     ]
     return sorted(fact for told in exchange.gather(facts) for fact in told)

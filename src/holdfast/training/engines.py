@@ -23,8 +23,12 @@ def build_engine(measured: Evaluation, kind: EngineKind = "auto", rows: int = 51
         ConfigError: The engine that was asked for cannot decode this model.
     """
     origin, tokenizer, device = measured.origin, measured.origin.tokenizer, measured.world.device
+    # Behind an image token that is no image's, training and sampling would read different things: it ends a completion.
+    image = origin.family.image_token_id
+    ends = [*stop_tokens(origin), *([] if image is None else [image])]
     stops = Stops(
-        frozenset(stop_tokens(origin)), lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+        frozenset(ends),
+        lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
     )
     dtype = getattr(torch, measured.plan.compute_dtype)
     can = origin.packed and not measured.policy.padded

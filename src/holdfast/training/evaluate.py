@@ -116,10 +116,7 @@ def evaluate_completions(
     """
     tokenizer = run.origin.tokenizer
     answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
-    requests = [
-        Request(number, np.asarray(answers[number][0], np.int64), (mixed(0, example.sample_id),))
-        for number, example in enumerate(examples)
-    ]
+    requests = [_request(number, example, len(answers[number][0])) for number, example in enumerate(examples)]
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     mine = []
     completions = generate(engine, requests, sampling, run.interrupted)
@@ -131,9 +128,8 @@ def evaluate_completions(
         expected = tokenizer.decode(reference, skip_special_tokens=True)
         finished = sampled.finish is Finish.STOP
         right = finished and text.strip() == expected.strip()
-        mine.append(
-            Answered(examples[sampled.request_id].sample_id, tokenizer.decode(prompt), text, expected, right, finished)
-        )
+        asked = tokenizer.decode(_images_shortened(prompt, run.origin.family.image_token_id))
+        mine.append(Answered(examples[sampled.request_id].sample_id, asked, text, expected, right, finished))
     answered = sorted((item for part in run.exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
     if not answered:
         return {}, []
@@ -141,6 +137,19 @@ def evaluate_completions(
         "completions/accuracy": float(np.mean([item.correct for item in answered])),
         "completions/finished": float(np.mean([item.finished for item in answered])),
     }, answered
+
+
+def _request(number: int, example: Example, size: int) -> Request:
+    """Return a request to continue the first tokens of a sequence, which hold all of its images."""
+    positions = None if example.positions is None else example.positions[:, :size]
+    seeds = (mixed(0, example.sample_id),)
+    return Request(number, example.tokens[:size], seeds, example.model_inputs, positions)
+
+
+def _images_shortened(tokens: Sequence[int], image: int | None) -> list[int]:
+    """Return tokens to be read by people: an image token once where it stands many times."""
+    pairs = zip(tokens, [None, *tokens], strict=False)
+    return [token for token, before in pairs if token != image or before != image]
 
 
 def split_at_answer(example: Example) -> tuple[list[int], list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def evaluate_policy(
         try:
             with run.phase("evaluation"):
                 found, groups = _evaluate_set(run, prompts)
-                everyone = run.exchange.gather(groups)
+                everyone = run.exchange.gather([_told(group) for group in groups])
         except StepAbandoned:
             break
         if run.world.is_first:
@@ -75,6 +76,12 @@ def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, 
         metrics |= {f"avg@{options.per_prompt}": metrics["reward"]} if "reward" in metrics else {}
         metrics |= {f"pass@{k}": pass_at(solved, k) for k in _powers_of_two(options.per_prompt)}
     return metrics, groups
+
+
+def _told(group: Group) -> Group:
+    """Return what is written of a group: texts and rewards, and no images."""
+    trajectories = tuple(replace(trajectory, model_inputs={}) for trajectory in group.trajectories)
+    return Group(replace(group.prompt, row={}, model_inputs={}, positions=None), trajectories)
 
 
 def pass_at(solved: NDArray[np.bool_], k: int) -> float:

@@ -16,13 +16,14 @@ from holdfast.advantages.group import advantages
 from holdfast.config.grpo import GRPOConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
+from holdfast.data.vision import ImageSide, going_on
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
 from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import GroupFact, Rollout, parts_of, rewards_of, trained_tokens
 from holdfast.training.scoring import scored
-from holdfast.types import Example, MiniBatch, Trajectory
+from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 
 
 def columns_of(config: GRPOConfig) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     """
     count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
     layout = replace(
-        layout_of(run),
+        layout_of(run, run.images),
         columns=columns_of(run.config),
         constant_length=run.config.rollout.max_new_tokens,
         shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
@@ -82,7 +83,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
 def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
     wanted = {fact.prompt_id for fact in facts}
     mine = {
-        (group.prompt.prompt_id, place): _example(trajectory, group.prompt.source)
+        (group.prompt.prompt_id, place): _example(trajectory, group.prompt, layout.pad_token, run.images)
         for group in rollout.groups
         if group.prompt.prompt_id in wanted
         for place, trajectory in enumerate(group.trajectories)
@@ -96,6 +97,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
             trained_tokens(completion, groups),
             fact.owner,
             completion.tokens - completion.length,
+            fact.has_inputs,
         )
         for fact in facts
         for place, completion in enumerate(fact.completions)
@@ -103,17 +105,22 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
     return assemble(Candidates(mine, known), run.exchange, run.config.data, layout)
 
 
-def _example(trajectory: Trajectory, source: str) -> Example:
+def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
     assert trajectory.advantages is not None
+    tokens, chosen = trajectory.tokens, trajectory.tokens.size - prompt.tokens.size
+    if isinstance(images, ImageSide) and chosen and tokens[-1] == images.image_id and not trajectory.loss_mask[-1]:
+        # Nobody trains this completion or reads its end, where a model that counts its images would miss one.
+        tokens = np.append(tokens[:-1], pad_token)
     carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
     return Example(
         sample_id=trajectory.sample_id,
         prompt_id=trajectory.prompt_id,
-        tokens=trajectory.tokens,
+        tokens=tokens,
         loss_mask=trajectory.loss_mask,
-        source=source,
+        source=prompt.source,
         per_token={**carried, **trajectory.per_token},
         model_inputs=trajectory.model_inputs,
+        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
+from holdfast.data.vision import ImageSide
 from holdfast.parallel.stream import live_tensors
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
@@ -35,6 +36,8 @@ class PolicyEvaluation(Evaluation):
     engine: RolloutEngine
     score: Score
     prompt_sets: Sequence[PromptSet]
+    images: ImageSide | str
+    """What turns the images of rows into tokens; or why there is nothing that does."""
     published: int | None = None
     """Updates behind the weights that the engine has; None before it has any."""
 

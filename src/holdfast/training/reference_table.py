@@ -1,8 +1,8 @@
 """What the reference policy says of every answer of a run, computed once and kept in a file.
 
-An answer is found by the hash of its tokens, so the order of rows, the number of ranks and the packing do not matter.
-The file says of which rows, model and tokenizer it is, and carries the hash of its own content; one of other things, or
-a damaged one, is refused.
+An answer is found by the hash of its tokens and images, so the order of rows, the number of ranks and the packing do
+not matter. The file says of which rows, model and tokenizer it is, and carries the hash of its own content; one of
+other things, or a damaged one, is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class ReferenceTable:
 
 
 def _key(example: Example) -> tuple[int, int]:
-    digest = xxhash.xxh3_128_intdigest(example.tokens.tobytes() + example.loss_mask.tobytes())
+    hashed = xxhash.xxh3_128(example.tokens.tobytes() + example.loss_mask.tobytes())
+    for name, values in sorted(example.model_inputs.items()):
+        hashed.update(f"{name} {values.dtype} {values.shape} ".encode() + values.tobytes())
+    digest = hashed.intdigest()
     return digest >> 64, digest & (2**64 - 1)
 
 

@@ -56,6 +56,8 @@ class GroupFact(NamedTuple):
     completions: tuple[CompletionFact, ...]
     greedy: float = math.nan
     """Reward of the greedy completion, where the advantage needs one."""
+    has_inputs: bool = False
+    """Whether its prompt brings inputs only the model understands."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,10 @@ def sample_groups(
     """
     with run.phase("rollout"):
         publish(run)
-        requests = [Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id]) for prompt in prompts]
+        requests = [
+            Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
+            for prompt in prompts
+        ]
         sampled = generate(run.engine, requests, sampling, run.interrupted)
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
         if any(run.exchange.gather(aborted)):
@@ -262,6 +267,7 @@ def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence
             group.prompt.prompt_id,
             run.world.rank,
             tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
+            has_inputs=bool(group.prompt.model_inputs),
         )
         for group in groups
     ]

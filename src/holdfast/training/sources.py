@@ -25,11 +25,10 @@ from holdfast.data.stream import Limits, SampleStream
 from holdfast.data.synthetic import TaskRows
 from holdfast.data.vision import ImageSide
 from holdfast.errors import DataError
+from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
 from holdfast.training.run import EvaluationSet
 from holdfast.types import Example, Prompt
-
-NO_IMAGES = "Images are trained on by `holdfast sft` alone so far"
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
@@ -155,9 +154,11 @@ def row_tokeniser(
     return tokenise
 
 
-def preference_tokeniser(tokenizer: Any, config: DPOConfig, base: Path) -> Tokenise[Example]:
+def preference_tokeniser(
+    tokenizer: Any, config: DPOConfig, base: Path, images: ImageSide | str = BLIND
+) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
-    rows = RowTokeniser(tokenizer, config.data, base, NO_IMAGES)
+    rows = RowTokeniser(tokenizer, config.data, base, images)
     tokenise = (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
     return last_token_alone(tokenise) if config.scores else tokenise
 
@@ -231,19 +232,25 @@ def evaluation_sets(  # noqa: PLR0913 - as many as a set is made of
     return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
 
 
-def refuse_completions_of_images(config: TrainingConfig, sets: Sequence[EvaluationSet]) -> None:
-    """Refuse to complete prompts whose images the sampler would not see.
+def refuse_completions_with_images(
+    config: TrainingConfig, sets: Sequence[EvaluationSet], images: ImageSide | str
+) -> None:
+    """Refuse to complete prompts whose answers hold images, which no policy writes.
 
     Raises:
-        DataError: A row that would be completed has an image.
+        DataError: A row that would be completed has an image behind the first token of its last answer.
     """
     options = config.evaluation.completions
-    for held_out in sets if options is not None else ():
-        for example in held_out.read_prompts(options.samples):  # type: ignore[union-attr]  # no options, no sets
-            if example.model_inputs:
+    if options is None or isinstance(images, str):
+        return
+    for held_out in sets:
+        for example in held_out.read_prompts(options.samples):
+            prompt, _ = split_at_answer(example)
+            if images.image_id in example.tokens[len(prompt) :]:
                 raise DataError(
-                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name} without seeing "
-                    "its image. Remove evaluation.completions; the loss and mean_token_accuracy of the set stay."
+                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name}, whose answer "
+                    "holds an image; a policy writes text alone. Remove the row, or remove evaluation.completions: the "
+                    "loss and mean_token_accuracy of the set stay."
                 )
 
 
