@@ -15,8 +15,8 @@ from holdfast.config.data import DataConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.model import ModelConfig
 from holdfast.config.runs import SFTConfig
-from holdfast.data.chat import RowTokeniser
 from holdfast.data.characters import character_tokenizer
+from holdfast.data.chat import RowTokeniser
 from holdfast.data.packing import pack
 from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.architectures import row_of, table_in
 
 from tests.training.matrix import ARCHITECTURES, LARGEST_DIFFERENCE, MIXTURES, VISION, walk
-from tools.architectures import row_of, table_in
 
 QUICK = {"gemma2", "falcon_h1", "gpt_oss", "deepseek_v3", "qwen3_vl", "idefics3"}
 """Walked in every run of the tests: what the other suites do not train, resume and export."""

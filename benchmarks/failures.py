@@ -1,0 +1,101 @@
+"""State failures of sharded training, made to happen in the naive way and then asked of Holdfast, in one table.
+
+    python benchmarks/failures.py [--only 1 6.3 ...]
+
+Five failures that runs were lost to and fifteen beside them. The naive way is the upstream library where it runs on a
+CPU, else the few lines that trainers share. The cases are those of `tests/failures`, where each number is compared with
+what it must be. 2 gloo ranks, tiny modules. Exits with 1 where Holdfast does not hold, or where the naive way no longer
+fails: then the table is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from measure import ENVIRONMENT, heading
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cases are the tests'
+os.environ.update(ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Drop what this process and those it starts print: plans, progress bars, libraries' warnings."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for descriptor in (*kept, nowhere):
+            os.close(descriptor)
+
+
+def observe(way: Callable[..., object], pool: Callable[[int], object], folder: Path) -> tuple[bool, str]:
+    """Run one way of a failure; an error that the case did not expect is what was observed."""
+    from tests.failures.lab import Lab, Observed
+
+    folder.mkdir(parents=True)
+    try:
+        with silence():
+            found = way(Lab(pool, folder))  # type: ignore[arg-type]
+    except Exception as error:  # noqa: BLE001 - a row of the table, whatever it is
+        return False, f"unexpected {type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+    assert isinstance(found, Observed)
+    return found.holds, found.words.replace("|", "/")
+
+
+def main() -> None:
+    from tests.failures.table import FAILURES
+    from tests.ranks import RankPool
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", default=[failure.number for failure in FAILURES])
+    chosen = [failure for failure in FAILURES if failure.number in parser.parse_args().only]
+    pools: dict[int, RankPool] = {}
+    wrong: list[str] = []
+    libraries = ("transformers", "accelerate", "peft", "trl")
+    print(f"{heading()}; {', '.join(f'{name} {version(name)}' for name in libraries)}\n")
+    print("| failure | what the naive form does | what Holdfast does |")
+    print("|---|---|---|")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="failures-") as folder:
+        for failure in chosen:
+            place = Path(folder) / failure.number
+            words = []
+            for way, call, expected in (("naive", failure.naive, False), ("Holdfast", failure.ours, True)):
+                holds, said = observe(call, lambda size: pools.setdefault(size, RankPool(size)), place / way)
+                words.append(said)
+                if holds is not expected:
+                    wrong.append(f"{failure.number}: {way} {'holds' if holds else 'does not hold'}")
+            print(f"| {failure.number}. {failure.title} | {words[0]} | {words[1]} |", flush=True)
+    with silence():
+        for pool in pools.values():
+            pool.close()
+    print("\nNot run here:\n")
+    for failure in chosen:
+        if failure.not_here:
+            print(f"- {failure.number}: {failure.not_here}")
+    print(
+        f"\n{len(chosen)} failures, {time.monotonic() - began:.0f} s; {'MISS ' + '; '.join(wrong) if wrong else 'ok'}"
+    )
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
