@@ -143,8 +143,8 @@ def ours_handed_on(lab: Lab) -> Observed:
         "next": found["next"] - straight,
     }
     words = (
-        "saved and exported after an evaluation with weights in host memory; settings and tokenizer are there, peft and "
-        f"the merged model agree within {gap:.0e} (trained by {moved:.3f}), and the next loss is what it is without"
+        "saved and exported after an evaluation with weights in host memory; settings and tokenizer are there, peft "
+        f"and the merged model agree within {gap:.0e} (trained by {moved:.3f}), and the next loss is what it is without"
     )
     holds = numbers["generation"] == GENERATION and same and gap < 1e-5 < moved and numbers["next"] == 0.0
     return Observed(holds, words, numbers)

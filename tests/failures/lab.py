@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -58,7 +60,7 @@ def doomed(function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> l
     """Run a function on two ranks of their own that nobody uses again.
 
     Returns:
-        For each rank what it did (`ok`, an error's class, `died` or `hangs`) and its error's message.
+        For each rank what it did (`ok`, an error's class, a signal's name or `hangs`) and its error's message.
     """
     pool = RankPool(2)
     found: dict[int, tuple[str, str]] = {}
@@ -75,11 +77,17 @@ def doomed(function: Callable[..., Any], *args: Any, seconds: float = 20.0) -> l
                     ok, value = pipes[rank].recv()
                     found[rank] = ("ok", "") if ok else (value[0], value[1])
                 except EOFError:
-                    found[rank] = ("died", "")
+                    found[rank] = (_death(pool, rank), "")
             deadline = min(deadline, time.monotonic() + seconds)
     finally:
         pool.close(kill=True)
     return [found.get(rank, ("hangs", "")) for rank in range(pool.size)]
+
+
+def _death(pool: RankPool, rank: int) -> str:
+    process = pool._processes[rank]
+    process.join(5)
+    return signal.Signals(-process.exitcode).name if (process.exitcode or 0) < 0 else "exits"
 
 
 def largest_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -110,7 +118,7 @@ def last_words(error: BaseException | str, length: int = 160) -> str:
 def first_line(outcome: tuple[str, str], length: int = 90) -> str:
     """Return an error as `Class: message`, cut."""
     kind, message = outcome
-    text = " ".join(message.split())
+    text = re.sub(r"^\[[^ ]*\] ", "", " ".join(message.split()))  # a file of the library's
     return f"{kind}: {text[:length]}{'...' if len(text) > length else ''}" if text else kind
 
 

@@ -19,15 +19,7 @@ from holdfast.optim.adamw_bf16 import AdamWBF16
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
 from tests.failures.lab import Lab, Observed, last_words
-from tests.failures.optimizer_state import adamw, sharded_linear, update
-
-
-def load_like_the_tutorial(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    """Load as torch's tutorial does: the live state is the target, then it is set."""
-    wanted = StateDictOptions(**options)
-    state = {"optim": get_optimizer_state_dict(model, optimizer, options=wanted)}
-    dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state["optim"], options=wanted)
+from tests.failures.optimizer_state import Branches, adamw, resume_like_the_tutorial, sharded_linear, update
 
 
 def save_like_the_tutorial(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -69,7 +61,7 @@ def load_with_live_gradients(world: World, path: str, ours: bool) -> dict[str, A
         checkpoint.load(path, other, resumed)
     else:
         save_like_the_tutorial(path, model, optimizer)
-        load_like_the_tutorial(path, other, resumed)
+        resume_like_the_tutorial(path, other, resumed)
     found = state_of(other, resumed)
     right = sum(key in found and torch.equal(found[key], value) for key, value in expected.items())
     return {"right": right, "of": len(expected), "same": same_state(found, expected)}
@@ -122,18 +114,6 @@ def live_gradients(lab: Lab, ours: bool) -> Observed:
 # 6.8: a parameter that never had a gradient
 
 
-class Branches(nn.Module):
-    """Two layers, of which one is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(8, 8)
-        self.never = nn.Linear(8, 8)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.used(inputs)  # type: ignore[no-any-return]
-
-
 def branches(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = fully_shard(Branches())
@@ -153,7 +133,7 @@ def resume_without_a_gradient(world: World, path: str, ours: bool) -> dict[str, 
     save_like_the_tutorial(path, model, optimizer)
     found: dict[str, Any] = {"error": "", "same": False}
     try:
-        load_like_the_tutorial(path, other, resumed)
+        resume_like_the_tutorial(path, other, resumed)
     except BaseException as error:  # noqa: BLE001 - DCP's error is no Exception
         found["error"] = last_words(error)
     lenient, invented = branches(seed=2)
@@ -214,7 +194,7 @@ def regroup(world: World, path: str, ours: bool, form: dict[str, Any]) -> dict[s
         notes = checkpoint.load(path, other, resumed).notes
     else:
         save_like_the_tutorial(path, model, optimizer, **form)
-        load_like_the_tutorial(path, other, resumed, **form)
+        resume_like_the_tutorial(path, other, resumed, **form)
     names = {parameter: name for name, parameter in other.named_parameters()}
     hyperparameters = {
         names[value]: (group.get("weight_decay"), group.get("lr"))

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from holdfast import checkpoint
 from holdfast.optim.state import UnsavableOptimizer
+from holdfast.parallel.materialise import local_part
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, mixed_dtypes, optimizer_of, step
 from tests.failures.lab import Lab, Observed, first_line
@@ -43,11 +44,24 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def resume_like_the_tutorial(world: World, path: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Load an optimizer as torch's tutorial does: its live state as the target, then set it."""
-    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+def resume_like_the_tutorial(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """Load an optimizer as torch's tutorial does: its live state is the target, then it is set."""
+    wanted = StateDictOptions(**options)
+    state = {"optim": get_optimizer_state_dict(model, optimizer, options=wanted)}
     dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state["optim"])
+    set_optimizer_state_dict(model, optimizer, state["optim"], options=wanted)
+
+
+class Branches(nn.Module):
+    """Two layers, of which one is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.used(inputs)  # type: ignore[no-any-return]
 
 
 # 1: frozen parameters in the optimizer
@@ -72,13 +86,33 @@ def save_with_touched_state(world: World) -> None:
     get_optimizer_state_dict(model, optimizer)
 
 
+def load_touched_state(world: World) -> dict[str, float]:
+    """Touch the state of a layer that was never called, save whole and load under FSDP2; return the steps loaded."""
+    whole = StateDictOptions(full_state_dict=True)
+    model = fully_shard(Branches())
+    optimizer = adamw(model)
+    update(model, optimizer)
+    for parameter in model.parameters():
+        optimizer.state[parameter]
+    saved = get_optimizer_state_dict(model, optimizer, options=whole)
+    other = fully_shard(Branches())
+    resumed = adamw(other)
+    set_optimizer_state_dict(other, resumed, saved, options=whole)
+    names = {parameter: name for name, parameter in other.named_parameters()}
+    return {names[parameter]: float(state["step"]) for parameter, state in resumed.state.items()}
+
+
 def naive_frozen(lab: Lab) -> Observed:
     outcomes = lab.pool(2).outcomes(save_with_touched_state, timeout_seconds=60.0)
     errors = [("ok", "") if ok else (said[0], said[1]) for ok, said in outcomes]
-    words = "FSDP1 cannot save; " + "; ".join(
-        f"rank {rank}: {first_line(error, 62)}" for rank, error in enumerate(errors)
+    steps = lab.pool(2).run(load_touched_state)[0]
+    said = "; ".join(f"rank {rank}: {first_line(error, 66)}" for rank, error in enumerate(errors))
+    words = (
+        f"FSDP1 cannot save: {said}. FSDP2 can, and a layer that was never called comes back with "
+        f"step={steps.get('never.weight', 0):.0f}, no error"
     )
-    return Observed(all(kind == "ok" for kind, _ in errors), words, {"errors": errors})
+    holds = all(kind == "ok" for kind, _ in errors) and "never.weight" not in steps
+    return Observed(holds, words, {"errors": errors, "steps": steps})
 
 
 def save_poisoned(world: World, path: str) -> dict[str, Any]:
@@ -162,16 +196,32 @@ def take_every_value(world: World) -> dict[str, dict[str, str]]:
     return found
 
 
+def drop_unknown_state(world: World, path: str) -> bool:
+    """Save state under a key that a fresh optimizer does not have; return whether it comes back."""
+    model = sharded_linear()
+    optimizer = adamw(model)
+    update(model, optimizer)
+    for parameter, state in optimizer.state.items():
+        state["average"] = torch.ones_like(parameter)
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    resumed = adamw(model)
+    resume_like_the_tutorial(path, model, resumed)
+    return all("average" in state for state in resumed.state.values())
+
+
 def naive_values(lab: Lab) -> Observed:
     found = lab.pool(2).run(take_every_value)[0]
+    kept = lab.pool(2).run(drop_unknown_state, lab.path("unknown"))[0]
     refused = {
         form: sorted(kind for kind, said in kinds.items() if "Unexpected" in said) for form, kinds in found.items()
     }
     words = (
         f"{found['cpu_offload']['dtype']!r} with cpu_offload or full_state_dict, strict=False or not; so are "
-        f"{len(refused['cpu_offload'])} of {len(VALUES | UNSAVABLE)} kinds of value"
+        f"{len(refused['cpu_offload'])} of {len(VALUES | UNSAVABLE)} kinds of value; a tensor of state that a fresh "
+        f"optimizer lacks is {'kept' if kept else 'dropped, no error'}"
     )
-    return Observed(not refused["cpu_offload"], words, {"said": found, "refused": refused})
+    numbers = {"said": found, "refused": refused, "kept": kept}
+    return Observed(not refused["cpu_offload"] and kept, words, numbers)
 
 
 def keep_every_value(world: World, path: str) -> dict[str, Any]:
@@ -182,6 +232,7 @@ def keep_every_value(world: World, path: str) -> dict[str, Any]:
     step(world, toy, optimizer, 0)
     for state in optimizer.state.values():
         state |= {f"my {kind}": value for kind, value in VALUES.items() if not isinstance(value, Tensor)}
+        state["my average"] = state["exp_avg"] + 1.0
     checkpoint.save(path, toy, optimizer)
     other = build(world, seed=1)
     restored = optimizer_of(other, lr=0.7)
@@ -193,6 +244,7 @@ def keep_every_value(world: World, path: str) -> dict[str, Any]:
         for kind, value in VALUES.items():
             if not isinstance(value, Tensor):
                 same[f"my {kind}"] = type(state[f"my {kind}"]) is type(value) and state[f"my {kind}"] == value
+        same["my average"] = torch.equal(local_part(state["my average"]), local_part(state["exp_avg"]) + 1.0)
     return {"same": same, "lr": group["lr"]}
 
 

@@ -24,8 +24,7 @@ from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
 from tests.checkpoint.test_background import FIRST, mutate_after_the_copy
 from tests.failures.lab import Lab, Observed, alone, last_words
-from tests.failures.optimizer_resume import load_like_the_tutorial
-from tests.failures.optimizer_state import adamw, sharded_linear, update
+from tests.failures.optimizer_state import adamw, resume_like_the_tutorial, sharded_linear, update
 from tests.tiny import tiny_model
 
 # 4: a checkpoint of weights alone
@@ -42,7 +41,7 @@ def resume_from_weights(world: World, path: str) -> dict[str, Any]:
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(other, state["model"])
     try:
-        load_like_the_tutorial(path, other, optimizer)
+        resume_like_the_tutorial(path, other, optimizer)
         error = ""
     except BaseException as raised:  # noqa: BLE001 - DCP's error is no Exception
         error = last_words(raised)

@@ -22,8 +22,9 @@ def test_experts_that_ranks_use_one_by_one_get_their_own_gradients(both: Both) -
 def test_a_batch_with_an_image_on_one_rank_has_the_gradients_of_transformers(both: Both) -> None:
     naive, ours = both("6.2")
 
-    assert all(kind in {"died", "hangs", "RuntimeError"} for kind, _ in naive.numbers["outcomes"])
-    assert any(kind == "died" for kind, _ in naive.numbers["outcomes"])  # gloo: sizes of a collective do not match
+    outcomes = [kind for kind, _ in naive.numbers["outcomes"]]
+    assert "SIGABRT" in outcomes  # of gloo: the sizes of a collective do not match
+    assert set(outcomes) <= {"SIGABRT", "RuntimeError", "hangs"}
     assert ours.numbers["error"] < 1e-10
 
 
