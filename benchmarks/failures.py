@@ -22,8 +22,12 @@ from pathlib import Path
 
 from measure import ENVIRONMENT, heading
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cases are the tests'
 os.environ.update(ENVIRONMENT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cases are the tests'
+
+from tests.failures.lab import Failure, Lab, Observed  # noqa: E402
+from tests.failures.table import FAILURES  # noqa: E402
+from tests.ranks import RankPool  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -46,24 +50,33 @@ def silence() -> Iterator[None]:
             os.close(descriptor)
 
 
-def observe(way: Callable[..., object], pool: Callable[[int], object], folder: Path) -> tuple[bool, str]:
-    """Run one way of a failure; an error that the case did not expect is what was observed."""
-    from tests.failures.lab import Lab, Observed
-
+def observe(way: Callable[[Lab], Observed], pool: Callable[[int], RankPool], folder: Path) -> tuple[bool | None, str]:
+    """Return whether one way of a failure holds, None where the case itself broke, and what was observed."""
     folder.mkdir(parents=True)
     try:
         with silence():
-            found = way(Lab(pool, folder))  # type: ignore[arg-type]
+            found = way(Lab(pool, folder))
     except Exception as error:  # noqa: BLE001 - a row of the table, whatever it is
-        return False, f"unexpected {type(error).__name__}: {' '.join(str(error).split())[-200:]}"
-    assert isinstance(found, Observed)
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
     return found.holds, found.words.replace("|", "/")
 
 
-def main() -> None:
-    from tests.failures.table import FAILURES
-    from tests.ranks import RankPool
+_VERDICTS = {True: "holds", False: "does not hold", None: "was not seen"}
 
+
+def row(failure: Failure, pool: Callable[[int], RankPool], folder: Path) -> list[str]:
+    """Print a failure's row; return what was not as it should be."""
+    words, wrong = [], []
+    for way, call, expected in (("naive", failure.naive, False), ("Holdfast", failure.ours, True)):
+        holds, said = observe(call, pool, folder / way)
+        words.append(said if holds is expected else f"**unexpected:** {said}")
+        if holds is not expected:
+            wrong.append(f"{failure.number}: {way} {_VERDICTS[holds]}")
+    print(f"| {failure.number}. {failure.title} | {words[0]} | {words[1]} |", flush=True)
+    return wrong
+
+
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=[failure.number for failure in FAILURES])
     chosen = [failure for failure in FAILURES if failure.number in parser.parse_args().only]
@@ -76,14 +89,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="failures-") as folder:
         for failure in chosen:
-            place = Path(folder) / failure.number
-            words = []
-            for way, call, expected in (("naive", failure.naive, False), ("Holdfast", failure.ours, True)):
-                holds, said = observe(call, lambda size: pools.setdefault(size, RankPool(size)), place / way)
-                words.append(said if holds is expected else f"**unexpected:** {said}")
-                if holds is not expected:
-                    wrong.append(f"{failure.number}: {way} {'holds' if holds else 'does not hold'}")
-            print(f"| {failure.number}. {failure.title} | {words[0]} | {words[1]} |", flush=True)
+            wrong += row(failure, lambda size: pools.setdefault(size, RankPool(size)), Path(folder) / failure.number)
     with silence():
         for pool in pools.values():
             pool.close()

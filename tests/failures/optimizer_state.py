@@ -103,7 +103,7 @@ def load_touched_state(world: World) -> dict[str, float]:
 
 
 def naive_frozen(lab: Lab) -> Observed:
-    outcomes = lab.pool(2).outcomes(save_with_touched_state, timeout_seconds=60.0)
+    outcomes = lab.pool(2).outcomes(save_with_touched_state, timeout_seconds=300.0)
     errors = [("ok", "") if ok else (said[0], said[1]) for ok, said in outcomes]
     steps = lab.pool(2).run(load_touched_state)[0]
     said = "; ".join(f"rank {rank}: {first_line(error, 66)}" for rank, error in enumerate(errors))

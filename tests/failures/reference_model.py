@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.grpo import GRPOConfig
@@ -58,8 +59,8 @@ def shares(model: nn.Module, last_block: nn.Module, run: Any) -> tuple[float, fl
 # 5: the reference policy
 
 
-def wrapped_by_trl(world: World) -> dict[str, Any]:
-    """Let TRL place a reference on an accelerator whose plugin asks for FSDP2, layer by layer."""
+def placed_by_trl(model: Any) -> Any:
+    """Let TRL place a model on an accelerator whose plugin asks for FSDP2, layer by layer."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -74,23 +75,30 @@ def wrapped_by_trl(world: World) -> dict[str, Any]:
         cpu_ram_efficient_loading=False,
     )
     try:
-        model = prepare_fsdp(tiny_model("llama"), accelerator)
+        return prepare_fsdp(model, accelerator)
     finally:
         AcceleratorState._reset_state(True)
+
+
+def place_a_reference(world: World) -> dict[str, Any]:
+    """Place a reference by other code than the policy, and cast another as a whole; compare both with the policy."""
+    has_trl = find_spec("trl") is not None
+    model = placed_by_trl(tiny_model("llama")) if has_trl else fully_shard(tiny_model("llama")).eval()
     during, after = shares(model, model.model.layers[-1], lambda: logprobs(model))
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     frozen = not any(value.requires_grad for value in model.parameters())
     policy = shard_blocks(tiny_model("llama"), (), mp_policy=HALF)
     cast = shard_blocks(tiny_model("llama").to(torch.bfloat16), ())
     gap = float((logprobs(policy) - logprobs(cast)).abs().max())
-    return {"during": during, "after": after, "units": units, "frozen": frozen, "gap": gap}
+    by = "TRL" if has_trl else "fully_shard"
+    return {"by": by, "during": during, "after": after, "units": units, "frozen": frozen, "gap": gap}
 
 
 def naive_reference(lab: Lab) -> Observed:
-    found = lab.pool(2).run(wrapped_by_trl)[0]
+    found = lab.pool(2).run(place_a_reference)[0]
     words = (
-        f"TRL wraps the root alone: {100 * found['during']:.0f}% of the reference is whole on every rank in a forward "
-        f"pass, and it is {'' if found['frozen'] else 'not '}frozen; one made by .to(bfloat16) starts "
+        f"{found['by']} wraps the root alone: {100 * found['during']:.0f}% of the reference is whole on each rank in a "
+        f"forward pass, and it is {'' if found['frozen'] else 'not '}frozen; one made by .to(bfloat16) starts "
         f"{found['gap']:.4f} nats off the policy"
     )
     return Observed(found["during"] < 1 and found["frozen"] and found["gap"] == 0, words, found)
