@@ -9,6 +9,7 @@ MINUTES = {"units": 4, "commands": 6, "distributed": 6, "faults": 7, "architectu
 SUITES = {
     "distributed": "distributed",
     "training": "distributed",
+    "failures": "distributed",
     "checkpoint": "faults",
     "crash": "faults",
     "launch": "faults",
