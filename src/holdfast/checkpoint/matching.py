@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
-from holdfast.optim.state import names_of, qualified_name
+from holdfast.optim.state import (
+    GroupState,
+    UnsavableOptimizer,
+    groups_of,
+    names_of,
+    qualified_name,
+    saved_hyperparameters,
+)
 from holdfast.parallel.materialise import local_part
 
 
@@ -116,7 +123,11 @@ def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declare
 
 
 def plan_optimizer(
-    plan: Plan, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], manifest: Manifest
+    plan: Plan,
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    hyperparameters: Literal["live", "checkpoint"] = "live",
 ) -> None:
     """Plan what the optimizer takes, and note what it refuses."""
     if manifest.optimizer is None:
@@ -129,6 +140,11 @@ def plan_optimizer(
         plan.refused.append(f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}")
         return
     names = names_of(optimizer, parameters)
+    if hyperparameters == "checkpoint":
+        try:
+            saved_hyperparameters(groups_of(optimizer, names), saved_groups(manifest))
+        except UnsavableOptimizer as error:
+            plan.refused.append(str(error).rstrip("."))
     for key, entry in manifest.tensors.items():
         if not key.startswith(OPTIM):
             continue
@@ -138,6 +154,14 @@ def plan_optimizer(
             continue  # the parameter's own deviation was declared, or refused above
         sharded = entry.shape == tuple(parameter.shape)
         plan.wanted[key] = Wanted(parameter.data if sharded else torch.empty(entry.shape), entry)
+
+
+def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
+    """Return the param groups of a checkpoint that has an optimizer."""
+    assert manifest.optimizer is not None
+    return tuple(
+        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
+    )
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:

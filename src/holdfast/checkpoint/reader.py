@@ -23,12 +23,20 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, Ch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.matching import Declared, Plan, Wanted, plan_model, plan_optimizer, poisoned, refusal
+from holdfast.checkpoint.matching import (
+    Declared,
+    Plan,
+    Wanted,
+    plan_model,
+    plan_optimizer,
+    poisoned,
+    refusal,
+    saved_groups,
+)
 from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verification import check_names, damage, damaged_files, damaged_tensors, read_manifest
 from holdfast.optim.state import (
-    GroupState,
     OptimizerState,
     groups_of,
     hyperparameter_changes,
@@ -87,7 +95,7 @@ def load(
     with ranks.together():
         plan_model(plan, model, parameters, manifest, declared)
         if optimizer is not None:
-            plan_optimizer(plan, optimizer, parameters, manifest)
+            plan_optimizer(plan, optimizer, parameters, manifest, hyperparameters)
         if plan.refused:
             raise CheckpointMismatch(refusal(f"{storage.root}/{name}", plan.refused))
     tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
@@ -238,14 +246,11 @@ def _restore_optimizer(
     names = names_of(optimizer, parameters)
     known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
-    groups = tuple(
-        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
-    )
-    saved = OptimizerState(manifest.optimizer["kind"], groups, tensors, values)
+    saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
     live = OptimizerState(saved.kind, groups_of(optimizer, names))
     changes = hyperparameter_changes(live, saved)
     restore(optimizer, parameters, saved)
     if hyperparameters == "checkpoint":
-        set_hyperparameters(optimizer, saved)
+        set_hyperparameters(optimizer, parameters, saved)
         return [f"optimizer: {change}; the checkpoint's value is used" for change in changes]
     return [f"optimizer: {change}; this run's value is used" for change in changes]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from holdfast.config.base import (
     ByKind,
@@ -71,11 +72,36 @@ class WarmupStableDecaySchedule(_Schedule):
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule, ByKind("cosine")]
 
 
+class ParameterGroupConfig(Section):
+    """Parameters with a rate or a decay of their own."""
+
+    match: Pattern
+    """Its parameters, by canonical name; of groups that match a parameter, the first one has it."""
+    lr: Positive | None = None
+    """Peak learning rate; default: `optim.lr`. The schedule scales it like the others."""
+    weight_decay: NonNegative | None = None
+    """Of those that `no_decay` does not name; default: `optim.weight_decay`."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a group that changes nothing."""
+        if self.lr is None and self.weight_decay is None:
+            yield "match", "the group has neither lr nor weight_decay, so it changes nothing; give it one of them"
+
+
+def _check_group_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "rest":
+        raise ValueError(f"{name!r} is to name a group of parameters; use letters, digits, '.', '_', '-', and not rest")
+    return name
+
+
 class _Optim(Section):
     lr: Positive = 1e-5
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of the parameters that `no_decay` does not name."""
+    groups: dict[Annotated[str, AfterValidator(_check_group_name)], ParameterGroupConfig] = Field(default_factory=dict)
+    """Rates and decays of parameters chosen by name, as in `groups: {vision: {match: visual, lr: 1e-6}}`. What no group
+    matches has `lr` and `weight_decay`."""
     no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
     """Parameters without weight decay, by canonical name."""
     schedule: Schedule = CosineSchedule(warmup_ratio=0.03)

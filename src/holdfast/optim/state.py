@@ -8,7 +8,7 @@ canonical name, kept in its own dtype, and absent state stays absent.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError
+from holdfast.optim.groups import PEAK
 from holdfast.optim.tagged import UnknownType, decode, encode
+
+_OF_THE_RUN = frozenset({PEAK, "name"})
+_SCHEDULED = _OF_THE_RUN | {"lr", "initial_lr"}
 
 
 class UnsavableOptimizer(HoldfastError):  # noqa: N818 - the name says what is wrong
@@ -141,18 +145,46 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         optimizer.state[parameter] = state
 
 
-def set_hyperparameters(optimizer: Optimizer, saved: OptimizerState) -> None:
+def set_hyperparameters(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: OptimizerState) -> None:
     """Take every hyper-parameter from the saved groups, matched by the parameters they hold.
 
+    Names and peaks of a run's own groups belong to its configuration, as its schedule does, and stay.
+
     Raises:
-        UnsavableOptimizer: The groups hold other parameters.
+        UnsavableOptimizer: As `saved_hyperparameters`; nothing was changed.
     """
-    if len(saved.groups) != len(optimizer.param_groups):
-        raise UnsavableOptimizer(
-            f"The checkpoint has {len(saved.groups)} param groups, the optimizer {len(optimizer.param_groups)}."
-        )
-    for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({key: decode(value) for key, value in before.hyperparameters.items()})
+    names = names_of(optimizer, parameters)
+    found = saved_hyperparameters(groups_of(optimizer, names), saved.groups)
+    for group, before in zip(optimizer.param_groups, found, strict=True):
+        kept = _OF_THE_RUN if PEAK in group else frozenset()
+        group.update({key: decode(value) for key, value in before.items() if key not in kept})
+
+
+def saved_hyperparameters(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[Mapping[str, Any]]:
+    """Return what the checkpoint says of each live group, by the names of its parameters; {} of a group it never had.
+
+    Raises:
+        UnsavableOptimizer: Parameters of one group had different values: no group could hold both.
+    """
+    then = {name: group for group in saved for name in group.parameters}
+    found: list[Mapping[str, Any]] = []
+    for group in live:
+        known = [name for name in group.parameters if name in then]
+        values = [_comparable(then[name]) for name in known]
+        other = next((number for number, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            key = next(key for key in values[other] | values[0] if values[other].get(key) != values[0].get(key))
+            raise UnsavableOptimizer(
+                f"The checkpoint's hyper-parameters cannot be taken: {known[0]} and {known[other]} are in one param "
+                f"group here, and had {key} {values[0].get(key)} and {values[other].get(key)} there. Group them as "
+                "before, or take the hyper-parameters from the configuration."
+            )
+        found.append(then[known[0]].hyperparameters if known else {})
+    return found
+
+
+def _comparable(group: GroupState) -> dict[str, Any]:
+    return {key: value for key, value in group.hyperparameters.items() if key not in _SCHEDULED}
 
 
 def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[str]:
@@ -163,7 +195,7 @@ def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
                 old = then.get(name, {}).get(key, value)
-                if key not in {"lr", "initial_lr", "name"} and old != value:
+                if key not in _SCHEDULED and old != value:
                     changes.setdefault(f"{key}: {old} in the checkpoint, {value} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
 

@@ -111,7 +111,7 @@ def parts_of_run(
     together(exchange, lambda: _check_end(config, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
     return {
-        "optimizer": build_optimizer(config.optim, sharded_parameters(measured.policy)),
+        "optimizer": together(exchange, lambda: build_optimizer(config.optim, sharded_parameters(measured.policy))),
         "stream": stream,
         "total_steps": total,
         "cost": _cost(measured),
