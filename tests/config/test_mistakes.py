@@ -24,8 +24,8 @@ ROOT_KEYS = (
     [
         ("optm: {}", "optm: unknown key; did you mean optim?"),
         ("evaluations: {}", "evaluations: unknown key; did you mean evaluation?"),
-        ("optim: {learning_rat: 1}", "optim.learning_rat: unknown key; this section has lr, weight_decay, no_decay, "
-                                     "schedule, clip_norm, max_nonfinite_steps, kind, betas, eps"),
+        ("optim: {learning_rat: 1}", "optim.learning_rat: unknown key; this section has lr, weight_decay, groups, "
+                                     "no_decay, schedule, clip_norm, max_nonfinite_steps, kind, betas, eps"),
         ("optim: {learning_rate: 1}", "optim.learning_rate: unknown key; it is called optim.lr here"),
         ("num_train_epochs: 3", "num_train_epochs: unknown key; it is called epochs here"),
         ("optim: {clipnorm: 1}", "optim.clipnorm: unknown key; did you mean clip_norm?"),
@@ -105,8 +105,8 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("optim: adam", "optim: there is no kind 'adam'. Did you mean adamw? Kinds: adamw, adamw_bf16, sgd"),
-        ("optim: {kind: muon}", "optim: there is no kind 'muon'. Kinds: adamw, adamw_bf16, sgd"),
+        ("optim: adam", "optim: there is no kind 'adam'. Did you mean adamw? Kinds: adamw, adamw_bf16, sgd, path"),
+        ("optim: {kind: lion}", "optim: there is no kind 'lion'. Kinds: adamw, adamw_bf16, sgd, path"),
         ("optim: {momentum: 0.9}", "optim.momentum: kind adamw has no such key; it belongs to kind sgd"),
         ("optim: {kind: sgd, betas: [0.9, 0.9]}", "optim.betas: kind sgd has no such key; it belongs to kind adamw "
                                                   "and adamw_bf16"),
@@ -155,7 +155,7 @@ optim: {kind: adm}
         "run.yaml:8: data.batch_size: 0 should be greater than or equal to 1",
         "run.yaml:10: steps: 'many' should be a whole number",
         "run.yaml:11: seed: set twice, first on line 9; keep one of them",
-        "run.yaml:12: optim: there is no kind 'adm'. Did you mean adamw? Kinds: adamw, adamw_bf16, sgd",
+        "run.yaml:12: optim: there is no kind 'adm'. Did you mean adamw? Kinds: adamw, adamw_bf16, sgd, path",
         "command line (launch.rnks=2): launch.rnks: unknown key; did you mean ranks?",
         "command line (nonsense): this is no override; write section.key=value, for example optim.lr=2e-6",
     ]

@@ -10,10 +10,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
+from holdfast.optim.inert import inert_state
 from holdfast.optim.state import (
     GroupState,
     UnsavableOptimizer,
@@ -139,7 +141,7 @@ def plan_optimizer(
     if manifest.optimizer["kind"] != qualified_name(optimizer):
         plan.refused.append(f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}")
         return
-    names = names_of(optimizer, parameters)
+    names, layouts = names_of(optimizer, parameters), _Layouts(optimizer, parameters)
     if hyperparameters == "checkpoint":
         try:
             saved_hyperparameters(groups_of(optimizer, names), saved_groups(manifest))
@@ -152,8 +154,30 @@ def plan_optimizer(
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in names or not parameter.requires_grad:
             continue  # the parameter's own deviation was declared, or refused above
-        sharded = entry.shape == tuple(parameter.shape)
-        plan.wanted[key] = Wanted(parameter.data if sharded else torch.empty(entry.shape), entry)
+        plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
+
+
+@dataclass
+class _Layouts:
+    """How this run's optimizer keeps its state."""
+
+    optimizer: Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    learned: Mapping[str, Mapping[str, Tensor]] | None = None
+
+    def of(self, key: str, name: str, entry: TensorEntry) -> Tensor:
+        """Return a tensor in whose sharding a stored one belongs here: the parameter's, or what the optimizer makes."""
+        parameter, slot = self.parameters[name], key.rpartition(".")[2]
+        if entry.shape == tuple(parameter.shape):
+            return parameter.data
+        whole = torch.empty(entry.shape)
+        if not entry.shape or not isinstance(parameter.data, DTensor):
+            return whole
+        live = self.optimizer.state.get(parameter, {}).get(slot)
+        if live is None and self.learned is None:
+            self.learned = inert_state(self.optimizer, self.parameters).tensors
+        found = live if live is not None else (self.learned or {}).get(name, {}).get(slot)
+        return found if found is not None and tuple(found.shape) == tuple(entry.shape) else whole
 
 
 def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:

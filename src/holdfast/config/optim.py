@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -133,10 +133,53 @@ class AdamWBF16Config(_Optim):
 
 
 class SGDConfig(_Optim):
-    """Plain stochastic gradient descent with optional momentum."""
+    """Stochastic gradient descent (torch.optim.SGD); weight decay is added to the gradient, not decoupled."""
 
     kind: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.0
+    """Share of the last step that the next one goes on with."""
+    dampening: Fraction = 0.0
+    """Share of the gradient that momentum leaves out."""
+    nesterov: bool = False
+    """Look ahead along the momentum (Sutskever et al., 2013)."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what means nothing without momentum, or not together."""
+        if self.nesterov and not self.momentum:
+            yield "nesterov", "looks ahead along a momentum that is 0; set momentum, or leave nesterov out"
+        if self.nesterov and self.dampening:
+            yield "nesterov", f"is defined for dampening: 0, not {self.dampening:g}; keep one of them"
+        if self.dampening and not self.momentum:
+            yield "dampening", "changes nothing where momentum is 0; set momentum, or leave dampening out"
 
 
-OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig, ByKind("adamw")]
+def _check_class_path(path: str) -> str:
+    place, colon, name = path.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    if not colon or not (place.endswith(".py") or is_module) or not name.isidentifier():
+        raise ValueError(f"{path!r} must name a class, as in my_file.py:MyOptimizer or torch.optim:RMSprop")
+    return path
+
+
+class UserOptimizerConfig(_Optim):
+    """Any torch.optim.Optimizer: torch's others, an installed package's, or one from a file of the user's own.
+
+    It is tried on small parameters before the run starts, whole and sharded, saved and restored.
+    """
+
+    kind: Literal["path"] = "path"
+    path: Annotated[str, AfterValidator(_check_class_path)]
+    """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its constructor's arguments besides lr and weight_decay."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield arguments that have a key of their own."""
+        for name in ("lr", "weight_decay"):
+            if name in self.kwargs:
+                yield f"kwargs.{name}", f"write optim.{name}, which groups and the schedule follow"
+        if "params" in self.kwargs:
+            yield "kwargs.params", "the parameters are the model's; leave it out"
+
+
+OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig | UserOptimizerConfig, ByKind("adamw")]

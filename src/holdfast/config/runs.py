@@ -160,7 +160,7 @@ class TrainingConfig(_Root):
 
     def _storage(self) -> Iterator[Mistake]:
         kind, dtype = self.optim.kind, self.model.dtype
-        if dtype == "bfloat16" and kind != "adamw_bf16":
+        if dtype == "bfloat16" and kind not in {"adamw_bf16", "path"}:  # what a class of the user's keeps is its own
             yield (
                 "model.dtype",
                 f"bfloat16 with optim.kind: {kind} loses updates smaller than 1/256 of a weight. Use optim.kind: "

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.config.optim import AdamWBF16Config, AdamWConfig, OptimConfig, SGDConfig
+from holdfast.config.optim import AdamWBF16Config, AdamWConfig, SGDConfig
 from holdfast.optim.adamw_bf16 import AdamWBF16
 from holdfast.optim.groups import param_groups, plan_groups
 
 
-def build_optimizer(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def build_optimizer(
+    config: AdamWConfig | AdamWBF16Config | SGDConfig, parameters: Mapping[str, nn.Parameter]
+) -> Optimizer:
     """Return an optimizer over the trained parameters.
 
     Args:
@@ -32,4 +34,11 @@ def build_optimizer(config: OptimConfig, parameters: Mapping[str, nn.Parameter])
         case AdamWBF16Config():
             return AdamWBF16(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         case SGDConfig():
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+            return torch.optim.SGD(
+                groups,
+                lr=config.lr,
+                momentum=config.momentum,
+                dampening=config.dampening,
+                nesterov=config.nesterov,
+                foreach=True,
+            )
