@@ -94,7 +94,7 @@ def test_a_decay_that_no_parameter_of_its_group_has_is_refused() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"rest": {"match": "a", "lr": 1.0}}, "and not rest"),
+        ({"rest": {"match": "a", "lr": 1.0}}, "and not rest or adamw"),
         ({"vision": {"match": "visual"}}, "changes nothing"),
         ({"vision": {"match": "(", "lr": 1.0}}, "not a regular expression"),
         ({"vision": {"match": "a", "lr": 0}}, "groups.vision.lr"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint import find
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from tests.crash.runs import log_of, state_differences, values_of
@@ -66,3 +67,24 @@ def test_a_run_with_groups_goes_on_bit_for_bit_and_says_when_groups_changed(pool
     last = list(read_metrics(tmp_path / "resumed" / "r" / "metrics.jsonl"))[-1]
     assert last["learning_rate/embed"] == 1e-3
     assert "learning_rate/attention" not in last
+
+
+def test_muon_trains_saves_and_goes_on_bit_for_bit_and_leaves_the_vocabulary_to_adamw(
+    pools: Any, tmp_path: Path
+) -> None:
+    muon = optim(kind="muon", schedule="constant", adamw_lr=1e-3)
+    for name, stops in {"straight": [6], "resumed": [3, 6]}.items():
+        for steps in stops:
+            pools(2).run(run, values_of(tmp_path / name, steps=steps, optim=muon))
+    pools(1).run(run, values_of(tmp_path / "resumed", steps=7, optim=muon))
+
+    first = log_of(tmp_path / "straight")
+    assert log_of(tmp_path / "resumed")[:6] == first
+    saved = find.one(str(tmp_path / "straight" / "r"))
+    keys = {key for key in saved.manifest.tensors if key.startswith("optim.")}
+    buffers = {key.removeprefix("optim.").removesuffix(".momentum_buffer") for key in keys if "momentum" in key}
+    assert buffers == {name for name in buffers if "layers." in name and name.endswith("proj.weight")}
+    assert len(buffers) == 14
+    assert "optim.model.embed_tokens.weight.exp_avg" in keys
+    lines = list(read_metrics(tmp_path / "straight" / "r" / "metrics.jsonl"))
+    assert {line["learning_rate/adamw"] for line in lines if "learning_rate" in line} == {1e-3}

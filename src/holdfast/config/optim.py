@@ -17,6 +17,7 @@ from holdfast.config.base import (
     Pattern,
     Positive,
     PositiveInt,
+    ProperFraction,
     Section,
 )
 
@@ -89,8 +90,10 @@ class ParameterGroupConfig(Section):
 
 
 def _check_group_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "rest":
-        raise ValueError(f"{name!r} is to name a group of parameters; use letters, digits, '.', '_', '-', and not rest")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in {"rest", "adamw"}:
+        raise ValueError(
+            f"{name!r} is to name a group of parameters; use letters, digits, '.', '_', '-', and not rest or adamw"
+        )
     return name
 
 
@@ -153,6 +156,34 @@ class SGDConfig(_Optim):
             yield "dampening", "changes nothing where momentum is 0; set momentum, or leave dampening out"
 
 
+class MuonConfig(_Optim):
+    """Muon (Jordan et al., 2024) for matrices; AdamW for embeddings, the head, and what is no matrix.
+
+    An update is orthogonalised as a whole matrix, on any number of ranks; experts of a mixture one by one.
+    """
+
+    kind: Literal["muon"] = "muon"
+    momentum: ProperFraction = 0.95
+    """Of the average that is orthogonalised."""
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+    iterations: PositiveInt = 5
+    """Newton-Schulz steps."""
+    iterate_in: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of these steps; float64 weights use float64."""
+    scale: Literal["adamw_rms", "shape"] = "adamw_rms"
+    """Factor of a matrix's update: 0.2 x sqrt(longer side), so that rates of AdamW fit (arXiv:2502.16982), or
+    sqrt(rows / columns) where that is above 1 (the original; its rates are near 0.02)."""
+    adamw: list[Pattern] = Field(default_factory=list)
+    """Matrices that AdamW updates too, by canonical name."""
+    adamw_lr: Positive | None = None
+    """Peak rate of AdamW's parameters; default: `lr`. Groups with a rate of their own keep it."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's decay of the first and the second moment."""
+    eps: Positive = 1e-8
+    """AdamW's, added to the root of the second moment."""
+
+
 def _check_class_path(path: str) -> str:
     place, colon, name = path.rpartition(":")
     is_module = all(part.isidentifier() for part in place.split("."))
@@ -182,4 +213,4 @@ class UserOptimizerConfig(_Optim):
             yield "kwargs.params", "the parameters are the model's; leave it out"
 
 
-OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig | UserOptimizerConfig, ByKind("adamw")]
+OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig | MuonConfig | UserOptimizerConfig, ByKind("adamw")]

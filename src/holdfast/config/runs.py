@@ -168,6 +168,11 @@ class TrainingConfig(_Root):
             )
         if kind == "adamw_bf16" and dtype != "bfloat16":
             yield "optim.kind", f"adamw_bf16 needs model.dtype: bfloat16, not {dtype}; set it, or use optim.kind: adamw"
+        if kind == "muon" and self.parallel.cpu_offload:
+            yield (
+                "parallel.cpu_offload",
+                "optim.kind: muon gathers whole matrices, and host memory has no group to do so; choose one of the two",
+            )
         if dtype == "float64" and self.parallel.compute_dtype != "auto":
             yield (
                 "parallel.compute_dtype",

@@ -16,6 +16,8 @@ from holdfast.errors import ConfigError, ModelError
 
 PEAK = "peak_lr"
 """Key of a param group: what the schedule's factor multiplies."""
+STEM = "group"
+"""Key of a param group: the entry of optim.groups it comes from."""
 REST = "rest"
 """Stem of the groups that hold what no entry of optim.groups matches."""
 DECAY, NO_DECAY = "decay", "no_decay"
@@ -122,6 +124,7 @@ def param_groups(plans: Sequence[GroupPlan], parameters: Mapping[str, nn.Paramet
     return [
         {
             "name": plan.name,
+            STEM: plan.stem,
             "params": [parameters[name] for name in plan.names],
             "lr": plan.lr,
             PEAK: plan.lr,
@@ -136,7 +139,6 @@ def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
     rates = {}
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * factor
-        stem, slash, _ = group["name"].rpartition("/")
-        if slash:
-            rates[stem] = group["lr"]
+        if group[STEM] != REST:
+            rates[group[STEM]] = group["lr"]
     return rates

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError
-from holdfast.optim.groups import PEAK
+from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged import UnknownType, decode, encode
 
-_OF_THE_RUN = frozenset({PEAK, "name"})
+_OF_THE_RUN = frozenset({PEAK, STEM, "name"})
 _SCHEDULED = _OF_THE_RUN | {"lr", "initial_lr"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,21 @@ from torch.optim import Optimizer
 
 from holdfast.config.optim import OptimConfig, UserOptimizerConfig
 from holdfast.errors import ConfigError
+from holdfast.models.policy import PolicyModel
 from holdfast.optim.build import build_optimizer
 from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.observe import load_function
 from holdfast.training.together import together
 
 
 def optimizer_of(
-    config: OptimConfig, base: Path, parameters: Mapping[str, nn.Parameter], exchange: ProcessExchange
+    config: OptimConfig,
+    base: Path,
+    parameters: Mapping[str, nn.Parameter],
+    exchange: ProcessExchange,
+    vocabulary: Collection[str] = (),
 ) -> Optimizer:
     """Return the optimizer over the trained parameters; all ranks call this together.
 
@@ -29,6 +35,7 @@ def optimizer_of(
         base: The YAML's directory.
         parameters: Sharded, by canonical name.
         exchange: The ranks.
+        vocabulary: Names of parameters with a row per token.
 
     Raises:
         UserError: It cannot be made, or could not be saved; the same on all ranks.
@@ -36,7 +43,15 @@ def optimizer_of(
     if isinstance(config, UserOptimizerConfig):
         kind = together(exchange, lambda: _class_at(config.path, base))
         return build_user_optimizer(config, kind, parameters, exchange)
-    return together(exchange, lambda: build_optimizer(config, parameters))
+    return together(exchange, lambda: build_optimizer(config, parameters, vocabulary))
+
+
+def vocabulary_of(policy: PolicyModel) -> set[str]:
+    """Return the names of the parameters with a row per token: embeddings and the head."""
+    model: Any = policy.language_model
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    owned = {id(value) for module in modules if module is not None for value in module.parameters()}
+    return {name for name, value in sharded_parameters(policy).items() if id(value) in owned}
 
 
 def _class_at(path: str, base: Path) -> Any:
