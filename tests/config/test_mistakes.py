@@ -110,7 +110,7 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
         ("optim: {kind: lion}", "optim: there is no kind 'lion'. Kinds: adamw, adamw_bf16, sgd, muon, path"),
         ("optim: {momentum: 0.9}", "optim.momentum: kind adamw has no such key; it belongs to kind sgd and muon"),
         ("optim: {kind: sgd, betas: [0.9, 0.9]}", "optim.betas: kind sgd has no such key; it belongs to kind adamw "
-                                                  "and adamw_bf16"),
+                                                  "and adamw_bf16 and muon"),
         ("optim: {schedule: {kind: constant, final_ratio: 0.1}}", "optim.schedule.final_ratio: kind constant has no "
                                                                   "such key; it belongs to kind linear and cosine "
                                                                   "and wsd"),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
+from holdfast.checkpoint.snapshot import AVERAGE, MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import (
     GroupState,
@@ -122,6 +122,28 @@ def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declare
     if wanted.dtype != live.dtype:
         here = str(live.dtype).removeprefix("torch.")
         _allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
+
+
+def plan_averages(
+    plan: Plan,
+    averages: Mapping[str, Tensor],
+    manifest: Manifest,
+    declared: Declared,
+) -> None:
+    """Plan the averages of weights that the run keeps, and note what it refuses; parameters are matched elsewhere."""
+    stored = {key for key in manifest.tensors if key.startswith(AVERAGE)}
+    live = {AVERAGE + name: average for name, average in averages.items()}
+    if bool(stored) != bool(live):
+        what, patterns, flag = (
+            ("the checkpoint has averages of the weights, and this run keeps none (optim.ema)", declared.drop, "drop")
+            if stored
+            else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
+        )
+        _allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
+        return
+    for key in sorted(stored & live.keys()):
+        if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
+            _plan_tensor(plan, key, live[key], manifest.tensors[key], declared)
 
 
 def plan_optimizer(

@@ -27,7 +27,7 @@ from holdfast.training.engines import pad_token
 from holdfast.training.identity import identity
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
-from holdfast.training.optimizers import optimizer_of, vocabulary_of
+from holdfast.training.optimizers import averages_of, optimizer_of, vocabulary_of
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
@@ -111,6 +111,7 @@ def parts_of_run(
     together(exchange, lambda: _check_end(config, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
     return {
+        "averages": averages_of(config.optim, sharded_parameters(measured.policy)),
         "optimizer": optimizer_of(
             config.optim, base, sharded_parameters(measured.policy), exchange, vocabulary_of(measured.policy)
         ),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from holdfast.config.optim import OptimConfig, UserOptimizerConfig
 from holdfast.errors import ConfigError
 from holdfast.models.policy import PolicyModel
+from holdfast.optim.averages import Averages
 from holdfast.optim.build import build_optimizer
 from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.collectives import ProcessExchange
@@ -44,6 +45,15 @@ def optimizer_of(
         kind = together(exchange, lambda: _class_at(config.path, base))
         return build_user_optimizer(config, kind, parameters, exchange)
     return together(exchange, lambda: build_optimizer(config, parameters, vocabulary))
+
+
+def averages_of(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> Averages | None:
+    """Return the averages that the section asks for, equal to the weights."""
+    if config.ema is None:
+        return None
+    averages = Averages(config.ema.decay, config.ema.start_step)
+    averages.begin(parameters)
+    return averages
 
 
 def vocabulary_of(policy: PolicyModel) -> set[str]:

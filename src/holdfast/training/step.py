@@ -19,6 +19,7 @@ from holdfast.optim.groups import set_learning_rates
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import reduce_sums
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.routing import load_metrics, loads_before
 from holdfast.training.run import Run
 from holdfast.types import Batch, LossSum, MiniBatch
@@ -88,6 +89,8 @@ def _update(
         scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
         run.updating = True
         run.optimizer.step()
+        if run.averages is not None:
+            run.averages.update(sharded_parameters(run.policy), state.step)
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1
