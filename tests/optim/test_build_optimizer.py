@@ -7,7 +7,7 @@ import torch
 
 from holdfast.config.optim import AdamWConfig
 from holdfast.errors import ModelError
-from holdfast.optim.build import build_optimizer, set_learning_rate
+from holdfast.optim.build import build_optimizer
 
 
 def parameters() -> dict[str, torch.nn.Parameter]:
@@ -38,11 +38,3 @@ def test_nothing_to_train_is_refused() -> None:
 
     with pytest.raises(ModelError, match=r"model\.freeze covers all"):
         build_optimizer(AdamWConfig(), frozen)
-
-
-def test_the_rate_is_set_in_every_group() -> None:
-    optimizer = build_optimizer(AdamWConfig(), parameters())
-
-    set_learning_rate(optimizer, 0.125)
-
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

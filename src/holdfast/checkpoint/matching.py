@@ -6,15 +6,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
-from holdfast.optim.state import names_of, qualified_name
+from holdfast.checkpoint.snapshot import AVERAGE, MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
+from holdfast.optim.inert import inert_state
+from holdfast.optim.state import (
+    GroupState,
+    UnsavableOptimizer,
+    groups_of,
+    names_of,
+    qualified_name,
+    saved_hyperparameters,
+)
 from holdfast.parallel.materialise import local_part
 
 
@@ -115,8 +124,34 @@ def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declare
         _allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
 
 
+def plan_averages(
+    plan: Plan,
+    averages: Mapping[str, Tensor],
+    manifest: Manifest,
+    declared: Declared,
+) -> None:
+    """Plan the averages of weights that the run keeps, and note what it refuses; parameters are matched elsewhere."""
+    stored = {key for key in manifest.tensors if key.startswith(AVERAGE)}
+    live = {AVERAGE + name: average for name, average in averages.items()}
+    if bool(stored) != bool(live):
+        what, patterns, flag = (
+            ("the checkpoint has averages of the weights, and this run keeps none (optim.ema)", declared.drop, "drop")
+            if stored
+            else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
+        )
+        _allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
+        return
+    for key in sorted(stored & live.keys()):
+        if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
+            _plan_tensor(plan, key, live[key], manifest.tensors[key], declared)
+
+
 def plan_optimizer(
-    plan: Plan, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], manifest: Manifest
+    plan: Plan,
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    hyperparameters: Literal["live", "checkpoint"] = "live",
 ) -> None:
     """Plan what the optimizer takes, and note what it refuses."""
     if manifest.optimizer is None:
@@ -128,7 +163,12 @@ def plan_optimizer(
     if manifest.optimizer["kind"] != qualified_name(optimizer):
         plan.refused.append(f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}")
         return
-    names = names_of(optimizer, parameters)
+    names, layouts = names_of(optimizer, parameters), _Layouts(optimizer, parameters)
+    if hyperparameters == "checkpoint":
+        try:
+            saved_hyperparameters(groups_of(optimizer, names), saved_groups(manifest))
+        except UnsavableOptimizer as error:
+            plan.refused.append(str(error).rstrip("."))
     for key, entry in manifest.tensors.items():
         if not key.startswith(OPTIM):
             continue
@@ -136,8 +176,38 @@ def plan_optimizer(
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in names or not parameter.requires_grad:
             continue  # the parameter's own deviation was declared, or refused above
-        sharded = entry.shape == tuple(parameter.shape)
-        plan.wanted[key] = Wanted(parameter.data if sharded else torch.empty(entry.shape), entry)
+        plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
+
+
+@dataclass
+class _Layouts:
+    """How this run's optimizer keeps its state."""
+
+    optimizer: Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    learned: Mapping[str, Mapping[str, Tensor]] | None = None
+
+    def of(self, key: str, name: str, entry: TensorEntry) -> Tensor:
+        """Return a tensor in whose sharding a stored one belongs here: the parameter's, or what the optimizer makes."""
+        parameter, slot = self.parameters[name], key.rpartition(".")[2]
+        if entry.shape == tuple(parameter.shape):
+            return parameter.data
+        whole = torch.empty(entry.shape)
+        if not entry.shape or not isinstance(parameter.data, DTensor):
+            return whole
+        live = self.optimizer.state.get(parameter, {}).get(slot)
+        if live is None and self.learned is None:
+            self.learned = inert_state(self.optimizer, self.parameters).tensors
+        found = live if live is not None else (self.learned or {}).get(name, {}).get(slot)
+        return found if found is not None and tuple(found.shape) == tuple(entry.shape) else whole
+
+
+def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
+    """Return the param groups of a checkpoint that has an optimizer."""
+    assert manifest.optimizer is not None
+    return tuple(
+        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
+    )
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:

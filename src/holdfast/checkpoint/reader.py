@@ -23,12 +23,21 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, Ch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.matching import Declared, Plan, Wanted, plan_model, plan_optimizer, poisoned, refusal
-from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, model_tensors
+from holdfast.checkpoint.matching import (
+    Declared,
+    Plan,
+    Wanted,
+    plan_averages,
+    plan_model,
+    plan_optimizer,
+    poisoned,
+    refusal,
+    saved_groups,
+)
+from holdfast.checkpoint.snapshot import AVERAGE, OPTIM, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verification import check_names, damage, damaged_files, damaged_tensors, read_manifest
 from holdfast.optim.state import (
-    GroupState,
     OptimizerState,
     groups_of,
     hyperparameter_changes,
@@ -53,7 +62,7 @@ class Loaded:
     deviations: tuple[str, ...]
 
 
-def load(
+def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may differ
     storage: Storage,
     name: str,
     model: nn.Module,
@@ -63,6 +72,7 @@ def load(
     declared: Declared | None = None,
     hyperparameters: Literal["live", "checkpoint"] = "live",
     verified: Manifest | None = None,
+    averages: Mapping[str, Tensor] | None = None,
 ) -> Loaded:
     """Load a checkpoint; every rank calls this.
 
@@ -76,6 +86,7 @@ def load(
         hyperparameters: Whether rates, betas and the like stay as they are or come from the checkpoint. The schedule's
             rate is a function of the step and never read.
         verified: The manifest, if its files were verified a moment ago.
+        averages: Of trained parameters, to be read as well; None leaves those of the checkpoint alone.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
@@ -86,8 +97,10 @@ def load(
     plan = Plan()
     with ranks.together():
         plan_model(plan, model, parameters, manifest, declared)
+        if averages is not None:
+            plan_averages(plan, averages, manifest, declared)
         if optimizer is not None:
-            plan_optimizer(plan, optimizer, parameters, manifest)
+            plan_optimizer(plan, optimizer, parameters, manifest, hyperparameters)
         if plan.refused:
             raise CheckpointMismatch(refusal(f"{storage.root}/{name}", plan.refused))
     tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
@@ -96,17 +109,28 @@ def load(
         small.append(_small(storage, name, manifest, ranks))
     rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
-    live = model_tensors(model)
-    with torch.no_grad():
-        for key, staged in tensors.items():
-            if key in live:
-                local_part(live[key]).copy_(local_part(staged))
+    _fill(model_tensors(model), parameters, averages or {}, tensors)
     notes = list(plan.deviations)
     if plan.kept:
         notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
         notes += _restore_optimizer(tensors, optimizer, parameters, manifest, hyperparameters)
     return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
+
+
+@torch.no_grad()
+def _fill(
+    live: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    averages: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Copy what was read; averages that the checkpoint does not have begin at their weights."""
+    for key, staged in tensors.items():
+        if key in live:
+            local_part(live[key]).copy_(local_part(staged))
+    for name, average in averages.items():
+        local_part(average).copy_(local_part(tensors.get(AVERAGE + name, parameters[name].data)))
 
 
 def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:
@@ -238,14 +262,11 @@ def _restore_optimizer(
     names = names_of(optimizer, parameters)
     known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
-    groups = tuple(
-        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
-    )
-    saved = OptimizerState(manifest.optimizer["kind"], groups, tensors, values)
+    saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
     live = OptimizerState(saved.kind, groups_of(optimizer, names))
     changes = hyperparameter_changes(live, saved)
     restore(optimizer, parameters, saved)
     if hyperparameters == "checkpoint":
-        set_hyperparameters(optimizer, saved)
+        set_hyperparameters(optimizer, parameters, saved)
         return [f"optimizer: {change}; the checkpoint's value is used" for change in changes]
     return [f"optimizer: {change}; this run's value is used" for change in changes]

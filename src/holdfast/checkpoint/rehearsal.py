@@ -23,7 +23,7 @@ from holdfast.checkpoint.snapshot import Held, Snapshot, hold, outline, staged, 
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.errors import UserError
-from holdfast.optim.state import inert_state
+from holdfast.optim.inert import inert_state
 from holdfast.parallel.collectives import ProcessExchange
 
 Outline = dict[str, tuple[tuple[int, ...], str, bool]]

@@ -21,7 +21,7 @@ from holdfast.models.names import canonical_name, tied_names
 from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.materialise import local_part, sharded_parameters
 
-MODEL, OPTIM = "model.", "optim."
+MODEL, OPTIM, AVERAGE = "model.", "optim.", "ema."
 TRAINED = "trained parameters"
 """What a checkpoint holds of a model whose frozen parameters are left out."""
 
@@ -53,7 +53,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def tensors_of(held: Held) -> dict[str, Tensor]:
     """Return what was held, under DCP names."""
     found: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in held.parameters.items()}
-    return found | {MODEL + name: buffer for name, buffer in held.buffers.items()}
+    found |= {MODEL + name: buffer for name, buffer in held.buffers.items()}
+    return found | {AVERAGE + name: average for name, average in held.averages.items()}
 
 
 def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
@@ -72,14 +73,17 @@ class Held:
     ties: Mapping[str, tuple[str, ...]]
     whole: bool = True
     """Whether parameters that are not trained are among them."""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of trained parameters, where a run keeps some."""
 
 
-def hold(model: nn.Module, *, frozen: bool = True) -> Held:
+def hold(model: nn.Module, *, frozen: bool = True, averages: Mapping[str, Tensor] | None = None) -> Held:
     """Find a model's tensors; modules that are gathered are resharded.
 
     Args:
         model: Sharded by FSDP2, or plain.
         frozen: Also those that are not trained.
+        averages: Of trained parameters, to be saved beside them.
     """
     stored = {canonical_name(name) for name in model.state_dict()}
     buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
@@ -90,6 +94,7 @@ def hold(model: nn.Module, *, frozen: bool = True) -> Held:
         {name: buffer for name, buffer in buffers.items() if name in stored},
         {name: others for name, others in tied_names(model).items() if name in kept},
         frozen,
+        averages or {},
     )
 
 
@@ -128,6 +133,7 @@ def take(
         assets=dict(assets or {}),
         contents=(
             "model" if held.whole else TRAINED,
+            *(("averages",) if held.averages else ()),
             *(("optimizer",) if state is not None else ()),
             "trainer",
             "rank",

@@ -156,12 +156,18 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
     above, dot, last = name.rpartition(".")
     if dot and name in everywhere:
         return f"dots are for the command line; in a file write {last} inside {above}"
-    elsewhere = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
+    elsewhere = _with_last_word(name, everywhere)
     if elsewhere and not _close(name, siblings, 0.85):
         return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
-    by_last_word = {dotted.split(".")[-1]: dotted for dotted in everywhere}
+    by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
     close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.75) or "")
     return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
+
+
+def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
+    """Return the keys that end so; those under names of the user's (`*`) only if there is no other."""
+    found = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
+    return [dotted for dotted in found if "*" not in dotted] or found
 
 
 def _no_such_kind(word: str, kinds: Sequence[str]) -> str:

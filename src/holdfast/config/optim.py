@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from holdfast.config.base import (
     ByKind,
@@ -16,6 +17,7 @@ from holdfast.config.base import (
     Pattern,
     Positive,
     PositiveInt,
+    ProperFraction,
     Section,
 )
 
@@ -71,15 +73,57 @@ class WarmupStableDecaySchedule(_Schedule):
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule, ByKind("cosine")]
 
 
+class ParameterGroupConfig(Section):
+    """Parameters with a rate or a decay of their own."""
+
+    match: Pattern
+    """Its parameters, by canonical name; of groups that match a parameter, the first one has it."""
+    lr: Positive | None = None
+    """Peak learning rate; default: `optim.lr`. The schedule scales it like the others."""
+    weight_decay: NonNegative | None = None
+    """Of those that `no_decay` does not name; default: `optim.weight_decay`."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a group that changes nothing."""
+        if self.lr is None and self.weight_decay is None:
+            yield "match", "the group has neither lr nor weight_decay, so it changes nothing; give it one of them"
+
+
+class EMAConfig(Section):
+    """An exponential moving average of the trained weights, sharded and saved with them; training never sees it."""
+
+    decay: ProperFraction = 0.999
+    """Share of the average that stays at every update."""
+    start_step: Count = 0
+    """Until so many steps are done, the average is the weights."""
+    evaluate: bool = False
+    """Evaluate the average instead of the weights."""
+    export: Literal["beside", "instead", "none"] = "beside"
+    """Whether exports/NAME-ema holds the average beside exports/NAME, or exports/NAME holds it."""
+
+
+def _check_group_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in {"rest", "adamw"}:
+        raise ValueError(
+            f"{name!r} is to name a group of parameters; use letters, digits, '.', '_', '-', and not rest or adamw"
+        )
+    return name
+
+
 class _Optim(Section):
     lr: Positive = 1e-5
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of the parameters that `no_decay` does not name."""
+    groups: dict[Annotated[str, AfterValidator(_check_group_name)], ParameterGroupConfig] = Field(default_factory=dict)
+    """Rates and decays of parameters chosen by name, as in `groups: {vision: {match: visual, lr: 1e-6}}`. What no group
+    matches has `lr` and `weight_decay`."""
     no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
     """Parameters without weight decay, by canonical name."""
     schedule: Schedule = CosineSchedule(warmup_ratio=0.03)
     """The rate over the steps. A schedule that is written out has the warm-up that is written with it, none else."""
+    ema: EMAConfig | None = None
+    """Keep an average of the weights; 4 bytes more per trained parameter (8 for float64)."""
     clip_norm: Positive | None = 1.0
     """Largest global gradient norm; null: no clipping (the norm is still computed and logged)."""
     max_nonfinite_steps: PositiveInt = 5
@@ -107,10 +151,81 @@ class AdamWBF16Config(_Optim):
 
 
 class SGDConfig(_Optim):
-    """Plain stochastic gradient descent with optional momentum."""
+    """Stochastic gradient descent (torch.optim.SGD); weight decay is added to the gradient, not decoupled."""
 
     kind: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.0
+    """Share of the last step that the next one goes on with."""
+    dampening: Fraction = 0.0
+    """Share of the gradient that momentum leaves out."""
+    nesterov: bool = False
+    """Look ahead along the momentum (Sutskever et al., 2013)."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what means nothing without momentum, or not together."""
+        if self.nesterov and not self.momentum:
+            yield "nesterov", "looks ahead along a momentum that is 0; set momentum, or leave nesterov out"
+        if self.nesterov and self.dampening:
+            yield "nesterov", f"is defined for dampening: 0, not {self.dampening:g}; keep one of them"
+        if self.dampening and not self.momentum:
+            yield "dampening", "changes nothing where momentum is 0; set momentum, or leave dampening out"
 
 
-OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig, ByKind("adamw")]
+class MuonConfig(_Optim):
+    """Muon (Jordan et al., 2024) for matrices; AdamW for embeddings, the head, and what is no matrix.
+
+    An update is orthogonalised as a whole matrix, on any number of ranks; experts of a mixture one by one.
+    """
+
+    kind: Literal["muon"] = "muon"
+    momentum: ProperFraction = 0.95
+    """Of the average that is orthogonalised."""
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+    iterations: PositiveInt = 5
+    """Newton-Schulz steps."""
+    iterate_in: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of these steps; float64 weights use float64."""
+    scale: Literal["adamw_rms", "shape"] = "adamw_rms"
+    """Factor of a matrix's update: 0.2 x sqrt(longer side), so that rates of AdamW fit (arXiv:2502.16982), or
+    sqrt(rows / columns) where that is above 1 (the original; its rates are near 0.02)."""
+    adamw: list[Pattern] = Field(default_factory=list)
+    """Matrices that AdamW updates too, by canonical name."""
+    adamw_lr: Positive | None = None
+    """Peak rate of AdamW's parameters; default: `lr`. Groups with a rate of their own keep it."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's decay of the first and the second moment."""
+    eps: Positive = 1e-8
+    """AdamW's, added to the root of the second moment."""
+
+
+def _check_class_path(path: str) -> str:
+    place, colon, name = path.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    if not colon or not (place.endswith(".py") or is_module) or not name.isidentifier():
+        raise ValueError(f"{path!r} must name a class, as in my_file.py:MyOptimizer or torch.optim:RMSprop")
+    return path
+
+
+class UserOptimizerConfig(_Optim):
+    """Any torch.optim.Optimizer: torch's others, an installed package's, or one from a file of the user's own.
+
+    It is tried on small parameters before the run starts, whole and sharded, saved and restored.
+    """
+
+    kind: Literal["path"] = "path"
+    path: Annotated[str, AfterValidator(_check_class_path)]
+    """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its constructor's arguments besides lr and weight_decay."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield arguments that have a key of their own."""
+        for name in ("lr", "weight_decay"):
+            if name in self.kwargs:
+                yield f"kwargs.{name}", f"write optim.{name}, which groups and the schedule follow"
+        if "params" in self.kwargs:
+            yield "kwargs.params", "the parameters are the model's; leave it out"
+
+
+OptimConfig = Annotated[AdamWConfig | AdamWBF16Config | SGDConfig | MuonConfig | UserOptimizerConfig, ByKind("adamw")]

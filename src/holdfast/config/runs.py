@@ -162,7 +162,7 @@ class TrainingConfig(_Root):
 
     def _storage(self) -> Iterator[Mistake]:
         kind, dtype = self.optim.kind, self.model.dtype
-        if dtype == "bfloat16" and kind != "adamw_bf16":
+        if dtype == "bfloat16" and kind not in {"adamw_bf16", "path"}:  # what a class of the user's keeps is its own
             yield (
                 "model.dtype",
                 f"bfloat16 with optim.kind: {kind} loses updates smaller than 1/256 of a weight. Use optim.kind: "
@@ -170,6 +170,11 @@ class TrainingConfig(_Root):
             )
         if kind == "adamw_bf16" and dtype != "bfloat16":
             yield "optim.kind", f"adamw_bf16 needs model.dtype: bfloat16, not {dtype}; set it, or use optim.kind: adamw"
+        if kind == "muon" and self.parallel.cpu_offload:
+            yield (
+                "parallel.cpu_offload",
+                "optim.kind: muon gathers whole matrices, and host memory has no group to do so; choose one of the two",
+            )
         if dtype == "float64" and self.parallel.compute_dtype != "auto":
             yield (
                 "parallel.compute_dtype",

@@ -3,59 +3,114 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.config.optim import AdamWBF16Config, AdamWConfig, OptimConfig, SGDConfig
-from holdfast.errors import ModelError
+from holdfast.config.optim import AdamWBF16Config, AdamWConfig, MuonConfig, SGDConfig
+from holdfast.errors import ConfigError
 from holdfast.optim.adamw_bf16 import AdamWBF16
+from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
+from holdfast.optim.muon import ADAMW, MUON, Muon
 
 
-def build_optimizer(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def build_optimizer(
+    config: AdamWConfig | AdamWBF16Config | SGDConfig | MuonConfig,
+    parameters: Mapping[str, nn.Parameter],
+    vocabulary: Collection[str] = (),
+) -> Optimizer:
     """Return an optimizer over the trained parameters.
 
     Args:
         config: The section.
         parameters: All parameters by canonical name; frozen ones are left out, and get no state.
+        vocabulary: Those with a row per token, embeddings and the head: Muon leaves them to AdamW.
 
     Raises:
         ModelError: Nothing is trained.
+        ConfigError: An entry of `groups` has no parameter.
     """
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    if not trained:
-        raise ModelError("No parameter is trained: model.freeze covers all of them.")
-    groups = [group for group in _groups(config, trained) if group["params"]]
+    plans = plan_groups(config, parameters)
+    if isinstance(config, MuonConfig):
+        return _muon(config, plans, parameters, vocabulary)
+    groups = param_groups(plans, parameters)
     match config:
         case AdamWConfig():
-            fused = all(parameter.is_floating_point() for parameter in trained.values())
+            fused = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
             return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         case AdamWBF16Config():
             return AdamWBF16(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         case SGDConfig():
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+            return torch.optim.SGD(
+                groups,
+                lr=config.lr,
+                momentum=config.momentum,
+                dampening=config.dampening,
+                nesterov=config.nesterov,
+                foreach=True,
+            )
 
 
-def _groups(config: OptimConfig, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    plain = {name for name in trained if any(re.search(pattern, name) for pattern in config.no_decay)}
-    return [
-        {
-            "name": "decay",
-            "params": [parameter for name, parameter in trained.items() if name not in plain],
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "name": "no_decay",
-            "params": [parameter for name, parameter in trained.items() if name in plain],
-            "weight_decay": 0.0,
-        },
+def _muon(
+    config: MuonConfig,
+    plans: Sequence[GroupPlan],
+    parameters: Mapping[str, nn.Parameter],
+    vocabulary: Collection[str],
+) -> Muon:
+    """Split every group between the two algorithms.
+
+    Raises:
+        ConfigError: No matrix is left, or a pattern of `adamw` names none.
+    """
+    matrices = [
+        name for name, value in parameters.items() if value.requires_grad and _is_matrix(name, value, vocabulary)
     ]
+    for pattern in config.adamw:
+        if not _matched([pattern], matrices):
+            raise ConfigError(
+                f"optim.adamw: {pattern!r} names no matrix that Muon would update; those are "
+                f"{', '.join(matrices[:3]) or 'none'}. Remove it, or mend the pattern."
+            )
+    mine = {*matrices} - _matched(config.adamw, matrices)
+    if not mine:
+        raise ConfigError(
+            "optim.kind: muon updates matrices, and none is trained besides embeddings, the head and what optim.adamw "
+            "names. Use optim.kind: adamw."
+        )
+    groups = []
+    for algorithm, plan in _parts(config, plans, mine):
+        groups += [group | {"algorithm": algorithm} for group in param_groups([plan], parameters)]
+    return Muon(
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        iterations=config.iterations,
+        scale=config.scale,
+        iterate_in=getattr(torch, config.iterate_in),
+        betas=config.betas,
+        eps=config.eps,
+    )
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def _parts(config: MuonConfig, plans: Sequence[GroupPlan], mine: Collection[str]) -> list[tuple[str, GroupPlan]]:
+    """Return what each algorithm has of every group; groups without a rate of their own have AdamW's there."""
+    parts = [(MUON, replace(plan, names=tuple(name for name in plan.names if name in mine))) for plan in plans]
+    for plan in plans:
+        rest = replace(plan, names=tuple(name for name in plan.names if name not in mine))
+        if plan.stem == REST and config.adamw_lr is not None:
+            rest = replace(rest, stem=ADAMW, lr=config.adamw_lr)
+        parts.append((ADAMW, rest))
+    return [(algorithm, plan) for algorithm, plan in parts if plan.names]
+
+
+def _matched(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def _is_matrix(name: str, value: Tensor, vocabulary: Collection[str]) -> bool:
+    """Return whether a parameter is a matrix, or one for each expert."""
+    return name not in vocabulary and (value.ndim == 2 or (value.ndim == 3 and "experts" in name))

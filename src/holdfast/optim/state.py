@@ -7,17 +7,19 @@ canonical name, kept in its own dtype, and absent state stays absent.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError
+from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged import UnknownType, decode, encode
+
+_OF_THE_RUN = frozenset({PEAK, STEM, "name"})
+_SCHEDULED = _OF_THE_RUN | {"lr", "initial_lr"}
 
 
 class UnsavableOptimizer(HoldfastError):  # noqa: N818 - the name says what is wrong
@@ -93,7 +95,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
             if isinstance(value, Tensor):
                 tensors.setdefault(name, {})[str(key)] = value
             else:
-                values.setdefault(name, {})[str(key)] = _tagged(value, f"state {key!r} of {name}", optimizer)
+                values.setdefault(name, {})[str(key)] = tagged(value, f"state {key!r} of {name}", optimizer)
     return OptimizerState(qualified_name(optimizer), groups_of(optimizer, names), tensors, values)
 
 
@@ -107,7 +109,7 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[GroupStat
         GroupState(
             tuple(names[id(parameter)] for parameter in group["params"]),
             {
-                key: _tagged(value, f"hyper-parameter {key!r}", optimizer)
+                key: tagged(value, f"hyper-parameter {key!r}", optimizer)
                 for key, value in group.items()
                 if key != "params"
             },
@@ -117,20 +119,18 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[GroupStat
 
 
 def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: OptimizerState) -> None:
-    """Put state back, in its own dtypes; parameters without saved state get none.
+    """Put state back, in its own dtypes; parameters without saved state keep what their optimizer was built with.
 
     Live gradients do not matter, and hyper-parameters stay as they are. Tensors of `saved` become the optimizer's own.
     """
     known = saved.tensors.keys() | saved.values.keys()
+    names = {id(parameter): name for name, parameter in parameters.items()}
     # In the order of parameters, the same on every rank: somebody may gather what they find here.
     by_name = {name: parameter for name, parameter in parameters.items() if name in known}
+    kept = {parameter: state for parameter, state in optimizer.state.items() if _as_built(state)}
     optimizer.state.clear()
-    on_device = {
-        id(parameter)
-        for group in optimizer.param_groups
-        if group.get("fused") or group.get("capturable")
-        for parameter in group["params"]
-    }
+    optimizer.state.update({key: value for key, value in kept.items() if names.get(id(key)) not in by_name})
+    on_device = _counting_on_device(optimizer)
     for name, parameter in by_name.items():
         state: dict[str, Any] = {}
         for key, tensor in saved.tensors.get(name, {}).items():
@@ -141,18 +141,46 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         optimizer.state[parameter] = state
 
 
-def set_hyperparameters(optimizer: Optimizer, saved: OptimizerState) -> None:
+def set_hyperparameters(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: OptimizerState) -> None:
     """Take every hyper-parameter from the saved groups, matched by the parameters they hold.
 
+    Names and peaks of a run's own groups belong to its configuration, as its schedule does, and stay.
+
     Raises:
-        UnsavableOptimizer: The groups hold other parameters.
+        UnsavableOptimizer: As `saved_hyperparameters`; nothing was changed.
     """
-    if len(saved.groups) != len(optimizer.param_groups):
-        raise UnsavableOptimizer(
-            f"The checkpoint has {len(saved.groups)} param groups, the optimizer {len(optimizer.param_groups)}."
-        )
-    for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({key: decode(value) for key, value in before.hyperparameters.items()})
+    names = names_of(optimizer, parameters)
+    found = saved_hyperparameters(groups_of(optimizer, names), saved.groups)
+    for group, before in zip(optimizer.param_groups, found, strict=True):
+        kept = _OF_THE_RUN if PEAK in group else frozenset()
+        group.update({key: decode(value) for key, value in before.items() if key not in kept})
+
+
+def saved_hyperparameters(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[Mapping[str, Any]]:
+    """Return what the checkpoint says of each live group, by the names of its parameters; {} of a group it never had.
+
+    Raises:
+        UnsavableOptimizer: Parameters of one group had different values: no group could hold both.
+    """
+    then = {name: group for group in saved for name in group.parameters}
+    found: list[Mapping[str, Any]] = []
+    for group in live:
+        known = [name for name in group.parameters if name in then]
+        values = [_comparable(then[name]) for name in known]
+        other = next((number for number, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            key = next(key for key in values[other] | values[0] if values[other].get(key) != values[0].get(key))
+            raise UnsavableOptimizer(
+                f"The checkpoint's hyper-parameters cannot be taken: {known[0]} and {known[other]} are in one param "
+                f"group here, and had {key} {values[0].get(key)} and {values[other].get(key)} there. Group them as "
+                "before, or take the hyper-parameters from the configuration."
+            )
+        found.append(then[known[0]].hyperparameters if known else {})
+    return found
+
+
+def _comparable(group: GroupState) -> dict[str, Any]:
+    return {key: value for key, value in group.hyperparameters.items() if key not in _SCHEDULED}
 
 
 def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[str]:
@@ -163,12 +191,32 @@ def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
                 old = then.get(name, {}).get(key, value)
-                if key not in {"lr", "initial_lr", "name"} and old != value:
+                if key not in _SCHEDULED and old != value:
                     changes.setdefault(f"{key}: {old} in the checkpoint, {value} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
 
 
-def _tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
+def _counting_on_device(optimizer: Optimizer) -> set[int]:
+    return {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
+
+
+def _as_built(state: Mapping[str, Any]) -> bool:
+    """Return whether a constructor made this state and no step has changed it, as Adagrad's sums of squares."""
+    steps = state.get("step")
+    return steps is not None and float(steps) == 0.0
+
+
+def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
+    """Return a value's written form.
+
+    Raises:
+        UnsavableOptimizer: It has none.
+    """
     try:
         return encode(value)
     except UnknownType as error:
@@ -176,42 +224,3 @@ def _tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
             f"{qualified_name(optimizer)} cannot be saved: {what} is a {error}, which has no written form. Use a "
             "number, text, dtype, tuple or tensor instead."
         ) from None
-
-
-def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state the optimizer will have after its first step, with zeros in it; the optimizer is not touched.
-
-    What it will hold is learned from a copy of its class and hyper-parameters that takes one step on tiny parameters
-    of the same dtypes and numbers of dimensions.
-    """
-    names = names_of(optimizer, parameters)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        known: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
-        for parameter in group["params"]:
-            name, shape = names[id(parameter)], (parameter.ndim, parameter.dtype)
-            if shape not in known:
-                known[shape] = _state_after_one_step(optimizer, group, parameter)
-            for key, value in known[shape].items():
-                if isinstance(value, Tensor):
-                    is_like = value.ndim == parameter.ndim and value.ndim > 0
-                    made = torch.zeros_like(parameter, dtype=value.dtype) if is_like else torch.zeros_like(value)
-                    tensors.setdefault(name, {})[str(key)] = made
-                else:
-                    values.setdefault(name, {})[str(key)] = _tagged(value, f"state {key!r} of {name}", optimizer)
-    return OptimizerState(qualified_name(optimizer), groups_of(optimizer, names), tensors, values)
-
-
-def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    stand_in = nn.Parameter(torch.zeros((2,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device))
-    stand_in.grad = torch.zeros_like(stand_in)
-    twin = type(optimizer).__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()  # a user's hooks see real steps only
-    twin.__dict__.pop("step", None)  # a learning rate scheduler binds the real optimizer's step here
-    twin.__dict__["state"] = defaultdict(dict)
-    twin.__dict__["param_groups"] = [{**group, "params": [stand_in]}]
-    twin.step()
-    return dict(twin.state[stand_in])

@@ -18,7 +18,6 @@ from holdfast.metrics.throughput import ModelCost, peak_flops
 from holdfast.models.build import blueprint
 from holdfast.models.names import named_parameters
 from holdfast.objectives.base import Objective
-from holdfast.optim.build import build_optimizer
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
@@ -28,6 +27,7 @@ from holdfast.training.engines import pad_token
 from holdfast.training.identity import identity
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
+from holdfast.training.optimizers import averages_of, optimizer_of, vocabulary_of
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
@@ -111,7 +111,10 @@ def parts_of_run(
     together(exchange, lambda: _check_end(config, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
     return {
-        "optimizer": build_optimizer(config.optim, sharded_parameters(measured.policy)),
+        "averages": averages_of(config.optim, sharded_parameters(measured.policy)),
+        "optimizer": optimizer_of(
+            config.optim, base, sharded_parameters(measured.policy), exchange, vocabulary_of(measured.policy)
+        ),
         "stream": stream,
         "total_steps": total,
         "cost": _cost(measured),

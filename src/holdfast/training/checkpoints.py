@@ -83,7 +83,11 @@ class Checkpoints:
             reached=run.world.failure.in_background,
             patience=self._wait_for_all,
         )
-        self._held = hold(run.policy, frozen=self._config.frozen == "save")
+        self._held = hold(
+            run.policy,
+            frozen=self._config.frozen == "save",
+            averages=run.averages.tensors if run.averages is not None else None,
+        )
         try:
             self._start(known=known)
             if run.world.is_first:

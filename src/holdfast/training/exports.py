@@ -29,7 +29,18 @@ def export_run(run: Run, name: str) -> str:
     """Write exports/<name> and return the path; all ranks call this together.
 
     Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
+    Averages of the weights are written to exports/<name>-ema, or in the place of the weights.
     """
+    ema = run.config.optim.ema
+    if ema is not None and ema.export != "none":
+        with run.averaged():
+            place = _export(run, name if ema.export == "instead" else f"{name}-ema")
+        if ema.export == "instead":
+            return place
+    return _export(run, name)
+
+
+def _export(run: Run, name: str) -> str:
     place = run.directory / EXPORTS / name
     with run.phase("export"):
         export(

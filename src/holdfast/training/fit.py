@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -153,7 +154,9 @@ class _Loop(Generic[R]):
 
     def _evaluate(self) -> dict[str, float]:
         self.evaluated_at = self.run.state.step
-        return self.evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.exchange) is not None)
+        ema = self.run.config.optim.ema
+        with self.run.averaged() if ema is not None and ema.evaluate else nullcontext():
+            return self.evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.exchange) is not None)
 
 
 def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from holdfast.checkpoint.hashing import hash_bytes, hash_file
 from holdfast.config.algorithm import UserObjectiveConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.optim import UserOptimizerConfig
 from holdfast.config.preference import UserLossConfig
 from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
@@ -147,6 +148,8 @@ def _named_files(config: TrainingConfig) -> list[tuple[str, str]]:
         named += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
     if isinstance(config, GRPOConfig):
         named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
+    if isinstance(config.optim, UserOptimizerConfig):
+        named.append(("optim.path", config.optim.path))
     if config.data.filter is not None:
         named.append(("data.filter", config.data.filter))
     templates = [(key, getattr(config.data, key)) for key in ("format", "chat_template")]

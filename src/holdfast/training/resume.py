@@ -19,6 +19,7 @@ from holdfast.config.base import leaves
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.runs import as_plain
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.identity import differences
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
@@ -45,6 +46,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
         declared=_declared(config),
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
         verified=choice.manifest,
+        averages=run.averages.tensors if run.averages is not None else {},
     )
     run.state = TrainState(**loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
@@ -67,6 +69,8 @@ def start_from(run: Run, place: str, ranks: ProcessExchange) -> None:
     """
     path, _, name = place.rstrip("/").rpartition("/")
     found = load(open_storage(path or "."), name, run.policy, None, ranks, declared=_declared(run.config.checkpoint))
+    if run.averages is not None:
+        run.averages.begin(sharded_parameters(run.policy))
     say(run, f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
 
 

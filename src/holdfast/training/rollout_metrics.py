@@ -111,6 +111,6 @@ def of_several_updates(
 def _joined(name: str, values: Sequence[float]) -> float:
     if name == "data/order_hash":
         return float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
-    if name in _LAST:
+    if name in _LAST or name.startswith("learning_rate/"):
         return values[-1]
     return math.fsum(values) if name in _SUMMED else math.fsum(values) / len(values)

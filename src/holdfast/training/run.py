@@ -17,7 +17,9 @@ from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build import Blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective
+from holdfast.optim.averages import Averages
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.identity import Identity
@@ -73,6 +75,8 @@ class Run(Evaluation):
     """Everything a step touches: what an evaluation has, and what training needs besides."""
 
     optimizer: Optimizer
+    averages: Averages | None
+    """Of the trained weights, if the run keeps some."""
     stream: BatchStream[Any, Any]
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
@@ -97,6 +101,16 @@ class Run(Evaluation):
     """Completions of a step; the journal writes them to samples.jsonl, on rank 0, and empties the list."""
     updating: bool = False
     """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the averages stand in for the weights within the block; every rank enters together."""
+        assert self.averages is not None
+        was_updating, self.updating = self.updating, True  # what the policy holds meanwhile is no step's
+        with self.averages.in_place(sharded_parameters(self.policy)):
+            yield
+            sharded_parameters(self.policy)  # units that the block gathered hold averages
+        self.updating = was_updating
 
     @property
     def finished(self) -> bool:

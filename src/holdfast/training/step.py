@@ -14,11 +14,12 @@ from torch import Tensor
 from holdfast.data.packing import to_device
 from holdfast.errors import RunStopped
 from holdfast.objectives.base import ratio
-from holdfast.optim.build import set_learning_rate
 from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradients, scale, squared_norm
+from holdfast.optim.groups import set_learning_rates
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import reduce_sums
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.routing import load_metrics, loads_before
 from holdfast.training.run import Run
 from holdfast.types import Batch, LossSum, MiniBatch
@@ -39,8 +40,10 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
-    rate = run.config.optim.lr * learning_rate_factor(run.config.optim.schedule, run.state.step, run.total_steps)
-    set_learning_rate(run.optimizer, rate)
+    factor = learning_rate_factor(run.config.optim.schedule, run.state.step, run.total_steps)
+    own = set_learning_rates(run.optimizer, factor)
+    rates = {"learning_rate": run.config.optim.lr * factor}
+    rates |= {f"learning_rate/{group}": rate for group, rate in own.items()}
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
@@ -64,11 +67,11 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = load_metrics(sent)
     with run.phase("optimizer"):
-        return _update(run, sums, mini_batch, rate, ends_step=ends_step) | loads
+        return _update(run, sums, mini_batch, rates, ends_step=ends_step) | loads
 
 
 def _update(
-    run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rate: float, *, ends_step: bool
+    run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rates: dict[str, float], *, ends_step: bool
 ) -> dict[str, float]:
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     give_zero_gradients(parameters)
@@ -86,6 +89,8 @@ def _update(
         scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
         run.updating = True
         run.optimizer.step()
+        if run.averages is not None:
+            run.averages.update(sharded_parameters(run.policy), state.step)
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1
@@ -106,7 +111,7 @@ def _update(
     metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in run.sums.items()}
     return metrics | {
         "grad_norm": norm,
-        "learning_rate": rate,
+        **rates,
         "num_tokens": float(state.tokens),
         "optim/skipped_steps": float(state.skipped_steps),
         "optim/no_gradient": float(norm == 0.0),

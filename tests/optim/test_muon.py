@@ -1,0 +1,215 @@
+"""Muon against NumPy on whole matrices, on any number of ranks, and who gets which algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from holdfast import checkpoint
+from holdfast.config.optim import MuonConfig
+from holdfast.errors import ConfigError
+from holdfast.optim.build import build_optimizer
+from holdfast.optim.muon import orthogonalised
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor
+from tests.checkpoint.cases import contents
+from tests.distributed.toys import Toy, shard
+
+Array = NDArray[np.float64]
+LR, ADAMW_LR, DECAY, MOMENTUM, BETAS, EPS = 0.25, 0.125, 0.5, 0.75, (0.5, 0.75), 1e-3
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+class Mixture(nn.Module):
+    """A wide matrix, a tall one, three experts in one tensor, and vectors; no side divides by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(7, 3, dtype=torch.float64)
+        self.tall = nn.Linear(3, 7, bias=False, dtype=torch.float64)
+        self.experts = nn.Parameter(torch.randn(3, 7, 5, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.tall(self.wide(inputs)) + inputs
+        spread = (hidden @ self.experts).square().sum((0, 2))
+        return hidden * spread.sum(-1, keepdim=True)
+
+
+def built(world: World, seed: int = 0, **options: Any) -> tuple[Toy, torch.optim.Optimizer]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        toy = Toy(Mixture())
+    shard(world, toy)
+    config = MuonConfig(
+        lr=LR,
+        adamw_lr=ADAMW_LR,
+        weight_decay=DECAY,
+        momentum=MOMENTUM,
+        betas=BETAS,
+        eps=EPS,
+        no_decay=["bias"],
+        **options,
+    )
+    return toy, build_optimizer(config, sharded_parameters(toy))
+
+
+def gradient(name: str, shape: tuple[int, ...], step: int) -> Array:
+    return np.random.default_rng([step, *name.encode()]).standard_normal(shape)
+
+
+def steps(toy: Toy, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    """Make steps with gradients of our own, sharded like the parameters."""
+    for number in numbers:
+        for name, value in sharded_parameters(toy).items():
+            whole = torch.from_numpy(gradient(name, tuple(value.shape), number))
+            value.grad = _sharded(whole, value)
+        optimizer.step()
+
+
+def _sharded(whole: Tensor, like: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements) if isinstance(like, DTensor) else whole
+
+
+def train(world: World, count: int, options: dict[str, Any]) -> dict[str, Array]:
+    toy, optimizer = built(world, **options)
+    steps(toy, optimizer, range(count))
+    return {name: full_tensor(value).numpy().copy() for name, value in sharded_parameters(toy).items()}
+
+
+def orthogonal(matrix: Array, iterations: int = 5) -> Array:
+    flat = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    flat = flat / np.sqrt((flat**2).sum())
+    for _ in range(iterations):
+        gram = flat @ flat.T
+        flat = QUINTIC[0] * flat + QUINTIC[1] * gram @ flat + QUINTIC[2] * gram @ gram @ flat
+    return flat.T if matrix.shape[0] > matrix.shape[1] else flat
+
+
+def expected(start: dict[str, Array], count: int, scale: str) -> dict[str, Array]:
+    """Return the weights after some steps, by the papers' formulas on whole arrays."""
+    found = {}
+    for name, first in start.items():
+        weight, buffer, mean, square = first.copy(), *(np.zeros_like(first) for _ in range(3))
+        for step in range(count):
+            slope = gradient(name, first.shape, step)
+            if name.endswith("bias"):
+                mean = BETAS[0] * mean + (1 - BETAS[0]) * slope
+                square = BETAS[1] * square + (1 - BETAS[1]) * slope**2
+                hat = mean / (1 - BETAS[0] ** (step + 1)), square / (1 - BETAS[1] ** (step + 1))
+                weight = weight - ADAMW_LR * hat[0] / (np.sqrt(hat[1]) + EPS)
+                continue
+            buffer = MOMENTUM * buffer + (1 - MOMENTUM) * slope
+            ahead = (1 - MOMENTUM) * slope + MOMENTUM * buffer
+            rows, columns = first.shape[-2:]
+            size = 0.2 * max(rows, columns) ** 0.5 if scale == "adamw_rms" else max(1, rows / columns) ** 0.5
+            whole = np.stack([orthogonal(one) for one in ahead]) if first.ndim == 3 else orthogonal(ahead)
+            weight = weight * (1 - LR * DECAY) - LR * size * whole
+        found[name] = weight
+    return found
+
+
+@pytest.mark.parametrize("scale", ["adamw_rms", "shape"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_three_updates_are_the_unsharded_ones_on_any_number_of_ranks(pools: Any, ranks: int, scale: str) -> None:
+    start = pools(ranks).run(train, 0, {})[0]
+
+    found = pools(ranks).run(train, 3, {"scale": scale})
+
+    wanted = expected(start, 3, scale)
+    assert {name.rpartition(".")[2] for name in wanted} == {"weight", "bias", "experts"}
+    for values in found:
+        for name, value in wanted.items():
+            np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_the_iteration_is_numpys_to_the_digits_of_its_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    matrix = np.random.default_rng(0).standard_normal((9, 4))
+
+    found = orthogonalised(torch.from_numpy(matrix).to(dtype), 5).double().numpy()
+
+    np.testing.assert_allclose(found, orthogonal(matrix), atol=tolerance)
+
+
+def test_singular_values_come_near_one() -> None:
+    matrix = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    values = torch.linalg.svdvals(orthogonalised(matrix, 5))
+
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+
+
+def save_halfway(world: World, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    toy, optimizer = built(world)
+    steps(toy, optimizer, range(2))
+    checkpoint.rehearse(str(Path(place).parent), toy, optimizer)
+    checkpoint.save(place, toy, optimizer)
+    saved = contents(toy, optimizer)
+    steps(toy, optimizer, range(2, 4))
+    return saved, contents(toy, optimizer)
+
+
+def go_on(world: World, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    toy, optimizer = built(world, seed=1)
+    checkpoint.load(place, toy, optimizer)
+    loaded = contents(toy, optimizer)
+    steps(toy, optimizer, range(2, 4))
+    return loaded, contents(toy, optimizer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_state_is_saved_by_two_ranks_and_goes_on_on_any_number(pools: Any, tmp_path: Path, ranks: int) -> None:
+    place = str(tmp_path / "step-00000002")
+    saved, straight = pools(2).run(save_halfway, place)[0]
+
+    loaded, ended = pools(ranks).run(go_on, place)[0]
+
+    assert loaded == saved
+    assert any(name.endswith("wide.weight/momentum_buffer") for name in saved)
+    if ranks == 2:  # elsewhere matrix products may round otherwise
+        assert ended == straight
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    shapes = {
+        "embed.weight": (8, 4),
+        "layers.0.q.weight": (4, 4),
+        "layers.0.router.weight": (2, 4),
+        "norm.weight": (4,),
+    }
+    return {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+
+
+def test_embeddings_vectors_and_what_is_named_go_to_adamw() -> None:
+    named = parameters()
+
+    optimizer = build_optimizer(MuonConfig(adamw=["router"], adamw_lr=0.5), named, {"embed.weight"})
+
+    names = {id(value): name for name, value in named.items()}
+    by_algorithm = {
+        (group["algorithm"], group["lr"], names[id(value)])
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
+    assert by_algorithm == {
+        ("muon", 1e-5, "layers.0.q.weight"),
+        ("adamw", 0.5, "layers.0.router.weight"),
+        ("adamw", 0.5, "embed.weight"),
+        ("adamw", 0.5, "norm.weight"),
+    }
+
+
+def test_a_pattern_without_a_matrix_and_a_model_without_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optim.adamw: 'norm' names no matrix .* those are layers\.0\.q\.weight"):
+        build_optimizer(MuonConfig(adamw=["norm"]), parameters(), {"embed.weight"})
+    with pytest.raises(ConfigError, match="none is trained besides embeddings"):
+        build_optimizer(MuonConfig(adamw=["layers"]), parameters(), {"embed.weight"})
