@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 setup: $(VENV)/.installed
 
 # torch goes first and alone: beside other packages pip may choose another build of it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: Makefile pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,math,vlm]'
@@ -38,7 +38,7 @@ test-all: lint types
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in gpu_like_head head sft_vs_trl grpo_vs_trl decode fsdp loop packing checkpoint failures; do \
+	missed=; for script in gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint failures; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 
