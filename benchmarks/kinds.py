@@ -4,9 +4,9 @@
 
 `holdfast_*` is our trainer in one process, `bare_*` a loop over the same kernels without one: no metrics, no sharding,
 no statistics of routers and no loss of theirs. Both make the same 10 updates in turn, one each, and are compared update
-by update. The loop turns rows with images into patches and tokens within its updates, as any loop has to. The mixture is
-a Mixtral of 8 experts in 2 blocks with 2,048 tokens per update, the model that sees a Qwen2.5-VL with 16 rows per update
-and a picture of 112 x 168 pixels in each.
+by update. The loop turns rows with images into patches and tokens within its updates, as any loop has to. The mixture
+is a Mixtral of 8 experts in 2 blocks with 2,048 tokens per update, the model that sees a Qwen2.5-VL with 16 rows per
+update and a picture of 112 x 168 pixels in each.
 """
 
 from __future__ import annotations
