@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Each of them has ranks of its own, up to four.
+TEST_WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=40 --durations-min=3
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -30,10 +33,10 @@ types: setup
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=40 --durations-min=3
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: lint types
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
 
 bench: setup

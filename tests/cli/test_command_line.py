@@ -40,7 +40,7 @@ def test_help_answers_in_half_a_second_of_processor_time(holdfast: Command) -> N
         (["sft", "--fast", "run.yaml"], "No such option: --fast"),
         (["config", "shw"], "No such command 'shw'"),
         (["data", "preview", "run.yaml", "--row", "-1"], "Invalid value for '--row'"),
-        (["config", "schema", "stf"], "There is no verb 'stf' with a configuration; there are sft, dpo, grpo."),
+        (["config", "schema", "stf"], "There is no verb 'stf' with a configuration; there are sft, dpo, reward, grpo."),
         (["config", "show", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
         (["sft", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
         (["eval", "."], ". has no holdfast.yaml, so it is no export of Holdfast."),
@@ -86,10 +86,12 @@ def test_diff_names_every_key_that_differs_and_exits_1(holdfast: Command, tmp_pa
     assert done.code == 1
     assert done.out.splitlines() == [
         "optim.betas: [0.9, 0.999] -> (absent)",
+        "optim.dampening: (absent) -> 0.0",
         "optim.eps: 1e-08 -> (absent)",
         "optim.kind: adamw -> sgd",
         "optim.lr: 1e-05 -> 0.001",
         "optim.momentum: (absent) -> 0.0",
+        "optim.nesterov: (absent) -> False",
         "seed: 0 -> 3",
     ]
 

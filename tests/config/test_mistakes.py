@@ -25,7 +25,7 @@ ROOT_KEYS = (
         ("optm: {}", "optm: unknown key; did you mean optim?"),
         ("evaluations: {}", "evaluations: unknown key; did you mean evaluation?"),
         ("optim: {learning_rat: 1}", "optim.learning_rat: unknown key; this section has lr, weight_decay, groups, "
-                                     "no_decay, schedule, clip_norm, max_nonfinite_steps, kind, betas, eps"),
+                                     "no_decay, schedule, ema, clip_norm, max_nonfinite_steps, kind, betas, eps"),
         ("optim: {learning_rate: 1}", "optim.learning_rate: unknown key; it is called optim.lr here"),
         ("num_train_epochs: 3", "num_train_epochs: unknown key; it is called epochs here"),
         ("optim: {clipnorm: 1}", "optim.clipnorm: unknown key; did you mean clip_norm?"),

@@ -145,7 +145,8 @@ def plain_logprobs(directory: Path, examples: list[Example], adapter: Path | Non
         given = side.upstream_inputs(example.tokens, example.model_inputs) if isinstance(side, ImageSide) else {}
         with torch.no_grad():
             logits = model(input_ids=tokens, **{name: torch.as_tensor(value) for name, value in given.items()}).logits
-        found.append(logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].numpy())
+        logprobs = logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        found.append(logprobs[example.loss_mask[1:]])
     return found
 
 
@@ -190,7 +191,7 @@ def _side(directory: Path, model_type: str) -> ImageSide | str:
 def _examples(directory: Path, model_type: str, rows: list[dict[str, Any]]) -> list[Example]:
     """Return sequences to compare: random tokens longer than every window, and where the model sees, rows with images.
 
-    Their tokens are all scored, those of images among them.
+    All of their tokens are scored but those of images, which nothing is asked to predict.
     """
     generator = np.random.default_rng(3)
     texts = [generator.integers(2, COMMON["vocab_size"] - 16, length) for length in (38, 21)]
@@ -199,5 +200,8 @@ def _examples(directory: Path, model_type: str, rows: list[dict[str, Any]]) -> l
     if isinstance(side, ImageSide):
         tokeniser = RowTokeniser(tokenizer_of(model_type), DataConfig(path="rows", max_length=128), Path.cwd(), side)
         seen = [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(rows[:3])]
-        found += [replace(example, loss_mask=np.arange(example.tokens.size) > 0) for example in seen]
+        found += [
+            replace(example, loss_mask=(np.arange(example.tokens.size) > 0) & (example.tokens != side.image_id))
+            for example in seen
+        ]
     return found

@@ -157,6 +157,9 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
     if dot and name in everywhere:
         return f"dots are for the command line; in a file write {last} inside {above}"
     elsewhere = _with_last_word(name, everywhere)
+    begun = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
+    if begun:
+        return f"unknown key; did you mean {' or '.join(begun[:3])}?"
     if elsewhere and not _close(name, siblings, 0.85):
         return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
     by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
