@@ -42,7 +42,9 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     ("broken", "divergence"),
     [
         ("rng", r"first divergence: step [345]: loss is "),
-        ("cursor", r"first divergence: step [345]: (loss|data/order_hash) is "),
+        pytest.param(
+            "cursor", r"first divergence: step [345]: (loss|data/order_hash) is ", marks=pytest.mark.slow, id="cursor"
+        ),
         ("optimizer", r"first divergence: step [3456]: (loss|grad_norm) is "),
     ],
 )

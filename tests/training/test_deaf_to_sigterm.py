@@ -37,8 +37,17 @@ def drilled(world: World, deaf: int, how: str) -> tuple[list[int], str | None]:
         return found, requests.pending(exchange)
 
 
-@pytest.mark.parametrize("how", ["another handler", "the default", "ignored below Python"])
-@pytest.mark.parametrize("deaf", [0, 2])
+@pytest.mark.parametrize(
+    ("deaf", "how"),
+    [
+        (0, "another handler"),
+        (2, "the default"),
+        (2, "ignored below Python"),
+        pytest.param(2, "another handler", marks=pytest.mark.slow),
+        pytest.param(0, "the default", marks=pytest.mark.slow),
+        pytest.param(0, "ignored below Python", marks=pytest.mark.slow),
+    ],
+)
 def test_the_drill_names_the_deaf_rank_on_every_rank_and_ends_nobody(how: str, deaf: int) -> None:
     ended = run_doomed(drilled, 3, deaf, how)
 
