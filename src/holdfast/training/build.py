@@ -32,10 +32,13 @@ from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
     OpenedData,
+    SetReading,
     check_batch,
     evaluation_sets,
+    evaluation_tokenisers,
     open_data,
     refuse_completions_of_images,
+    row_filter,
     row_tokeniser,
     training_stream,
 )
@@ -92,7 +95,8 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     exchange, data = started.exchange, started.data
     measured = _measured(config, base, world, exchange, live, data)
     images = image_side_of(config, measured.origin)
-    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats, images)
+    tokenizer = measured.origin.tokenizer
+    tokenise = together(exchange, lambda: row_tokeniser(tokenizer, config.data, base, data.formats, images))
     layout = layout_of(measured, images)
     stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
     return Run(**vars(measured), **parts_of_run(config, base, measured, started, stream))
@@ -140,10 +144,12 @@ def _measured(
     objective = live.objective or together(exchange, lambda: supervised_objective(config.objective, base))
     parts = build_model(config, base, world, exchange, live, objective)
     images = image_side_of(config, parts.origin)
-    tokenise = together(
-        exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats, images)
+    tokenizer = parts.origin.tokenizer
+    reading = together(
+        exchange,
+        lambda: SetReading(evaluation_tokenisers(tokenizer, config.data, base, data, images), row_filter(config, base)),
     )
-    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts, images))
+    sets = evaluation_sets(config, data, reading, exchange, layout_of(parts, images))
     if isinstance(images, ImageSide):
         together(exchange, lambda: refuse_completions_of_images(config, sets))
     return replace(parts, evaluation_sets=sets)

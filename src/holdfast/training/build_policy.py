@@ -19,7 +19,16 @@ from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
 from holdfast.training.run import Evaluation
-from holdfast.training.sources import NO_IMAGES, OpenedData, first_sequences, open_data, prompt_stream
+from holdfast.training.sources import (
+    NO_IMAGES,
+    Accept,
+    OpenedData,
+    filter_of,
+    first_sequences,
+    open_data,
+    prompt_stream,
+    row_filter,
+)
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Prompt
 
@@ -50,7 +59,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"({why}), where nothing can be shared. Use auto."
         )
     together(exchange, lambda: _check_positions(config, measured))
-    policy = _policy(config, measured, started.data, tokenise, score)
+    policy = _policy(base, measured, started.data, tokenise, score)
     reference = _reference(config, base, policy, live)
     return PolicyRun(
         **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
@@ -67,7 +76,7 @@ def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score:
     needs_training_rows = config.data.validation_split > 0
     data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
     measured = _measured(config, base, world, exchange, Live())
-    return _policy(config, measured, data, _tokeniser(measured, base), score)
+    return _policy(base, measured, data, _tokeniser(measured, base), score)
 
 
 def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, live: Live) -> Evaluation:
@@ -92,9 +101,12 @@ def _tokeniser(measured: Evaluation, base: Path) -> Tokenise[Prompt]:
 
 
 def _policy(
-    config: GRPOConfig, measured: Evaluation, data: OpenedData, tokenise: Tokenise[Prompt], score: Score
+    base: Path, measured: Evaluation, data: OpenedData, tokenise: Tokenise[Prompt], score: Score
 ) -> PolicyEvaluation:
+    config = measured.config
+    assert isinstance(config, GRPOConfig)
     parts = {name: value for name, value in vars(measured).items() if name not in {"config", "temperature"}}
+    accept = together(measured.exchange, lambda: row_filter(config, base))
     return PolicyEvaluation(
         **parts,
         config=config,
@@ -102,7 +114,7 @@ def _policy(
         engine=together(measured.exchange, lambda: _engine(config, measured)),
         score=score,
         prompt_sets=tuple(
-            PromptSet(name, _prompts(name, source, tokenise, config.evaluation.limit_samples, measured.exchange))
+            PromptSet(name, _prompts(measured, name, source, tokenise, filter_of(source, accept)))
             for name, source in data.evaluation.items()
         ),
     )
@@ -134,14 +146,15 @@ def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -
 
 
 def _prompts(
-    name: str, source: Source, tokenise: Tokenise[Prompt], limit: int | None, exchange: ProcessExchange
+    measured: Evaluation, name: str, source: Source, tokenise: Tokenise[Prompt], accept: Accept | None
 ) -> tuple[Prompt, ...]:
     """Read this rank's share of an evaluation set now, so that what is wrong with it shows before step 1.
 
     Raises:
         DataError: A row is malformed, or no prompt is short enough; the same on all ranks.
     """
-    prompts = together(exchange, lambda: tuple(first_sequences(source, tokenise, limit, exchange)))
+    exchange, limit = measured.exchange, measured.config.evaluation.limit_samples
+    prompts = together(exchange, lambda: tuple(first_sequences(source, tokenise, limit, exchange, accept)))
     if not sum(exchange.gather(len(prompts))):
         raise DataError(
             f"evaluation.sets.{name}: no prompt of {source.name} leaves room for a completion in "
