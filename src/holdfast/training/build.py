@@ -28,6 +28,7 @@ from holdfast.training.engines import pad_token
 from holdfast.training.identity import identity
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
+from holdfast.training.positions import check_positions
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
@@ -165,6 +166,9 @@ def build_model(  # noqa: PLR0913 - the borders of a run
             config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
         ),
     )
+    note = together(exchange, lambda: check_positions(config, origin))
+    if note:
+        origin = replace(origin, notes=(*origin.notes, note))
     policy, plan = build_policy(config, origin, world, exchange)
     return Evaluation(
         config=config,

@@ -58,7 +58,6 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"rollout.shared_prefix: on, but {measured.origin.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )
-    together(exchange, lambda: _check_positions(config, measured))
     policy = _policy(base, measured, started.data, tokenise, score)
     reference = _reference(config, base, policy, live)
     return PolicyRun(
@@ -118,23 +117,6 @@ def _policy(
             for name, source in data.evaluation.items()
         ),
     )
-
-
-def _check_positions(config: GRPOConfig, measured: Evaluation) -> None:
-    """Refuse sequences that are longer than the model has positions for: decoding and training would differ there."""
-    text = measured.origin.skeleton.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    longest = config.data.max_length - config.rollout.max_new_tokens
-    evaluated = config.evaluation.sets or config.data.validation_split > 0
-    asked = config.evaluation.sampling.max_new_tokens if evaluated else None
-    needed = {"data.max_length": config.data.max_length, "evaluation.sampling.max_new_tokens": longest + (asked or 0)}
-    for key, tokens in needed.items():
-        if positions is not None and tokens > positions:
-            raise ConfigError(
-                f"{key} allows sequences of {tokens} tokens, and {measured.origin.family.name} has {positions} "
-                "positions (max_position_embeddings). Lower data.max_length or max_new_tokens, or set "
-                "model.config_override.max_position_embeddings."
-            )
 
 
 def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -> Reference | None:
