@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.cli.commands import in_a_terminal
 from tests.cli.conftest import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
@@ -20,7 +21,33 @@ def test_a_row_is_shown_as_tokens_with_their_number(warm: WarmPython, tmp_path: 
 
     assert done.err == ""
     assert done.code == 0
-    assert done.out.splitlines() == ["add 3=3<eos>", "8 tokens, 2 trained (green)"]
+    assert done.out.splitlines() == ["add 3=⟦3<eos>⟧", "8 tokens, 2 trained (between ⟦ and ⟧)"]
+
+
+def test_a_terminal_shows_what_is_trained_in_green_and_the_rest_dim(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run.yaml", tree)
+
+    shown, code = in_a_terminal([warm.program, "-m", "holdfast.cli.main", "data", "preview", "run.yaml"], tmp_path)
+
+    assert code == 0, shown
+    sequence, counted = shown.splitlines()[:2]
+    assert sequence == "\x1b[2madd 0=\x1b[0m\x1b[1;32m0<eos>\x1b[0m"
+    assert "8 tokens, 2 trained (green)" in counted
+
+
+def test_every_trained_stretch_is_marked(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
+    template = "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else eos_token }}{% endfor %}"
+    tree["data"]["chat_template"] = template
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = preview(warm, tmp_path)
+
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["a=⟦bc<eos>⟧d=⟦e<eos>⟧", "9 tokens, 5 trained (between ⟦ and ⟧)"]
 
 
 def test_a_row_has_the_number_it_has_in_the_file_whatever_is_held_out(
@@ -31,7 +58,7 @@ def test_a_row_has_the_number_it_has_in_the_file_whatever_is_held_out(
 
     shown = [preview(warm, tmp_path, "--row", str(row)).out.splitlines()[0] for row in (0, 5, 11)]
 
-    assert shown == ["add 0=0<eos>", "add 5=5<eos>", "add 11=11<eos>"]
+    assert shown == ["add 0=⟦0<eos>⟧", "add 5=⟦5<eos>⟧", "add 11=⟦11<eos>⟧"]
 
 
 def test_what_was_cut_is_counted(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
@@ -42,8 +69,8 @@ def test_what_was_cut_is_counted(warm: WarmPython, tmp_path: Path, tree: dict[st
     dropped = preview(warm, tmp_path, "data.max_length=5", "data.overlong=drop")
 
     assert split.out.splitlines() == [
-        "abc=d", "5 tokens, 1 trained (green)", "efghi", "5 tokens, 4 trained (green)", "j<eos>",
-        "2 tokens, 1 trained (green)", "split: 1",
+        "abc=⟦d⟧", "5 tokens, 1 trained (between ⟦ and ⟧)", "e⟦fghi⟧", "5 tokens, 4 trained (between ⟦ and ⟧)",
+        "j⟦<eos>⟧", "2 tokens, 1 trained (between ⟦ and ⟧)", "split: 1",
     ]  # fmt: skip
     assert dropped.out.splitlines() == ["overlong_dropped: 1", "this row is not trained on"]
 

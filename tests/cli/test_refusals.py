@@ -77,7 +77,16 @@ def router_loss_without_routers(folder: Path, tree: dict[str, Any]) -> None:
     tree["model"]["router_loss"] = "sequence"
 
 
+def longer_than_its_table_of_positions(folder: Path, tree: dict[str, Any]) -> None:
+    tree["model"]["config"] = {
+        "model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 31,
+        "bos_token_id": None, "eos_token_id": 1,
+    }  # fmt: skip
+
+
 BEFORE_THE_FIRST_BATCH = [
+    (longer_than_its_table_of_positions, "data.max_length allows sequences of 32 tokens, and gpt2 has 31 positions "
+                                         "(max_position_embeddings). Lower data.max_length."),
     (router_loss_without_routers, "model.router_loss: sequence, but llama is no mixture of experts: it has no routers "
                                   "to balance. Leave it out."),
     (no_warm_start, "elsewhere/checkpoints/step-00000003"),

@@ -19,7 +19,12 @@ COMMAND = ("-m", "holdfast.cli.main", "sft", "run.yaml")
 @pytest.fixture
 def forty_steps(tmp_path: Path, tree: dict[str, Any]) -> dict[str, Any]:
     (tmp_path / "slow.py").write_text("import time\n\ndef step(event):\n    time.sleep(0.05)\n")
-    return tree | {"steps": 40, "observers": ["slow.py:step"], "checkpoint": {"rehearsal": {"enabled": False}}}
+    return tree | {
+        "steps": 40,
+        "observers": ["slow.py:step"],
+        "checkpoint": {"rehearsal": {"enabled": False}},
+        "metrics": {"peak_flops": 1e9},
+    }
 
 
 def test_a_terminal_shows_a_bar_with_steps_loss_tokens_per_second_and_the_time_left(
@@ -41,7 +46,7 @@ def test_a_terminal_shows_a_bar_with_steps_loss_tokens_per_second_and_the_time_l
             continue
         line = lines[step - 1]
         assert f"loss {line['loss']:.4f}" in frame
-        assert f"tok/s {line['throughput/tokens_per_second']:,.0f}" in frame
+        assert f"tok/s {line['throughput/tokens_per_second']:,.0f}  mfu {line['throughput/mfu']:.1%} " in frame
         assert re.search(r"\d:\d\d:\d\d left (-|\d):(-|\d)", frame), frame
     known = [frame for step, frame in of_step.items() if 0 < step < 40 and re.search(r"left 0:00:0[0-9]", frame)]
     assert known, bars  # an estimate, of seconds and not of minutes
@@ -61,7 +66,10 @@ def test_without_a_terminal_there_are_plain_lines_of_steps(
     assert "\x1b" not in done.out
     assert "\r" not in done.out
     lines = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
-    shown = [re.match(r"step (\d+)/40  loss ([\d.]+)  .*  tok/s ([\d,]+)$", line) for line in done.out.splitlines()]
+    shown = [
+        re.match(r"step (\d+)/40  loss ([\d.]+)  .*  tok/s ([\d,]+)  mfu ([\d.]+%)$", line)
+        for line in done.out.splitlines()
+    ]
     steps = {int(match.group(1)): match for match in shown if match}
     assert min(steps) == 1
     assert max(steps) == 40
@@ -69,6 +77,7 @@ def test_without_a_terminal_there_are_plain_lines_of_steps(
     for step, match in steps.items():
         assert match.group(2) == f"{lines[step - 1]['loss']:.4f}"
         assert match.group(3) == f"{lines[step - 1]['throughput/tokens_per_second']:,.0f}"
+        assert match.group(4) == f"{lines[step - 1]['throughput/mfu']:.1%}"
 
 
 def test_progress_off_prints_no_step(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:

@@ -60,3 +60,16 @@ def test_a_folder_that_is_no_export_is_refused_by_its_name(warm: WarmPython, tmp
         "folder has no holdfast.yaml, so it is no export of Holdfast. Evaluate it with a run's file: `holdfast eval "
         "RUN.yaml model.path=folder`.\n",
     )
+
+
+def test_sequences_beyond_the_positions_of_a_rotary_model_are_told_of(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run.yaml", tree)
+    command = ["-m", "holdfast.cli.main", "sft", "run.yaml", "dry_run=true", "data.tokens_per_micro_batch=128"]
+
+    within, beyond = (warm.run(*command, f"data.max_length={length}", cwd=tmp_path) for length in (64, 65))
+
+    assert (within.code, beyond.code) == (0, 0), within.err + beyond.err
+    assert "positions" not in within.out
+    assert "note: data.max_length allows sequences of 65 tokens, and llama has 64 positions " in beyond.out

@@ -35,6 +35,14 @@ def asks_for_a_checkpoint_at_one(event):
     if event.step == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
 
+def adds_losses(event, state):
+    state["losses"] = state.get("losses", []) + [event.metrics["loss"]]
+    with open("DIRECTORY/told.txt", "a") as file:
+        file.write(f"{event.step} {len(state['losses'])} {sum(state['losses']):.12f}\\n")
+
+def knows_nothing_of_others(event, state):
+    assert "losses" not in state
+
 def saves_at_five(event):
     return "save" if event.step == 5 else None
 """
@@ -129,7 +137,7 @@ def test_tied_weights_are_stored_once_and_named(stopped: Path, ranks: int) -> No
 
 @pytest.fixture
 def observed(tmp_path: Path) -> Path:
-    (tmp_path / "watch.py").write_text(OBSERVERS)
+    (tmp_path / "watch.py").write_text(OBSERVERS.replace("DIRECTORY", str(tmp_path)))
     return tmp_path
 
 
@@ -146,6 +154,20 @@ def test_signals_and_observers_save_and_the_same_command_goes_on(pools: Any, str
     assert [(outcome.step, outcome.stopped) for outcome in second] == [(8, None)] * 2
     assert saved_steps(observed) == [1, 3, 5, 8]
     assert log_of(observed) == log_of(straight)
+
+
+def test_what_an_observer_keeps_comes_back_after_a_resume(pools: Any, observed: Path) -> None:
+    watch = [f"watch.py:{name}" for name in ("adds_losses", "knows_nothing_of_others", "terminates_at_three")]
+    values = values_of(observed, steps=STEPS, observers=watch)
+
+    first = pools(2).run(run, values, str(observed))[0]
+    pools(2).run(run, values, str(observed))
+
+    losses = [line["loss"] for line in read_metrics(observed / "r" / "metrics.jsonl")]
+    assert first.step == 3
+    assert (observed / "told.txt").read_text().splitlines() == [
+        f"{step} {step} {sum(losses[:step]):.12f}" for step in range(1, STEPS + 1)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="23-SIGTERM while a save is in flight")])

@@ -82,8 +82,13 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     }
 
 
-def reference(
-    model: Any, batches: list[list[Any]], weigh: Any, lr: float, inputs_of: Any = lambda _: {}
+def reference(  # noqa: PLR0913 - what an update is made of
+    model: Any,
+    batches: list[list[Any]],
+    weigh: Any,
+    lr: float,
+    inputs_of: Any = lambda _: {},
+    clip_norm: float = float("inf"),
 ) -> dict[str, Any]:
     """Do the same with plain transformers, one sequence at a time and one process.
 
@@ -93,6 +98,7 @@ def reference(
         weigh: examples -> (weight per sequence, count per sequence), by hand.
         lr: Of plain gradient descent.
         inputs_of: example -> what the model gets besides tokens.
+        clip_norm: A gradient with a larger norm is scaled down to it.
     """
     losses, norms, gradients = [], [], []
     for batch in batches:
@@ -109,6 +115,8 @@ def reference(
         found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         losses.append(float(loss.detach()))
         norms.append(float(torch.stack([(g**2).sum() for g in found.values()]).sum().sqrt()))
+        factor = min(1.0, clip_norm / norms[-1])
+        found = {name: gradient * factor for name, gradient in found.items()}
         gradients.append({name: g.numpy() for name, g in found.items()})
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from holdfast import checkpoint
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
 from holdfast.data.packing import pack
@@ -235,6 +236,43 @@ def test_a_batch_without_a_trained_token_has_loss_zero_and_runs_every_collective
 
     for outcome in pools(2).run(empty_step, directory):
         assert outcome == {"loss": 0.0, "norm": 0.0, "same": True}
+
+
+class Tempered(Scale):
+    """One weight per element, and a frozen number without a dimension, as CLIP's `logit_scale` is."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, torch.float32)
+        self.temperature = torch.nn.Parameter(torch.tensor(3.0), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.temperature
+
+
+def frozen_scalar(world: World, path: str) -> dict[str, Any]:
+    toy = Toy(Tempered(4))
+    plan = shard(world, toy)
+    named = sharded_parameters(toy)
+    optimizer = torch.optim.SGD([value for value in named.values() if value.requires_grad], lr=0.1)
+    toy(torch.arange(4.0)).sum().backward()
+    gradient = full_tensor(named["blocks.0.weight"].grad).tolist()
+    scalar = named["blocks.0.temperature"]
+    kinds = type(scalar.data).__name__, scalar.grad is None
+    checkpoint.save(path, toy, optimizer)
+    with torch.no_grad():
+        for value in named.values():
+            value.fill_(-1.0)
+    checkpoint.load(path, toy, optimizer)
+    restored = {name: full_tensor(value).tolist() for name, value in sharded_parameters(toy).items()}
+    return {"gradient": gradient, "kinds": kinds, "restored": restored, "sharded": plan.sharded}
+
+
+def test_a_frozen_number_is_whole_on_every_rank_and_comes_back_from_a_checkpoint(pools: Any, tmp_path: Path) -> None:
+    for outcome in pools(2).run(frozen_scalar, str(tmp_path / "run")):
+        assert outcome["sharded"]
+        assert outcome["kinds"] == ("Tensor", True)
+        assert outcome["gradient"] == [2 * 3.0 * number for number in range(4)]  # summed over two ranks
+        assert outcome["restored"] == {"blocks.0.weight": [1.0] * 4, "blocks.0.temperature": 3.0}
 
 
 def rows_of_each_rank(world: World) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from holdfast.config.data import DataConfig
 from holdfast.data.characters import character_tokenizer
 from holdfast.data.chat import RowTokeniser
+from holdfast.types import Example
 from tests.distributed.cases import reference, rows_of, settings, train
 from tests.tiny import tiny_directory, tiny_model
 
@@ -107,6 +109,39 @@ def test_every_split_gives_the_gradients_of_plain_transformers(
         assert_same(outcome, oracle("token_mean"), 1e-10)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "data", "parallel"),
+    [
+        pytest.param(1, {"tokens_per_micro_batch": 48}, {}, id="1 rank, packs of 48 tokens"),
+        pytest.param(2, {"tokens_per_micro_batch": 64}, {}, id="2 ranks, packs of 64 tokens"),
+        pytest.param(4, {"packing": "none"}, {"replicate": 2}, id="2 copies of 2 ranks, padded"),
+    ],
+)
+def test_the_norm_that_clips_is_that_of_the_whole_gradient(
+    pools: Any, llama: Path, ranks: int, data: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    clip = 0.05
+    model = tiny_model("llama", tie_word_embeddings=True).double()
+    batches = [examples()[start : start + 8] for start in (0, 8, 16)]
+    expected = reference(model, batches, by_hand("token_mean"), lr=2.0, clip_norm=clip)
+
+    tree = settings(str(llama), data=data, parallel=parallel, optim={"lr": 2.0, "clip_norm": clip})
+    found = pools(ranks).run(train, tree, ROWS)
+
+    assert min(expected["norms"]) > 2 * clip
+    for outcome in found:
+        assert_same(outcome, expected, 1e-10)
+
+
+def test_a_gradient_below_the_norm_is_not_touched(pools: Any, oracle: Any, llama: Path) -> None:
+    expected = oracle("token_mean")
+    clip = max(expected["norms"]) * 1.01
+
+    found = pools(2).run(train, settings(str(llama), optim={"clip_norm": clip}), ROWS)[0]
+
+    assert_same(found, expected, 1e-10)
+
+
 @pytest.mark.parametrize("average", ["sequence_mean", "constant_length", "prompt_mean"])
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 4096), (2, 64), (4, 48)])
 def test_every_average_is_independent_of_the_split(
@@ -119,16 +154,71 @@ def test_every_average_is_independent_of_the_split(
     assert_same(found[0], oracle(average), 1e-10)
 
 
-def test_float32_agrees_with_float64_as_far_as_float32_goes(pools: Any, oracle: Any, llama: Path) -> None:
-    tree = settings(str(llama), model={"dtype": "float32"}, data={"tokens_per_micro_batch": 64})
+@pytest.mark.parametrize(
+    ("ranks", "data", "parallel"),
+    [
+        pytest.param(1, {}, {}, id="1 rank"),
+        pytest.param(2, {"tokens_per_micro_batch": 64}, {}, id="2 ranks, packs of 64 tokens"),
+        pytest.param(2, {"packing": "none"}, {}, id="2 ranks, padded"),
+        pytest.param(4, {}, {"replicate": 2}, id="2 copies of 2 ranks"),
+    ],
+)
+def test_float32_agrees_with_float64_as_far_as_float32_goes(  # noqa: PLR0913 - a split has three parts
+    pools: Any, oracle: Any, llama: Path, ranks: int, data: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    tree = settings(str(llama), model={"dtype": "float32"}, data=data, parallel=parallel)
 
-    found = pools(2).run(train, tree, ROWS)[0]
+    found = pools(ranks).run(train, tree, ROWS)[0]
 
     expected = oracle("token_mean")
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-5)
     for name, parameter in expected["parameters"].items():
         np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=1e-6, err_msg=name)
+
+
+def pieces(rows: list[dict[str, str]], limit: int) -> list[Any]:
+    """Cut rows by hand into sequences of at most `limit` tokens, numbered by their row; the prompt trains nothing."""
+    tokenizer = character_tokenizer()
+    found = []
+    for number, row in enumerate(rows):
+        prompt, answer = (tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in row)
+        tokens = np.asarray([*prompt, *answer, tokenizer.eos_token_id])
+        trained = np.arange(tokens.size) >= len(prompt)
+        for start in range(0, tokens.size, limit):
+            mask = trained[start : start + limit].copy()
+            mask[0] = False  # nothing predicts it
+            if mask.any():
+                found.append(Example(number, number, tokens[start : start + limit], mask))
+    return found
+
+
+def by_prompt(batch: list[Any]) -> tuple[list[float], list[float]]:
+    """Weigh a row's trained tokens alike, whichever of its sequences they are in; a row counts once."""
+    trained = Counter[int]()
+    for example in batch:
+        trained[example.sample_id] += int(example.loss_mask.sum())
+    shares = [int(example.loss_mask.sum()) / trained[example.sample_id] for example in batch]
+    return [1.0 / trained[example.sample_id] for example in batch], shares
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 4096), (2, 32), (4, 12)])
+def test_the_mean_over_prompts_counts_a_row_of_several_sequences_once(
+    pools: Any, llama: Path, ranks: int, budget: int
+) -> None:
+    cut = [pieces(ROWS[start : start + 8], 12) for start in (0, 8, 16)]
+    model = tiny_model("llama", tie_word_embeddings=True).double()
+    expected = reference(model, cut, by_prompt, lr=0.1)
+    sequences = reference(
+        tiny_model("llama", tie_word_embeddings=True).double(), cut[:1], by_hand("sequence_mean"), lr=0.1
+    )
+    data = {"average": "prompt_mean", "overlong": "split", "max_length": 12, "tokens_per_micro_batch": budget}
+
+    found = pools(ranks).run(train, settings(str(llama), data=data), ROWS)[0]
+
+    assert max(Counter(example.sample_id for example in cut[0]).values()) > 2
+    assert abs(expected["losses"][0] - sequences["losses"][0]) > 1e-4
+    assert_same(found, expected, 1e-10)
 
 
 def test_small_budgets_really_split_the_batch(pools: Any, llama: Path) -> None:

@@ -400,3 +400,8 @@ def test_a_model_in_memory_is_copied_and_left_as_it_is() -> None:
 
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     assert json.dumps(live.config.to_dict(), default=str) == config_before
+
+
+def test_a_module_that_is_no_model_of_transformers_is_refused_by_its_class() -> None:
+    with pytest.raises(ModelError, match=r"given in Python is a torch\.nn\.modules\.linear\.Linear, and none of trans"):
+        planned(from_values(), live=torch.nn.Linear(2, 2), tokenizer=character_tokenizer())

@@ -225,3 +225,35 @@ def test_a_clock_can_end_the_run(pools: Any, tmp_path: Path) -> None:
     assert outcomes[0].stopped == "max_minutes=0.01 have passed"
     assert outcomes[0].step == outcomes[1].step >= 1
     assert math.isfinite(outcomes[0].metrics["loss"])
+
+
+def test_an_evaluation_at_the_start_is_that_of_the_model_before_its_first_step(pools: Any, tmp_path: Path) -> None:
+    held_out = {"synthetic": {"task": "sort", "rows": 40, "seed": 9}}
+    sections = {"evaluation": {"sets": {"held": held_out}, "at_start": True, "at_end": False}}
+
+    pools(2).run(run, tree(str(tmp_path), **sections))
+    plain = pools(1).run(evaluate, tree(str(tmp_path / "never"), **sections))[0]
+
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert [(line["step"], "eval/held/loss" in line, "loss" in line) for line in lines] == [
+        (0, True, False),
+        *((step, False, True) for step in (1, 2, 3, 4)),
+    ]
+    assert lines[0]["eval/held/loss"] == pytest.approx(plain["eval/held/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_limit_samples_measures_the_first_rows_alone(pools: Any, tmp_path: Path, ranks: int) -> None:
+    """The limit is neither a multiple of the batch nor of the ranks; another file holds the same first rows."""
+    rows = [{"prompt": f"{number}=", "completion": "abcdefgh"[: number % 8 + 1]} for number in range(60)]
+    for name, kept in (("all", rows), ("first", rows[:19])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    found = []
+    for name, limit in (("all", 19), ("first", None), ("all", None)):
+        section = {"sets": {"s": {"path": str(tmp_path / f"{name}.jsonl")}}, "limit_samples": limit}
+        found.append(pools(ranks).run(evaluate, tree(str(tmp_path), evaluation=section))[0]["eval/s/loss"])
+
+    limited, first, whole = found
+    assert limited == pytest.approx(first, rel=1e-6)
+    assert limited != pytest.approx(whole, rel=1e-4)

@@ -73,7 +73,7 @@ def test_a_run_whose_checkpoints_were_all_put_aside_is_refused_every_time(pools:
 
 
 def test_an_error_in_an_evaluation_costs_no_step(pools: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": "a=", "completion": "b"}] * 3 + [{"prompt": "a="}]
+    rows = [{"prompt": "a=", "completion": "b"}] * 16 + [{"prompt": "a="}]  # behind the first batch
     (tmp_path / "bad.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     evaluation = {"sets": {"bad": {"path": "bad.jsonl"}}, "every_steps": 3}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,17 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from holdfast.config.runs import TrainingConfig
     from holdfast.data.candidates import Tokenise
     from holdfast.data.rows import Row
     from holdfast.data.vision import ImageSide
     from holdfast.types import Example
+
+
+_OPEN, _CLOSE = "⟦", "⟧"
+"""Around what is trained, where there are no colours."""
 
 
 def show_config(path: Path, overrides: Sequence[str]) -> str:
@@ -51,7 +58,9 @@ def diff_configs(first: Path, second: Path) -> list[str]:
 
 
 def preview(path: Path, overrides: Sequence[str], row: int) -> None:
-    """Print one row of the first source as tokens with the trained ones coloured, and what was counted on the way.
+    """Print one row of the first source as tokens with the trained ones coloured, or marked where there is no colour.
+
+    What was counted on the way follows.
 
     Raises:
         DataError: There is no such row.
@@ -59,7 +68,6 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from holdfast.data.chat import describe
     from holdfast.data.rows import open_source
     from holdfast.models.origin import load_tokenizer
     from holdfast.training.sources import preference_tokeniser, row_tokeniser, task_rows
@@ -86,15 +94,33 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     )
     sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
     for example in sequences.examples:
-        text = Text()
-        for token, trained in describe(example, tokenizer):
-            text.append(token, style="bold green" if trained else "dim")
-        console.print(text)
-        console.print(f"{example.tokens.size} tokens, {example.trained_tokens} trained (green)", style="italic")
+        _show(console, example, tokenizer)
     for name, number in sequences.counts.items():
         console.print(f"{name}: {number}", style="yellow")
     if not sequences.examples:
         console.print("this row is not trained on", style="yellow")
+
+
+def _show(console: Console, example: Example, tokenizer: Any) -> None:
+    """Print a sequence, with what is trained in green, or marked where there is no colour."""
+    from rich.text import Text
+
+    from holdfast.data.chat import describe
+
+    plain = console.color_system is None or console.no_color
+    text = Text()
+    for stretch, trained in _stretches(describe(example, tokenizer)):
+        marked = f"{_OPEN}{stretch}{_CLOSE}" if trained and plain else stretch
+        text.append(marked, style="bold green" if trained else "dim")
+    console.print(text)
+    how = f"between {_OPEN} and {_CLOSE}" if plain else "green"
+    console.print(f"{example.tokens.size} tokens, {example.trained_tokens} trained ({how})", style="italic")
+
+
+def _stretches(tokens: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Join neighbouring tokens that are all trained, or all not."""
+    for trained, run in groupby(tokens, key=lambda token: token[1]):
+        yield "".join(text for text, _ in run), trained
 
 
 def _prompt(  # noqa: PLR0913 - a run's parts and a row's

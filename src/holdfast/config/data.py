@@ -125,7 +125,8 @@ class DataConfig(SourceConfig, TextConfig):
     sources: list[SourceConfig] = Field(default_factory=list)
     """Several sources instead of one."""
     filter: FunctionPath | None = None
-    """A function row -> bool; rows it refuses are skipped and counted."""
+    """A function row -> bool; rows it refuses are skipped and counted. It is asked about the rows of `data`, those that
+    `validation_split` holds out included, and not about those of `evaluation.sets`."""
     validation_split: ProperFraction = 0.0
     """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
 

@@ -185,9 +185,25 @@ def configured(config: ModelConfig, base: Path) -> tuple[Any, Any]:
     return raw_config, load_image_processor(config, raw_config, places)
 
 
+def _check_live(live: Any) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(live, PreTrainedModel):
+        raise ModelError(
+            f"The model given in Python is a {type(live).__module__}.{type(live).__qualname__}, and none of "
+            "transformers' models, whose class and configuration say how to build and export it. Pass what "
+            "AutoModelForCausalLM.from_pretrained returns; of a peft model, what merge_and_unload() returns."
+        )
+
+
 def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
-    """Return the transformers configuration of whichever origin is given, with the user's overrides."""
+    """Return the transformers configuration of whichever origin is given, with the user's overrides.
+
+    Raises:
+        ModelError: The live model is none of transformers'.
+    """
     if live is not None:
+        _check_live(live)
         raw_config = copy.deepcopy(live.config)
     elif directory is not None:
         raw_config = read_config(directory, trust_remote_code=config.trust_remote_code)

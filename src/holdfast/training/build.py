@@ -28,14 +28,18 @@ from holdfast.training.identity import identity
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.optimizers import averages_of, optimizer_of, vocabulary_of
+from holdfast.training.positions import check_positions
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.sources import (
     OpenedData,
+    SetReading,
     check_batch,
     evaluation_sets,
+    evaluation_tokenisers,
     open_data,
     refuse_completions_with_images,
+    row_filter,
     row_tokeniser,
     training_stream,
 )
@@ -92,7 +96,8 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     exchange, data = started.exchange, started.data
     measured = _measured(config, base, world, exchange, live, data)
     images = image_side_of(config, measured.origin)
-    tokenise = row_tokeniser(measured.origin.tokenizer, config.data, base, data.formats, images)
+    tokenizer = measured.origin.tokenizer
+    tokenise = together(exchange, lambda: row_tokeniser(tokenizer, config.data, base, data.formats, images))
     layout = layout_of(measured, images)
     stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
     return Run(**vars(measured), **parts_of_run(config, base, measured, started, stream))
@@ -143,10 +148,12 @@ def _measured(
     objective = live.objective or together(exchange, lambda: supervised_objective(config.objective, base))
     parts = build_model(config, base, world, exchange, live, objective)
     images = image_side_of(config, parts.origin)
-    tokenise = together(
-        exchange, lambda: row_tokeniser(parts.origin.tokenizer, config.data, base, data.formats, images)
+    tokenizer = parts.origin.tokenizer
+    reading = together(
+        exchange,
+        lambda: SetReading(evaluation_tokenisers(tokenizer, config.data, base, data, images), row_filter(config, base)),
     )
-    sets = evaluation_sets(config, data, tokenise, exchange, layout_of(parts, images))
+    sets = evaluation_sets(config, data, reading, exchange, layout_of(parts, images))
     together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     return replace(parts, evaluation_sets=sets)
 
@@ -161,6 +168,9 @@ def build_model(  # noqa: PLR0913 - the borders of a run
             config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
         ),
     )
+    note = together(exchange, lambda: check_positions(config, origin))
+    if note:
+        origin = replace(origin, notes=(*origin.notes, note))
     policy, plan = build_policy(config, origin, world, exchange)
     return Evaluation(
         config=config,

@@ -21,7 +21,15 @@ from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
 from holdfast.training.run import Evaluation
-from holdfast.training.sources import OpenedData, first_sequences, open_data, prompt_stream
+from holdfast.training.sources import (
+    Accept,
+    OpenedData,
+    filter_of,
+    first_sequences,
+    open_data,
+    prompt_stream,
+    row_filter,
+)
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Prompt
 
@@ -52,8 +60,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"rollout.shared_prefix: on, but {measured.origin.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )
-    together(exchange, lambda: _check_positions(config, measured))
-    policy = _policy(config, measured, started.data, tokenise, score, images)
+    policy = _policy(base, measured, started.data, tokenise, score, images)
     reference = _reference(config, base, policy, live)
     return PolicyRun(
         **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
@@ -71,7 +78,7 @@ def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score:
     data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
     measured = _measured(config, base, world, exchange, Live())
     images = _images(config, measured)
-    return _policy(config, measured, data, _tokeniser(measured, base, images), score, images)
+    return _policy(base, measured, data, _tokeniser(measured, base, images), score, images)
 
 
 def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, live: Live) -> Evaluation:
@@ -103,14 +110,17 @@ def _tokeniser(measured: Evaluation, base: Path, images: ImageSide | str) -> Tok
 
 
 def _policy(  # noqa: PLR0913 - what a policy is made of
-    config: GRPOConfig,
+    base: Path,
     measured: Evaluation,
     data: OpenedData,
     tokenise: Tokenise[Prompt],
     score: Score,
     images: ImageSide | str,
 ) -> PolicyEvaluation:
+    config = measured.config
+    assert isinstance(config, GRPOConfig)
     parts = {name: value for name, value in vars(measured).items() if name not in {"config", "temperature"}}
+    accept = together(measured.exchange, lambda: row_filter(config, base))
     return PolicyEvaluation(
         **parts,
         config=config,
@@ -119,27 +129,10 @@ def _policy(  # noqa: PLR0913 - what a policy is made of
         score=score,
         images=images,
         prompt_sets=tuple(
-            PromptSet(name, _prompts(name, source, tokenise, config.evaluation.limit_samples, measured.exchange))
+            PromptSet(name, _prompts(measured, name, source, tokenise, filter_of(source, accept)))
             for name, source in data.evaluation.items()
         ),
     )
-
-
-def _check_positions(config: GRPOConfig, measured: Evaluation) -> None:
-    """Refuse sequences that are longer than the model has positions for: decoding and training would differ there."""
-    text = measured.origin.skeleton.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    longest = config.data.max_length - config.rollout.max_new_tokens
-    evaluated = config.evaluation.sets or config.data.validation_split > 0
-    asked = config.evaluation.sampling.max_new_tokens if evaluated else None
-    needed = {"data.max_length": config.data.max_length, "evaluation.sampling.max_new_tokens": longest + (asked or 0)}
-    for key, tokens in needed.items():
-        if positions is not None and tokens > positions:
-            raise ConfigError(
-                f"{key} allows sequences of {tokens} tokens, and {measured.origin.family.name} has {positions} "
-                "positions (max_position_embeddings). Lower data.max_length or max_new_tokens, or set "
-                "model.config_override.max_position_embeddings."
-            )
 
 
 def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -> Reference | None:
@@ -151,14 +144,15 @@ def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -
 
 
 def _prompts(
-    name: str, source: Source, tokenise: Tokenise[Prompt], limit: int | None, exchange: ProcessExchange
+    measured: Evaluation, name: str, source: Source, tokenise: Tokenise[Prompt], accept: Accept | None
 ) -> tuple[Prompt, ...]:
     """Read this rank's share of an evaluation set now, so that what is wrong with it shows before step 1.
 
     Raises:
         DataError: A row is malformed, or no prompt is short enough; the same on all ranks.
     """
-    prompts = together(exchange, lambda: tuple(first_sequences(source, tokenise, limit, exchange)))
+    exchange, limit = measured.exchange, measured.config.evaluation.limit_samples
+    prompts = together(exchange, lambda: tuple(first_sequences(source, tokenise, limit, exchange, accept)))
     if not sum(exchange.gather(len(prompts))):
         raise DataError(
             f"evaluation.sets.{name}: no prompt of {source.name} leaves room for a completion in "

@@ -40,7 +40,9 @@ from holdfast.training.reference_table import (
 from holdfast.training.run import Evaluation
 from holdfast.training.sources import (
     OpenedData,
+    SetReading,
     evaluation_sets,
+    filter_of,
     in_order,
     one_pass,
     open_data,
@@ -120,7 +122,9 @@ def _compared_policy(
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(measured, base, live, kind=config.reference.kind, why=why)
-    sets = evaluation_sets(config, data, tokenise, exchange, layout, preferred_only(plain))
+    accept = together(exchange, lambda: row_filter(config, base))
+    reading = SetReading(dict.fromkeys(data.evaluation, tokenise), accept, preferred_only(plain))
+    sets = evaluation_sets(config, data, reading, exchange, layout)
     together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     parts = vars(measured) | {"config": config, "evaluation_sets": sets}
     return PreferenceEvaluation(**parts, layout=layout, reference=reference), tokenise
@@ -182,7 +186,8 @@ def _all_rows(parts: _Parts) -> Iterator[SampleStream]:
     exchange = parts.measured.exchange
     accept = together(exchange, lambda: row_filter(parts.config, parts.base))
     filters = [(source, accept) for source in parts.data.training]
-    for source, wanted in [*filters, *((source, None) for source in parts.data.evaluation.values())]:
+    filters += [(source, filter_of(source, accept)) for source in parts.data.evaluation.values()]
+    for source, wanted in filters:
         rows = CandidateReader(RowReader([source], in_order(source)), parts.tokenise, exchange, wanted)
         yield one_pass(parts.config, rows, exchange, parts.layout)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -115,24 +117,30 @@ class Times(Protocol):
 class Timetable:
     """When something is due, by steps, epochs or minutes."""
 
-    def __init__(self, config: Times, epoch: float) -> None:
+    def __init__(self, config: Times, epoch: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
-        self._last_time = time.monotonic()
+        self._clock = clock
+        self._last_time = clock()
         self._last_epoch = epoch
 
     def due(self, step: int, epoch: float) -> bool:
         """Return whether it is due after this step; asking marks it as done."""
-        config, now = self._config, time.monotonic()
+        config, now = self._config, self._clock()
         by_steps = config.every_steps is not None and step % config.every_steps == 0
         by_time = config.every_minutes is not None and now - self._last_time >= 60 * config.every_minutes
         by_epochs = config.every_epochs is not None and (
-            int(epoch / config.every_epochs) > int(self._last_epoch / config.every_epochs)
+            _times_reached(epoch, config.every_epochs) > _times_reached(self._last_epoch, config.every_epochs)
         )
         self._last_epoch = epoch
         if by_steps or by_time or by_epochs:
             self._last_time = now
             return True
         return False
+
+
+def _times_reached(epoch: float, every: float) -> int:
+    # 0.3 / 0.1 is a little less than 3; the error of such a quotient is a few parts in 10^16.
+    return math.floor(epoch / every * (1 + 1e-12))
 
 
 class Control:

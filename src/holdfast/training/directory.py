@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.config.base import Section
 from holdfast.config.runs import as_plain
+from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 
 IDENTITY, EVENTS = "run.json", "events.jsonl"
@@ -95,10 +96,7 @@ def last_saved(directory: Path) -> int | None:
 
 def resolved_yaml(config: Section) -> str:
     """Return the whole tree as YAML, defaults included; it can be run as it is."""
-    import yaml
-
-    text: str = yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
-    return text
+    return to_yaml(as_plain(config))
 
 
 def versions() -> dict[str, str]:

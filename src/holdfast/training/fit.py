@@ -83,14 +83,22 @@ class _Loop(Generic[R]):
             self.journal.report(self._evaluate())
         stopped = self._train()
         if stopped is None and (evaluation.at_end or run.config.dry_run) and self.evaluated_at != run.state.step:
-            found = self._evaluate()
-            self.line |= found
-            self.journal.report(found)
-            self._export([name for name in due_exports(run, found) if name == BEST])
+            self._evaluate_at_end()
         if stopped is not None or run.config.checkpoint.at_end:
             self.journal.saved(self.checkpoints.save(self.line, wait=True))
             self.checkpoints.check_grace(self.requests)
         return stopped
+
+    def _evaluate_at_end(self) -> None:
+        """Evaluate before the last save, which holds the numbers; what was trained is saved if that fails."""
+        try:
+            found = self._evaluate()
+        except Exception as error:
+            self._save_before(error)
+            raise
+        self.line |= found
+        self.journal.report(found)
+        self._export([name for name in due_exports(self.run, found) if name == BEST])
 
     def _train(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)

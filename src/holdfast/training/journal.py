@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -16,6 +17,12 @@ from holdfast.training.run import Run
 SAMPLES = "samples.jsonl"
 _NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "/mean_terminated_length")
 """Numbers of an evaluation that stand in metrics.jsonl and are left out on the screen."""
+_OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill", "micro_batches", "order_hash")}
+"""Numbers about data that are a step's own; the others count events, which lines left out must not swallow."""
+
+
+def _is_event(name: str) -> bool:
+    return name.startswith("data/") and name not in _OF_A_STEP
 
 
 class Journal:
@@ -27,6 +34,10 @@ class Journal:
         self._run = run
         self._first_step = run.state.step
         self._sinks: list[Sink] = []
+        self._events: defaultdict[str, float] = defaultdict(float)
+        """Of the steps since the last line."""
+        self._unwritten: tuple[int, Mapping[str, float]] | None = None
+        """The last step, if it has no line."""
         first = run.world.is_first
         if first:
             lines = JsonlSink(run.directory / METRICS)
@@ -47,7 +58,8 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close files and leave the screen as it is."""
+        """Write the last step, close files and leave the screen as it is."""
+        self._write_last()
         for sink in self._sinks:
             sink.close()
         if self._samples is not None:
@@ -61,11 +73,12 @@ class Journal:
         self.latest.update(line)
         step = self._run.state.step
         evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
-        if evaluated or step % self._run.config.metrics.log_every == 0 or step == self._run.total_steps:
-            for sink in self._sinks:
-                sink.write(step, line)
         if "loss" in line:
+            self._write_step(step, line, due=bool(evaluated))
             self._screen.update(step, line)
+        else:
+            self._write_last()
+            self._write(step, line)
         self._tell()
         if "loss" in line:
             self._warn(step, line)
@@ -73,6 +86,27 @@ class Journal:
             told = {name: value for name, value in evaluated.items() if not name.endswith(_NOT_TOLD)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())
             self.say(f"evaluation at step {step}: {text}")
+
+    def _write_step(self, step: int, line: Mapping[str, float], *, due: bool) -> None:
+        for name, value in line.items():
+            if _is_event(name):
+                self._events[name] += value
+        self._unwritten = step, line
+        if due or step % self._run.config.metrics.log_every == 0 or step == self._run.total_steps:
+            self._write_last()
+
+    def _write_last(self) -> None:
+        """Write the step that has no line yet, with what was counted since the line before."""
+        if self._unwritten is None:
+            return
+        step, line = self._unwritten
+        self._write(step, {**line, **self._events})
+        self._events.clear()
+        self._unwritten = None
+
+    def _write(self, step: int, line: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, line)
 
     def _warn(self, step: int, line: Mapping[str, float]) -> None:
         """Print and note what looks wrong."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.data import DataConfig, RowFormat
+from holdfast.config.data import DataConfig, RowFormat, SourceConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import TrainingConfig
@@ -32,6 +32,10 @@ from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
+_IMAGES_STAY_WHOLE = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
+
+Accept = Callable[[Row], bool]
+"""A row filter: whether a row is taken."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,10 @@ class OpenedData:
     training: tuple[Source, ...]
     weights: tuple[float, ...] | None
     formats: dict[str, RowFormat]
-    """Row format by source name."""
+    """Row format by the name of a training source."""
     evaluation: dict[str, Source]
+    evaluation_formats: dict[str, RowFormat]
+    """Row format by the name of an evaluation set, whose source may be called like one of training."""
 
     @property
     def training_rows(self) -> int | None:
@@ -71,14 +77,14 @@ def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training:
     }
     _refuse_same_names([source.name for source in sources])
     evaluation = {name: open_source(section, base, made) for name, section in config.evaluation.sets.items()}
-    formats |= {evaluation[name].name: section.rows for name, section in config.evaluation.sets.items()}
+    evaluation_formats = {name: section.rows for name, section in config.evaluation.sets.items()}
     if config.data.validation_split > 0:
         sources, held_out = _cut_validation(sources, config.data.validation_split)
         evaluation |= held_out
-    weights = tuple(section.weight for section in sections if section.weight is not None)
-    mixed = len(sources) > 1 and len(weights) == len(sources)
-    _check_mixture(sources, mixed)
-    return OpenedData(tuple(sources), weights if mixed else None, formats, evaluation)
+        evaluation_formats |= {name: formats.get(source.name, "auto") for name, source in held_out.items()}
+    weights = _weights(sections) if len(sources) > 1 else None
+    _check_mixture(sources, weights is not None)
+    return OpenedData(tuple(sources), weights, formats, evaluation, evaluation_formats)
 
 
 def task_rows(config: TrainingConfig) -> TaskRows:
@@ -100,6 +106,11 @@ def _cut_validation(sources: Sequence[Source], share: float) -> tuple[list[Sourc
         label = "validation" if len(sources) == 1 else f"validation/{source.name}"
         held_out[label] = HeldOut(source, share, keep=True)
     return [HeldOut(source, share, keep=False) for source in sources], held_out
+
+
+def _weights(sections: Sequence[SourceConfig]) -> tuple[float, ...] | None:
+    weights = tuple(section.weight for section in sections if section.weight is not None)
+    return weights if len(weights) == len(sections) else None
 
 
 def _check_mixture(sources: Sequence[Source], weighted: bool) -> None:
@@ -145,13 +156,29 @@ def row_tokeniser(
     text = data
     if data.packing == "wrapped":
         text = data.model_copy(update={"max_length": _ENDLESS})
-        images = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
+        images = _IMAGES_STAY_WHOLE
     tokeniser = RowTokeniser(tokenizer, text, base, images)
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
         return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
 
     return tokenise
+
+
+def evaluation_tokenisers(
+    tokenizer: Any, data: DataConfig, base: Path, opened: OpenedData, images: ImageSide | str = BLIND
+) -> dict[str, Tokenise[Example]]:
+    """Return the functions that turn rows of evaluation sets into sequences, by the set's name.
+
+    Windows of `packing: wrapped` begin where the one before ended, in whatever document; a measured document is cut by
+    itself, so that its loss does not depend on its neighbours.
+    """
+    if data.packing == "wrapped":
+        data, images = data.model_copy(update={"packing": "best_fit", "overlong": "split"}), _IMAGES_STAY_WHOLE
+    return {
+        name: row_tokeniser(tokenizer, data, base, {source.name: opened.evaluation_formats[name]}, images)
+        for name, source in opened.evaluation.items()
+    }
 
 
 def preference_tokeniser(
@@ -205,31 +232,54 @@ def _training_limits(config: TrainingConfig, data: OpenedData) -> Limits:
     return Limits(passes, config.overfit_batches or config.limit_batches, repeat)
 
 
-def evaluation_sets(  # noqa: PLR0913 - as many as a set is made of
-    config: TrainingConfig,
-    data: OpenedData,
-    tokenise: Tokenise[Example],
-    exchange: Exchange,
-    layout: Layout,
-    answers: Tokenise[Example] | None = None,
-) -> tuple[EvaluationSet, ...]:
-    """Return the named evaluation sets; they are read in order, and small ones are welcome.
+@dataclass(frozen=True)
+class SetReading:
+    """How the rows of evaluation sets become sequences."""
 
-    `answers` gives the sequences that are completed and compared; default: those that are measured.
+    tokenise: Mapping[str, Tokenise[Example]]
+    """By the set's name."""
+    accept: Accept | None = None
+    """The filter of training rows, which those held out from training share."""
+    answers: Tokenise[Example] | None = None
+    """Gives the sequences that are completed and compared; default: those that are measured."""
+
+
+def evaluation_sets(
+    config: TrainingConfig, data: OpenedData, reading: SetReading, exchange: Exchange, layout: Layout
+) -> tuple[EvaluationSet, ...]:
+    """Return the evaluation sets; they are read in order, and small ones are welcome.
+
+    The first batch of each is read now, since an evaluation may come after hours of training.
+
+    Raises:
+        DataError: It holds a row that cannot be read; the same on all ranks.
     """
     limit = config.evaluation.limit_samples
 
-    def stream_of(source: Source) -> Callable[[], SampleStream]:
+    def stream_of(name: str, source: Source) -> Callable[[], SampleStream]:
         def open_stream() -> SampleStream:
-            rows = CandidateReader(RowReader([source], in_order(source)), tokenise, exchange)
+            accept = filter_of(source, reading.accept)
+            rows = CandidateReader(RowReader([source], in_order(source)), reading.tokenise[name], exchange, accept)
             return one_pass(config, rows, exchange, layout, limit)
 
         return open_stream
 
-    def prompts_of(source: Source) -> Callable[[int], Sequence[Example]]:
-        return lambda count: first_sequences(source, answers or tokenise, count, exchange)
+    def prompts_of(name: str, source: Source) -> Callable[[int], Sequence[Example]]:
+        tokenise, accept = reading.answers or reading.tokenise[name], filter_of(source, reading.accept)
+        return lambda count: first_sequences(source, tokenise, count, exchange, accept)
 
-    return tuple(EvaluationSet(name, stream_of(source), prompts_of(source)) for name, source in data.evaluation.items())
+    sets = tuple(
+        EvaluationSet(name, stream_of(name, source), prompts_of(name, source))
+        for name, source in data.evaluation.items()
+    )
+    for held_out in sets:
+        held_out.open_stream().next(0)
+    return sets
+
+
+def filter_of(source: Source, accept: Accept | None) -> Accept | None:
+    """Return the filter for a source of evaluation rows: that of training for rows held out from it, else none."""
+    return accept if isinstance(source, HeldOut) else None
 
 
 def refuse_completions_with_images(
@@ -275,8 +325,10 @@ def _whole(config: TrainingConfig) -> str:
     return "best_fit" if config.data.packing == "wrapped" else config.data.packing
 
 
-def first_sequences(source: Source, tokenise: Tokenise[S], count: int | None, exchange: Exchange) -> list[S]:
-    """Return this rank's share of the first rows, one sequence of each."""
+def first_sequences(
+    source: Source, tokenise: Tokenise[S], count: int | None, exchange: Exchange, accept: Accept | None = None
+) -> list[S]:
+    """Return this rank's share of the first rows, one sequence of each that is taken."""
     rows: Iterable[Row]
     if source.size is not None:
         rows = (source.row(index) for index in range(source.size if count is None else min(count, source.size)))
@@ -284,13 +336,13 @@ def first_sequences(source: Source, tokenise: Tokenise[S], count: int | None, ex
         rows = islice(source.scan(0), count)
     found: list[S] = []
     for index, row in enumerate(rows):
-        if index % exchange.size == exchange.rank:
+        if index % exchange.size == exchange.rank and (accept is None or accept(row)):
             examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
             found.extend(examples[-1:])
     return found
 
 
-def row_filter(config: TrainingConfig, base: Path) -> Callable[[Row], bool] | None:
+def row_filter(config: TrainingConfig, base: Path) -> Accept | None:
     """Return the function that says which training rows are taken; None takes all."""
     path = config.data.filter
     if path is None:
