@@ -18,7 +18,7 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
+from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, rehearse
 from holdfast.checkpoint.retention import Best, Retention, clean, has_any
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
@@ -175,9 +175,11 @@ class Checkpoints:
         with run.phase("rehearsal"):
             with run.exchange.together():
                 check_export(run)
+                beside = self._beside()
             optimizer = run.optimizer if config.contents == "full" else None
+            keep = config.keep.last + _extra(config)
             self._rehearsed = report = rehearse(
-                self._storage, self._held, optimizer, self._ranks, keep=config.keep.last + _extra(config)
+                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside
             )
             self._drill(requests)
         words = report.describe(
@@ -191,6 +193,20 @@ class Checkpoints:
             f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
         )
         say(self._run, words, *([warning] if late else []))
+
+    def _beside(self) -> Beside:
+        """Return what saves will write besides tensors, as far as it is known before the first step."""
+        run, moment = self._run, Moment.now(self._run)
+        try:
+            assets = run_assets(run) if run.world.is_first else {}
+        except (OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise RehearsalFailed(
+                "The model's configuration, tokenizer or processor cannot be written, and every checkpoint and export "
+                f"needs them: {type(error).__name__}: {error} Nothing was trained. Mend what model.path or "
+                "model.tokenizer names: its save_pretrained must work."
+            ) from error
+        observers = run.state.observers if run.world.is_first else {}  # only rank 0 asks them
+        return Beside({"state": {**moment.state, "observers": observers}, "stream": dict(moment.stream)}, assets=assets)
 
     def _drill(self, requests: StopRequests) -> None:
         deaf = requests.drill(self._run.exchange)
