@@ -175,8 +175,10 @@ class Checkpoints:
         with run.phase("rehearsal"):
             with run.exchange.together():
                 check_export(run)
-                beside = self._beside()
+                assets = self._assets()
             optimizer = run.optimizer if config.contents == "full" else None
+            run.state.observers = run.exchange.agree(run.state.observers)
+            beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
             keep = config.keep.last + _extra(config)
             self._rehearsed = report = rehearse(
                 self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside
@@ -194,19 +196,16 @@ class Checkpoints:
         )
         say(self._run, words, *([warning] if late else []))
 
-    def _beside(self) -> Beside:
-        """Return what saves will write besides tensors, as far as it is known before the first step."""
-        run, moment = self._run, Moment.now(self._run)
+    def _assets(self) -> dict[str, bytes]:
+        """Return the small files of every checkpoint, and refuse what transformers cannot write."""
         try:
-            assets = run_assets(run) if run.world.is_first else {}
-        except (OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            return run_assets(self._run) if self._run.world.is_first else {}
+        except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise RehearsalFailed(
-                "The model's configuration, tokenizer or processor cannot be written, and every checkpoint and export "
-                f"needs them: {type(error).__name__}: {error} Nothing was trained. Mend what model.path or "
+                "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
+                f"export holds them: {type(error).__name__}: {error}. Nothing was trained. Mend what model.path or "
                 "model.tokenizer names: its save_pretrained must work."
             ) from error
-        observers = run.state.observers if run.world.is_first else {}  # only rank 0 asks them
-        return Beside({"state": {**moment.state, "observers": observers}, "stream": dict(moment.stream)}, assets=assets)
 
     def _drill(self, requests: StopRequests) -> None:
         deaf = requests.drill(self._run.exchange)
