@@ -50,10 +50,15 @@ def export_adapters(
     tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names}
     with exchange.together():
         if exchange.rank == 0:
-            _write(directory, tensors, {**texts, SETTINGS: settings})
+            write_adapters(directory, tensors, {**texts, SETTINGS: settings})
 
 
-def _write(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write what `export_adapters` does, on one process, from tensors under peft's names.
+
+    Raises:
+        ExportFailed: As `export_adapters`.
+    """
     staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

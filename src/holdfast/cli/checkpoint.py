@@ -135,14 +135,20 @@ def export(
     ] = Form.hf,
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Adapters alone, in peft's format.")] = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
     from holdfast.checkpoint import find
-    from holdfast.checkpoint.stored_export import export_stored, write_torch_file
+    from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter, write_torch_file
+    from holdfast.errors import ConfigError
 
+    if adapter and form is Form.torch:
+        raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
     found = find.one(checkpoint)
-    if form is Form.torch:
+    if adapter:
+        export_stored_adapter(found, output, dtype=_dtype(dtype))
+    elif form is Form.torch:
         write_torch_file(found, output)
     else:
         export_stored(
