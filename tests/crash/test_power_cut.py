@@ -18,6 +18,7 @@ import pytest
 
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.export import export
+from holdfast.checkpoint.retention import read_pins, write_pins
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.checkpoint.writer import PHASES
 from holdfast.config.load import from_mapping
@@ -103,6 +104,27 @@ def test_power_loss_after_an_export_was_published_keeps_every_file_of_it(
 
     assert found == {path.name: path.read_bytes() for path in exported.iterdir()}
     assert {"config.json", "holdfast.yaml", "model.safetensors.index.json", "tokenizer.json"} <= found.keys()
+
+
+def test_power_loss_after_a_pin_keeps_it(tmp_path: Path, disk: tuple[Path, Path]) -> None:
+    image, place = disk
+    (place / "checkpoints").mkdir()
+    storage = LocalStorage(place / "checkpoints")
+    write_pins(storage, [1])
+    os.sync()
+
+    write_pins(storage, [1, 4])
+    after, remains = tmp_path / "after", tmp_path / "remains"
+    shutil.copyfile(image, after)
+    remains.mkdir()
+    assert mount("-o", "loop", after, remains)
+    try:
+        found = read_pins(LocalStorage(remains / "checkpoints"))
+    finally:
+        unmount(remains)
+
+    assert found == {1, 4}
+    assert storage.names() == ["pins.json"]
 
 
 def export_a_model(world: World, directory: Path) -> None:
