@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from holdfast.errors import HoldfastError
 from holdfast.optim.tagged import UnknownType, decode, encode
 
+NOT_CHOSEN = frozenset({"lr", "initial_lr", "name"})
+"""Keys of a param group that follow the schedule, or only name it."""
+
 
 class UnsavableOptimizer(HoldfastError):  # noqa: N818 - the name says what is wrong
     """An optimizer holds something that cannot be saved; raised when it is built, not hours later."""
@@ -155,6 +158,25 @@ def set_hyperparameters(optimizer: Optimizer, saved: OptimizerState) -> None:
         group.update({key: decode(value) for key, value in before.hyperparameters.items()})
 
 
+def hyperparameter_words(optimizer: Optimizer) -> str:
+    """Return what an optimizer is set to, the scheduled rate left out, such as "betas=(0.9, 0.999), eps=1e-08".
+
+    Where groups differ their values stand side by side; what is off is left out.
+    """
+    values: dict[str, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            held = values.setdefault(key, [])
+            if key not in NOT_CHOSEN | {"params"} and not any(
+                value is each or str(value) == str(each) for each in held
+            ):
+                held.append(value)
+    shown = {
+        key: held for key, held in values.items() if any(value is not None and value is not False for value in held)
+    }
+    return ", ".join(f"{key}={' and '.join(map(str, held))}" for key, held in shown.items())
+
+
 def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[str]:
     """Return one line per hyper-parameter that differs for some parameter, other than the scheduled rate."""
     then = {name: group.hyperparameters for group in saved.groups for name in group.parameters}
@@ -163,8 +185,8 @@ def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
                 old = then.get(name, {}).get(key, value)
-                if key not in {"lr", "initial_lr", "name"} and old != value:
-                    changes.setdefault(f"{key}: {old} in the checkpoint, {value} now", name)
+                if key not in NOT_CHOSEN and old != value:
+                    changes.setdefault(f"{key}: {decode(old)} in the checkpoint, {decode(value)} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
 
 
