@@ -18,8 +18,9 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, rehearse
-from holdfast.checkpoint.retention import Best, Retention, clean, has_any
+from holdfast.checkpoint.retention import clean, has_any
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
@@ -77,7 +78,7 @@ class Checkpoints:
             self._storage,
             self._ranks,
             run_id,
-            _retention(self._config),
+            retention_of(self._config.keep),
             background=self._config.background,
             read_back=self._config.read_back,
             reached=run.world.failure.in_background,
@@ -362,11 +363,6 @@ class Checkpoints:
                 f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
                 f"checkpoint.grace_seconds={self._config.grace_seconds:g}",
             )
-
-
-def _retention(config: CheckpointConfig) -> Retention:
-    keep = config.keep
-    return Retention(keep.last, keep.every, tuple(Best(best.metric, best.mode, best.count) for best in keep.best))
 
 
 def _extra(config: CheckpointConfig) -> int:
