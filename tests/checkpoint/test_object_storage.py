@@ -21,6 +21,7 @@ from holdfast.checkpoint.lease import ObjectLease
 from holdfast.checkpoint.manifest import NAME
 from holdfast.checkpoint.retention import clean, put_aside, steps
 from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.cli.prune import pruned
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import load_into_other, save_after
 from tests.crash.runs import log_of, values_of
@@ -208,3 +209,18 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str], t
         storage.replace(".lease.json", held.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 4194305'))
         with ObjectLease(storage):
             pass
+
+
+def test_prune_is_refused_while_a_job_writes_to_the_store(
+    server: dict[str, str], saved: tuple[str, dict[str, Any]]
+) -> None:
+    storage = open_storage("s3://bucket/run")
+
+    with ObjectLease(storage):
+        mine = storage.read(".lease.json")
+        storage.replace(".lease.json", mine.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 1'))
+        with pytest.raises(DirectoryTaken, match=r"s3://bucket/run is in use by another job \(process 1 on "):
+            list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False))
+
+    assert list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False)) == ["1 checkpoints stay"]
+    assert not storage.exists(".lease.json")

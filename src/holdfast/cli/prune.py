@@ -27,7 +27,7 @@ def pruned(
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
     from holdfast.checkpoint import find
-    from holdfast.checkpoint.lease import Lease
+    from holdfast.checkpoint.lease import Lease, ObjectLease
     from holdfast.checkpoint.recorded import resume_source
     from holdfast.checkpoint.retention import kept_steps, manifests, prune, read_pins
 
@@ -36,8 +36,7 @@ def pruned(
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(writing(storage))
-            if storage.renames:
-                stack.enter_context(Lease(Path(storage.root)))
+            stack.enter_context(Lease(Path(storage.root)) if storage.renames else ObjectLease(storage))
         source = resume_source(storage)
         needed = [_newest_whole(storage, found)] + ([] if source is None else [source])
         if dry_run:
