@@ -16,11 +16,16 @@ import pytest
 
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
+from holdfast.checkpoint.layout import QUARANTINE
 from holdfast.checkpoint.lease import ObjectLease
 from holdfast.checkpoint.manifest import NAME
-from holdfast.checkpoint.retention import clean, steps
-from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.retention import clean, put_aside, steps
+from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.cli.prune import pruned
+from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import load_into_other, save_after
+from tests.crash.runs import log_of, values_of
+from tests.training.cases import run as train
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +112,70 @@ def test_a_name_that_is_taken_is_refused_and_keeps_its_bytes(
 def test_a_changed_byte_is_found_and_its_tensor_named(pools: Any, server: dict[str, str]) -> None:
     path = "s3://bucket/damaged/step-00000001"
     pools(2).run(save_after, path, 1, server)
-    storage: Any = open_storage("s3://bucket/damaged")
-    file = next(name for name in storage.files("step-00000001") if name.endswith("__1_0.distcp"))
-    data = bytearray(storage.read(f"step-00000001/{file}"))
-    data[len(data) // 2] ^= 1
-    storage.replace(f"step-00000001/{file}", bytes(data))
+    flip_a_bit(open_storage("s3://bucket/damaged"), "step-00000001", "__1_0.distcp")
 
     with pytest.raises(CheckpointCorrupt, match=r"__1_0.distcp is damaged.*Damaged tensors: (model|optim)\."):
         verify(path)
+
+
+def flip_a_bit(storage: Storage, name: str, file_ends_with: str) -> None:
+    file = next(file for file in storage.files(name) if file.endswith(file_ends_with))
+    data = bytearray(storage.read(f"{name}/{file}"))
+    data[len(data) // 2] ^= 1
+    storage.replace(f"{name}/{file}", bytes(data))
+
+
+def train_there(world: World, values: dict[str, Any], variables: dict[str, str]) -> Any:
+    os.environ.update(variables)
+    return train(world, values)
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_and_saves_that_step_again(
+    pools: Any, server: dict[str, str], tmp_path: Path
+) -> None:
+    place = "s3://bucket/trained"
+    values = values_of(tmp_path / "stopped", steps=4, checkpoint={"storage": place})
+    pools(2).run(train_there, values, server)
+    storage = open_storage(place)
+    flip_a_bit(storage, "step-00000004", "__1_0.distcp")
+    damaged = {file: storage.hash(f"step-00000004/{file}") for file in storage.files("step-00000004")}
+
+    pools(2).run(train_there, values | {"steps": 6}, server)
+
+    assert list(steps(storage)) == [2, 4, 6]
+    for name in steps(storage).values():
+        verify(f"{place}/{name}")
+    aside = [name for name in storage.names() if name.startswith(QUARANTINE)]
+    assert len(aside) == 1
+    assert {file: storage.hash(f"{aside[0]}/{file}") for file in storage.files(aside[0])} == damaged
+    pools(2).run(train_there, values_of(tmp_path / "straight", steps=6), server)
+    assert log_of(tmp_path / "stopped") == log_of(tmp_path / "straight")
+
+
+def test_a_checkpoint_that_is_half_put_aside_is_no_checkpoint_any_more(server: dict[str, str]) -> None:
+    class Dies(type(open_storage("s3://bucket/half"))):  # type: ignore[misc]
+        """Stops after so many moves, as a process that is killed does."""
+
+        moves = 0
+
+        def rename(self, old: str, new: str) -> None:
+            if self.moves == 2:
+                raise OSError(5, "killed")
+            self.moves += 1
+            super().rename(old, new)
+
+    storage = Dies("s3://bucket/half")
+    for file in ("dcp/__0_0.distcp", "dcp/__1_0.distcp", "trainer.json", NAME):
+        storage.put_new(f"step-00000004/{file}", file.encode())
+
+    with pytest.raises(OSError, match="killed"):
+        put_aside(storage, "step-00000004")
+    assert steps(storage) == {}
+    clean(storage)
+
+    left = storage.names()
+    assert len(left) == 1
+    assert sorted(storage.files(left[0])) == ["dcp/__0_0.distcp", NAME]
 
 
 def test_the_manifest_is_put_only_where_none_is(server: dict[str, str]) -> None:
@@ -148,3 +209,18 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str], t
         storage.replace(".lease.json", held.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 4194305'))
         with ObjectLease(storage):
             pass
+
+
+def test_prune_is_refused_while_a_job_writes_to_the_store(
+    server: dict[str, str], saved: tuple[str, dict[str, Any]]
+) -> None:
+    storage = open_storage("s3://bucket/run")
+
+    with ObjectLease(storage):
+        mine = storage.read(".lease.json")
+        storage.replace(".lease.json", mine.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 1'))
+        with pytest.raises(DirectoryTaken, match=r"s3://bucket/run is in use by another job \(process 1 on "):
+            list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False))
+
+    assert list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False)) == ["1 checkpoints stay"]
+    assert not storage.exists(".lease.json")

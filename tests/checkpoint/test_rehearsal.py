@@ -10,14 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
 from holdfast.checkpoint.rehearsal import Report, rehearse
 from holdfast.checkpoint.storage import LocalStorage
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.data.characters import character_tokenizer
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
+from holdfast.recipes.sft import sft
+from holdfast.training.build import Live
 from tests.checkpoint.cases import build, contents, optimizer_of, step
 from tests.crash.disks import Remount, disk
+from tests.training.cases import tree
 
 __all__ = ["disk"]
 
@@ -132,3 +139,50 @@ def test_a_rehearsal_measures_and_leaves_nothing(pools: Any, tmp_path: Path) -> 
     assert report.load_seconds > 0
     assert report.outline["optim.blocks.0.trained.weight.exp_avg"][0] == (5, 5)
     assert list(tmp_path.iterdir()) == []
+
+
+class UnwritableTokenizer(PreTrainedTokenizerFast):
+    """A tokenizer whose vocabulary is nowhere in a file, as some of the hub's own are."""
+
+    def save_pretrained(self, *args: Any, **options: Any) -> Any:
+        raise ValueError("this tokenizer cannot be written")
+
+
+def train_with_a_tokenizer_that_cannot_be_written(world: World, directory: str) -> Any:
+    tokenizer = character_tokenizer()
+    tokenizer.__class__ = UnwritableTokenizer
+    values = tree(directory)
+    section = {key: value for key, value in values["model"]["config"].items() if key != "model_type"}
+    values["model"] = {"path": "(given in Python)"}
+    live = Live(model=LlamaForCausalLM(LlamaConfig(**section)), tokenizer=tokenizer)
+    return sft(from_mapping(values, SFTConfig), Path(), world, live)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_refused_before_the_first_step(pools: Any, tmp_path: Path) -> None:
+    errors = pools(2).errors(train_with_a_tokenizer_that_cannot_be_written, str(tmp_path))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "RehearsalFailed"
+    assert "ValueError: this tokenizer cannot be written. Nothing was trained." in errors[0][1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def rehearse_with(world: World, directory: str, extra: Any, rank_extra: list[Any]) -> None:
+    toy = build(world)
+    checkpoint.rehearse(directory, toy, optimizer_of(toy), extra, rank_extra=rank_extra[world.rank])
+
+
+@pytest.mark.parametrize(
+    ("extra", "rank_extra"),
+    [({"loader": [object()]}, [1, 2]), ({}, [1, {"iterator": object()}])],
+    ids=["extra", "rank_extra of one rank"],
+)
+def test_extra_that_has_no_written_form_is_refused_on_all_ranks_before_the_first_step(
+    pools: Any, tmp_path: Path, extra: Any, rank_extra: list[Any]
+) -> None:
+    errors = pools(2).errors(rehearse_with, str(tmp_path / "c"), extra, rank_extra)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "UnsavableExtra"
+    assert "extra holds a builtins.object, which has no written form" in errors[0][1]
+    assert not (tmp_path / "c").exists()

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.checkpoint.damage import Touch, rewrite_manifest
 from tests.cli.conftest import Command, of_step
+from tests.cli.warm import WarmPython
 
 
 def losses(place: Path) -> dict[int, float]:
@@ -40,12 +41,14 @@ def test_ls_lists_steps_with_the_losses_of_the_log(checkpoint: Command, place: P
 
 def test_path_prints_the_last_and_the_best_by_hand(checkpoint: Command, place: Path) -> None:
     best = min(losses(place), key=lambda step: losses(place)[step])
-    worst = max(losses(place), key=lambda step: losses(place)[step])
 
     assert checkpoint("path", "runs/run").out.strip().endswith(of_step(4))
     assert checkpoint("path", "runs/run", "--last").out.strip().endswith(of_step(4))
     assert checkpoint("path", "runs/run", "--best", "loss", "--mode", "min").out.strip() == of_step(best)
-    assert checkpoint("path", "runs/run", "--best", "loss").out.strip() == of_step(worst)
+    nobody_says = checkpoint("path", "runs/run", "--best", "loss")
+    assert (nobody_says.code, nobody_says.out) == (2, "")
+    assert "does not say whether more of loss is better" in nobody_says.err
+    assert "Give --mode max or --mode min." in nobody_says.err
     unknown = checkpoint("path", "runs/run", "--best", "accuracy")
     assert unknown.code == 2
     assert "has the metric accuracy; they have" in unknown.err
@@ -191,6 +194,52 @@ def test_prune_keeps_what_was_asked_for_and_what_is_pinned(checkpoint: Command, 
     ]
     assert "pinned" in checkpoint("ls", "runs/run").out.splitlines()[0]
     assert checkpoint("pin", "runs/run", "1", "--remove").out == "pinned: none\n"
+
+
+def train(warm: WarmPython, place: Path, *overrides: str) -> None:
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", *overrides, cwd=place)
+    assert done.code == 0, done.err
+
+
+def kept(place: Path, run: str = "run") -> list[int]:
+    return sorted(int(path.name[5:]) for path in (place / "runs" / run / "checkpoints").glob("step-*"))
+
+
+def test_prune_and_path_follow_what_the_run_was_told_to_keep(
+    checkpoint: Command, warm: WarmPython, place: Path
+) -> None:
+    keep = "checkpoint.keep={last: 9, best: [{metric: loss, mode: max}]}"
+    train(warm, place, "run.name=other", "steps=6", "optim.lr=0.001", keep)
+    lines = [json.loads(line) for line in (place / "runs/other/metrics.jsonl").read_text().splitlines()]
+    loss = {line["step"]: line["loss"] for line in lines}
+    norm = {line["step"]: line["grad_norm"] for line in lines}
+    worst, flattest = max(loss, key=lambda step: loss[step]), min(norm, key=lambda step: norm[step])
+
+    assert checkpoint("path", "runs/other", "--best", "loss").out.strip().endswith(f"step-{worst:08d}")
+    assert checkpoint("prune", "runs/other").out == "6 checkpoints stay\n"
+    unknown = checkpoint("prune", "runs/other", "--keep-last", "2", "--keep-best", "accuracy", "--mode", "max")
+    assert (unknown.code, kept(place, "other")) == (2, [1, 2, 3, 4, 5, 6])
+    nobody_says = checkpoint("prune", "runs/other", "--keep-last", "2", "--keep-best", "grad_norm")
+    assert nobody_says.code == 2
+    assert "does not say whether more of grad_norm is better" in nobody_says.err
+    words = ["prune", "runs/other", "--keep-last", "2", "--keep-best", "grad_norm", "--mode", "min"]
+    dry = checkpoint(*words, "--dry-run")
+    done = checkpoint(*words)
+
+    assert done.code == 0, done.err
+    assert kept(place, "other") == sorted({worst, flattest, 5, 6})
+    assert dry.out.replace("would delete", "deleted").replace("would stay", "stay") == done.out
+
+
+def test_prune_keeps_what_the_run_went_on_from(checkpoint: Command, warm: WarmPython, place: Path) -> None:
+    for step in (3, 4):
+        shutil.rmtree(place / of_step(step))
+    train(warm, place, "steps=6")
+
+    done = checkpoint("prune", "runs/run", "--keep-last", "2")
+
+    assert done.out == "deleted step 1\ndeleted step 3\ndeleted step 4\n3 checkpoints stay\n"
+    assert kept(place) == [2, 5, 6]
 
 
 def test_prune_keeps_the_newest_whole_one_beside_damaged_newer_ones(checkpoint: Command, place: Path) -> None:

@@ -25,6 +25,27 @@ FOREIGN = {
     "verl": (["model_world_size_2_rank_0.pt"], "it looks like a checkpoint of verl or EasyR1 (one pickle per rank)."),
     "EasyR1": (["actor/model_world_size_8_rank_3.pt"], "it looks like a checkpoint of verl or EasyR1"),
     "Lightning": ([".metadata", "__0_0.distcp", "meta.pt"], "it looks like a sharded checkpoint of Lightning."),
+    "verl's run": (
+        ["global_step_10/actor/model_world_size_2_rank_0.pt", "latest_checkpointed_iteration.txt"],
+        "it looks like a run of verl or EasyR1 with its checkpoints. Merge one of them, such as global_step_10/actor,",
+    ),
+    "EasyR1's run": (
+        ["global_step_5/actor/model_world_size_1_rank_0.pt", "global_step_5/dataloader.pt"],
+        "it looks like a run of verl or EasyR1 with its checkpoints.",
+    ),
+    "torchtitan's outputs": (
+        ["checkpoint/step-10/.metadata", "checkpoint/step-10/__0_0.distcp", "tb/events"],
+        "it looks like an output directory of torchtitan. Its checkpoints, such as checkpoint/step-10,",
+    ),
+    "torchtitan's checkpoints": (["step-10/.metadata"], "it is a plain DCP directory"),
+    "Trainer's outputs": (
+        ["checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json", "config.json", "model.safetensors"],
+        "it looks like an output directory of transformers' Trainer.",
+    ),
+    "Trainer's checkpoint": (
+        ["config.json", "model.safetensors", "optimizer.pt", "trainer_state.json"],
+        "it is a Hugging Face model directory.",
+    ),
     "accelerate": (["pytorch_model_fsdp_0/.metadata"], "it looks like a checkpoint of accelerate or transformers'"),
     "Trainer": (["random_states_0.pkl", "model.safetensors"], "it looks like a checkpoint of accelerate or"),
     "DCP": ([".metadata", "__0_0.distcp"], "it is a plain DCP directory (torchtitan writes such)."),
@@ -33,6 +54,12 @@ FOREIGN = {
     "anything": (["notes.txt"], "it holds notes.txt."),
 }
 """Files of somebody else's directory, and what we call it."""
+
+SINGLE = {
+    "last.ckpt": "it looks like a checkpoint of Lightning in one file.",
+    "model.safetensors": "it is one file of weights. Start from it by naming its directory in model.path.",
+}
+"""Single files."""
 
 
 def verbs(path: str) -> list[tuple[str, ...]]:
@@ -68,6 +95,9 @@ def lay(place: Path, kind: str) -> tuple[str, str]:
         case "a later version's":
             later_format(place, 4)
             return of_step(4), "has format 2, this version of Holdfast reads up to 1. Upgrade Holdfast."
+        case "last.ckpt" | "model.safetensors":
+            (place / kind).write_bytes(b"x")
+            return kind, SINGLE[kind]
     files, words = FOREIGN[kind]
     for name in files:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +110,7 @@ def contents(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a file", "an empty directory", "a later version's", *FOREIGN])
+@pytest.mark.parametrize("kind", ["nothing", "a file", "an empty directory", "a later version's", *SINGLE, *FOREIGN])
 def test_every_command_names_what_is_no_checkpoint_and_touches_nothing(
     checkpoint: Command, place: Path, kind: str
 ) -> None:

@@ -73,3 +73,31 @@ def test_sequences_beyond_the_positions_of_a_rotary_model_are_told_of(
     assert (within.code, beyond.code) == (0, 0), within.err + beyond.err
     assert "positions" not in within.out
     assert "note: data.max_length allows sequences of 65 tokens, and llama has 64 positions " in beyond.out
+
+
+@pytest.mark.parametrize(("source", "decay"), [("config", "0.25"), ("checkpoint", "0.0")])
+def test_every_resume_says_where_the_optimizer_s_settings_come_from(
+    warm: WarmPython, place: Path, source: str, decay: str
+) -> None:
+    arguments = [
+        "steps=5",
+        "optim.weight_decay=0.25",
+        "optim.betas=[0.8,0.95]",
+        f"checkpoint.resume.hyperparameters={source}",
+    ]
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", *arguments, cwd=place)
+
+    assert done.code == 0, done.err
+    told = [line for line in done.out.splitlines() if line.startswith("optimizer: ")]
+    where = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
+    assert told[0].startswith("optimizer: the learning rate follows the schedule of the configuration; ")
+    assert f"weight_decay={decay}" in told[0]
+    betas = {"config": "betas=(0.8, 0.95)", "checkpoint": "betas=(0.9, 0.999)"}[source]
+    assert betas in told[0]
+    assert told[0].endswith(f" come from {where} (checkpoint.resume.hyperparameters: {source})")
+    differing = sorted(line.partition(" now")[0] for line in told[1:])
+    assert differing == [
+        "optimizer: betas: (0.9, 0.999) in the checkpoint, (0.8, 0.95)",
+        "optimizer: weight_decay: 0.0 in the checkpoint, 0.25",
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,44 @@ def test_an_export_that_is_replaced_is_never_absent_and_never_mixed(tmp_path: Pa
     assert seen == {"there"}
     assert (place / "number").read_text() == "59"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+class Spoiler:
+    """A failure channel that flips a bit of a staged file just before it is read back."""
+
+    def __init__(self, inner: Any, exports: Path, file: str, at: float) -> None:
+        self._inner, self._exports, self._file, self._at = inner, exports, file, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def phase(self, name: str) -> Any:
+        if name == "export: read back":
+            (staged,) = self._exports.glob(f".staging-*/{self._file}")
+            data = bytearray(staged.read_bytes())
+            data[int(len(data) * self._at)] ^= 4
+            staged.write_bytes(data)
+        return self._inner.phase(name)
+
+
+def run_and_spoil(world: World, directory: Path, file: str, at: float) -> Any:
+    channel: Any = Spoiler(world.failure, directory / "r" / "exports", file, at)
+    return run(replace(world, failure=channel), tree(str(directory), steps=1))
+
+
+@pytest.mark.parametrize(
+    ("file", "at"),
+    [("model.safetensors", 0.5), ("model.safetensors", 0.999), ("config.json", 0.5), ("tokenizer.json", 0.2)],
+)
+def test_one_bit_that_flips_in_a_staged_export_is_found_and_nothing_is_published(
+    pools: Any, tmp_path: Path, file: str, at: float
+) -> None:
+    errors = pools(2).errors(run_and_spoil, tmp_path, file, at)
+
+    assert {name for name, _ in errors} == {"ExportFailed"}
+    assert errors[0] == errors[1]
+    assert f"{file} reads back differently from what was written" in errors[0][1]
+    assert list((tmp_path / "r" / "exports").iterdir()) == []
 
 
 def counting_model() -> Any:

@@ -17,13 +17,20 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.export import export
+from holdfast.checkpoint.retention import read_pins, write_pins
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.checkpoint.writer import PHASES
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.models.build import blueprint
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
+from holdfast.training.build_sharded import build_policy
 from tests.checkpoint.cases import save_after
 from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
 from tests.crash.processes import acknowledged, run_doomed
+from tests.training.cases import tree
 
 
 def mount(*words: object) -> bool:
@@ -75,6 +82,58 @@ def test_power_loss_after_a_save_returned_keeps_the_checkpoint(
     assert lost, "the power cut lost nothing, so the test shows nothing"
     assert choice is not None
     assert choice.manifest.step == 1
+
+
+def test_power_loss_after_an_export_was_published_keeps_every_file_of_it(
+    pools: Any, tmp_path: Path, disk: tuple[Path, Path]
+) -> None:
+    image, place = disk
+    (place / "r" / "exports").mkdir(parents=True)
+    os.sync()
+
+    exported = place / "r" / "exports" / "final"
+    pools(2).run(export_a_model, exported)
+    after, remains = tmp_path / "after", tmp_path / "remains"
+    shutil.copyfile(image, after)
+    remains.mkdir()
+    assert mount("-o", "loop", after, remains)
+    try:
+        found = {path.name: path.read_bytes() for path in (remains / "r" / "exports" / "final").iterdir()}
+    finally:
+        unmount(remains)
+
+    assert found == {path.name: path.read_bytes() for path in exported.iterdir()}
+    assert {"config.json", "holdfast.yaml", "model.safetensors.index.json", "tokenizer.json"} <= found.keys()
+
+
+def test_power_loss_after_a_pin_keeps_it(tmp_path: Path, disk: tuple[Path, Path]) -> None:
+    image, place = disk
+    (place / "checkpoints").mkdir()
+    storage = LocalStorage(place / "checkpoints")
+    write_pins(storage, [1])
+    os.sync()
+
+    write_pins(storage, [1, 4])
+    after, remains = tmp_path / "after", tmp_path / "remains"
+    shutil.copyfile(image, after)
+    remains.mkdir()
+    assert mount("-o", "loop", after, remains)
+    try:
+        found = read_pins(LocalStorage(remains / "checkpoints"))
+    finally:
+        unmount(remains)
+
+    assert found == {1, 4}
+    assert storage.names() == ["pins.json"]
+
+
+def export_a_model(world: World, directory: Path) -> None:
+    config = from_mapping(tree("(nowhere)"), SFTConfig)
+    exchange = ProcessExchange()
+    origin = blueprint(config.model, Path(), seed=0)
+    policy, _ = build_policy(config, origin, world, exchange)
+    texts = {"holdfast.yaml": "steps: 4"}
+    export(policy, origin, directory, exchange, largest_file_bytes=20_000, extra_files=texts)
 
 
 def save_and_photograph(world: World, directory: Path, image: Path, photos: Path, background: bool) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from holdfast.checkpoint import find
 from holdfast.metrics.sink import read_metrics
 from tests.crash.runs import (
     log_of,
@@ -25,7 +29,7 @@ RESIZES = [(2, 1), (2, 3), (2, 4), (1, 2)]
 """Numbers of ranks before and after a resume."""
 
 OBSERVERS = """
-import os, signal
+import os, signal, threading
 
 def terminates_at_three(event):
     if event.step == 3:
@@ -42,6 +46,11 @@ def adds_losses(event, state):
 
 def knows_nothing_of_others(event, state):
     assert "losses" not in state
+
+def evaluates_at_two_and_terminates_meanwhile(event):
+    if event.step == 2:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return "evaluate"
 
 def saves_at_five(event):
     return "save" if event.step == 5 else None
@@ -182,6 +191,52 @@ def test_sigterm_while_a_save_is_in_flight_finishes_it_and_saves_the_last_step_t
     assert saved_steps(observed) == [2, 3]
     pools(ranks).run(run, values, str(observed))
     assert log_of(observed) == log_of(straight)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="23-SIGTERM while an evaluation goes on")])
+def test_sigterm_in_an_evaluation_leaves_it_and_saves_the_step_it_belongs_to(
+    pools: Any, straight: Path, observed: Path, ranks: int
+) -> None:
+    held = {"synthetic": {"task": "sort", "rows": 20_000, "seed": 7}}
+    values = values_of(
+        observed,
+        steps=STEPS,
+        observers=["watch.py:evaluates_at_two_and_terminates_meanwhile"],
+        evaluation={"sets": {"held": held}, "at_end": False},
+        checkpoint={"every_steps": 100},
+    )
+
+    began = time.monotonic()
+    outcomes = pools(ranks).run(run, values, str(observed))
+    seconds = time.monotonic() - began
+
+    assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [(2, "stopped by SIGTERM")] * 2
+    assert saved_steps(observed) == [2]
+    last = read_metrics(observed / "r" / "metrics.jsonl")[-1]
+    assert last["step"] == 2
+    assert not [name for name in last if name.startswith("eval/")], "an evaluation that was left has no numbers"
+    assert seconds < 30
+    pools(ranks).run(run, values, str(observed))
+    assert log_of(observed) == log_of(straight)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="save, resume and export while parameters are in host memory")])
+def test_an_offloaded_run_saves_resumes_and_exports_what_a_plain_one_does(
+    pools: Any, straight: Path, tmp_path: Path, ranks: int
+) -> None:
+    offloaded = {"parallel": {"cpu_offload": True}, "checkpoint": {"export_at_end": True}}
+
+    first = pools(ranks).run(run, values_of(tmp_path, steps=STOP, **offloaded))[0]
+    last = pools(ranks).run(run, values_of(tmp_path, steps=STEPS, **offloaded))[0]
+
+    assert (first.step, last.step) == (STOP, STEPS)
+    assert log_of(tmp_path) == log_of(straight)
+    assert state_differences(tmp_path, straight) == []
+    stored = find.one(str(straight / "r"))
+    exported = load_file(Path(last.export) / "model.safetensors")
+    assert {f"model.{name}" for name in exported} == {name for name in stored.manifest.tensors if name[:6] == "model."}
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, stored.read(f"model.{name}")), name
 
 
 def test_the_clock_saves_what_was_learned(pools: Any, tmp_path: Path) -> None:

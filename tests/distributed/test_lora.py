@@ -13,9 +13,11 @@ import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored
+from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter
+from holdfast.cli.checkpoint import app
 from holdfast.config.data import DataConfig
 from holdfast.data.characters import character_tokenizer
 from holdfast.data.chat import RowTokeniser
@@ -159,6 +161,42 @@ def test_a_checkpoint_exported_alone_is_the_run_s_export(pools: Any, llama: Path
     one, two = (load_file(place / "model.safetensors") for place in (tmp_path / "again", tmp_path / "r/exports/final"))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("frozen", ["save", "skip"])
+def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_with_them(
+    pools: Any, llama: Path, tmp_path: Path, frozen: str
+) -> None:
+    pools(2).run(run, saved(tmp_path, llama, 2, frozen=frozen))
+
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")])
+
+    assert done.exit_code == 0, done.output
+    one, two = tmp_path / "again", tmp_path / "r/exports/final-adapter"
+    assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in two.iterdir())
+    for path in two.iterdir():
+        assert (one / path.name).read_bytes() == path.read_bytes(), path.name
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), one)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "r/exports/final")
+    tokens = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            adapted(input_ids=tokens).logits, merged(input_ids=tokens).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, llama: Path, tmp_path: Path) -> None:
+    for name, lora in (("plain", None), ("more", LORA | {"train": ["norm"]})):
+        tree = saved(tmp_path, llama, 1)
+        tree["model"] |= {"lora": lora}
+        pools(2).run(run, tree | {"run": {"dir": str(tmp_path), "name": name}})
+
+    with pytest.raises(UserError, match=r"plain/checkpoints/step-00000001 has no adapters: its run had no model\.lora"):
+        export_stored_adapter(find.one(str(tmp_path / "plain")), tmp_path / "out")
+    with pytest.raises(UserError, match=r"model\.lora\.train trained norm whole"):
+        export_stored_adapter(find.one(str(tmp_path / "more")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

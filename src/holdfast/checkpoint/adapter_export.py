@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -12,7 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from holdfast.checkpoint.export import ExportFailed, check_target, replace_directory
+from holdfast.checkpoint.export import (
+    ExportFailed,
+    check_bytes,
+    check_target,
+    replace_directory,
+    settle,
+    write_texts,
+)
 from holdfast.models.conversion import Header
 from holdfast.models.lora import PEFT_PREFIX, SETTINGS, WEIGHTS, adapters_of
 from holdfast.models.safetensors_files import read_header
@@ -44,20 +50,21 @@ def export_adapters(
     tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names}
     with exchange.together():
         if exchange.rank == 0:
-            _write(directory, tensors, {**texts, SETTINGS: settings})
+            write_adapters(directory, tensors, {**texts, SETTINGS: settings})
 
 
-def _write(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write what `export_adapters` does, on one process, from tensors under peft's names.
+
+    Raises:
+        ExportFailed: As `export_adapters`.
+    """
     staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         save_file(dict(tensors), staging / WEIGHTS, metadata={"format": "pt"})
-        for name, text in texts.items():
-            (staging / name).write_text(text, encoding="utf-8")
-        for file in staging.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+        check_bytes(staging, settle(staging, write_texts(staging, texts)))
         wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")

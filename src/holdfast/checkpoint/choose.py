@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
-from holdfast.checkpoint.layout import QUARANTINE, fresh
+from holdfast.checkpoint.layout import QUARANTINE
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import verified_manifest
-from holdfast.checkpoint.retention import steps
+from holdfast.checkpoint.retention import put_aside, steps
 from holdfast.checkpoint.storage import Storage
 from holdfast.parallel.collectives import ProcessExchange
 
@@ -27,7 +27,7 @@ def newest_verified(storage: Storage, ranks: ProcessExchange, *, quarantine: boo
     """Return the newest whole checkpoint, or None if there never was one.
 
     Rank 0 lists, since ranks may see a network file system at different times. A candidate that two reads agree is
-    damaged is renamed out of the way, and the next older one is tried.
+    damaged is put aside, and the next older one is tried.
 
     Raises:
         NoCheckpoint: There were checkpoints and none is whole: starting again at step 0 would be a silent loss.
@@ -40,16 +40,16 @@ def newest_verified(storage: Storage, ranks: ProcessExchange, *, quarantine: boo
         except (CheckpointCorrupt, NoCheckpoint) as error:
             reason = str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
             skipped.append(f"step {step} ({reason})")
-            if quarantine and storage.renames:
+            if quarantine:
                 with ranks.together():
                     if ranks.rank == 0:
-                        storage.rename(name, fresh(QUARANTINE, name))
+                        put_aside(storage, name)
             continue
         words = f"resuming from step {step}, verified in {len(manifest.files)} files"
         if skipped:
             words += f"; skipped {', '.join(skipped)}"
         return Choice(name, manifest, words)
-    skipped = skipped or ranks.agree(_put_aside(storage) if ranks.rank == 0 else [])
+    skipped = skipped or ranks.agree(_earlier(storage) if ranks.rank == 0 else [])
     if skipped:
         raise NoCheckpoint(
             f"{storage.root} has no whole checkpoint left: {'; '.join(skipped)}. To start again from step 0, choose "
@@ -58,7 +58,7 @@ def newest_verified(storage: Storage, ranks: ProcessExchange, *, quarantine: boo
     return None
 
 
-def _put_aside(storage: Storage) -> list[str]:
+def _earlier(storage: Storage) -> list[str]:
     """Return words about checkpoints that an earlier start found damaged."""
     found = [name for name in storage.names() if name.startswith(QUARANTINE)]
     return [f"{len(found)} were damaged and put aside earlier"] if found else []

@@ -17,7 +17,7 @@ from torch import nn
 
 from holdfast.checkpoint.layout import STAGING, TRASH
 from holdfast.checkpoint.manifest import NAME as MANIFEST
-from holdfast.checkpoint.storage import exchange
+from holdfast.checkpoint.storage import LocalStorage, exchange
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
@@ -174,21 +174,19 @@ def _write(
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         form.reached("tensors")
-        files = plan_files(headers, form.largest_file_bytes)
+        files, hashes = plan_files(headers, form.largest_file_bytes), {}
         for name, members in files.items():
-            with (staging / name).open("wb") as file:
+            with LocalStorage(staging).create(name) as file:
                 write_file(file, {member: headers[member] for member in members}, tensors)
-                file.flush()
-                os.fsync(file.fileno())
+            hashes[name] = file.hexdigest()
         form.reached("assets")
-        if len(files) > 1:
-            (staging / INDEX).write_text(index_json(files, headers), encoding="utf-8")
-        for name, text in form.texts.items():
-            (staging / name).write_text(text, encoding="utf-8")
+        index = {INDEX: index_json(files, headers)} if len(files) > 1 else {}
+        hashes |= write_texts(staging, {**index, **form.texts})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
+        hashes = settle(staging, hashes)
         form.reached("read back")
-        _read_back(staging, files, headers)
+        _read_back(staging, files, headers, hashes)
         form.reached("publish")
         replace_directory(staging, directory)
         form.reached("published")
@@ -234,11 +232,57 @@ def _forget_loading(file: Path) -> None:
         file.write_text(text + "\n", encoding="utf-8")
 
 
-def _read_back(staging: Path, files: dict[str, list[str]], headers: dict[str, Header]) -> None:
+def write_texts(staging: Path, texts: Mapping[str, str]) -> dict[str, str]:
+    """Write small files, and return the hash of what each was given."""
+    hashes = {}
+    for name, text in texts.items():
+        with LocalStorage(staging).create(name) as file:
+            file.write(text.encode())
+        hashes[name] = file.hexdigest()
+    return hashes
+
+
+def settle(staging: Path, hashes: Mapping[str, str]) -> dict[str, str]:
+    """Make every file and name in a directory durable, and return the hash of each file.
+
+    Args:
+        staging: The directory.
+        hashes: Of files that are durable already, taken while they were written.
+    """
+    place = LocalStorage(staging)
+    found = {name: hashes.get(name) or place.hash(name) for name in place.files("")}
+    for name in found.keys() - hashes.keys():
+        place.sync(name)
+    for folder in sorted({parent for name in found for parent in Path(name).parents}, reverse=True):
+        place.sync(str(folder))
+    return found
+
+
+def check_bytes(staging: Path, hashes: Mapping[str, str]) -> None:
+    """Read every file of a directory and compare.
+
+    The system may answer from its cache: emptying that first would make an export take twice as long.
+
+    Raises:
+        ExportFailed: A file holds other bytes, is missing, or was written by somebody else.
+    """
+    place = LocalStorage(staging)
+    found = {name: place.hash(name) for name in place.files("")}
+    for name in sorted({*found, *hashes}):
+        if found.get(name) != hashes.get(name):
+            raise ExportFailed(
+                f"{staging / name} reads back differently from what was written: its hash is {found.get(name)}, "
+                f"{hashes.get(name)} was written. The export was thrown away; look at the disk."
+            )
+
+
+def _read_back(
+    staging: Path, files: Mapping[str, list[str]], headers: Mapping[str, Header], hashes: Mapping[str, str]
+) -> None:
+    check_bytes(staging, hashes)
     for name, members in files.items():
-        found = read_header(staging / name)
-        if found != {member: headers[member] for member in members}:
-            raise ExportFailed(f"{staging / name} reads back differently from what was written.")
+        if read_header(staging / name) != {member: headers[member] for member in members}:
+            raise ExportFailed(f"{staging / name} holds other tensors than were planned.")
 
 
 def replace_directory(staging: Path, directory: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.layout import FOLDER, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest
+from holdfast.checkpoint.recorded import better, recorded
 from holdfast.checkpoint.retention import manifests, steps
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.tensors import StoredCheckpoint
@@ -60,17 +61,23 @@ def _why_not(storage: Storage, name: str) -> CheckpointError | NoCheckpoint:
     raise AssertionError(name)
 
 
-def best(storage: Storage, metric: str, mode: str) -> tuple[str, Manifest]:
+def best(storage: Storage, metric: str, mode: str | None) -> tuple[str, Manifest]:
     """Return the checkpoint with the best metric of its own step; of equal ones the later.
+
+    Args:
+        storage: A run's checkpoints.
+        metric: As in metrics.jsonl.
+        mode: max or min; None: as the run was configured.
 
     Raises:
         NoCheckpoint: No checkpoint has such a metric; the known ones are named.
+        ConfigError: Nobody says whether more of it is better.
     """
     found = {step: manifest for step, manifest in manifests(storage).items() if manifest.finite}
     rated = [(value, step) for step, manifest in found.items() if (value := manifest.metrics.get(metric)) is not None]
     if not rated:
         known = sorted({name for manifest in found.values() for name in manifest.metrics})
         raise NoCheckpoint(f"No checkpoint in {storage.root} has the metric {metric}; they have {', '.join(known)}.")
-    sign = 1.0 if mode == "max" else -1.0
+    sign = 1.0 if better(recorded(storage), metric, mode) == "max" else -1.0
     step = max(rated, key=lambda pair: (sign * pair[0], pair[1]))[1]
     return steps(storage)[step], found[step]

@@ -11,10 +11,8 @@ from holdfast.checkpoint.storage import Storage
 def describe_foreign(storage: Storage, name: str) -> str:
     """Return a sentence that says what is there and what can be done with it."""
     names = set(storage.names(name))
-    if not names and not storage.exists(name) and (name or storage.renames):
-        return "there is nothing at this path."
     if not names:
-        return "it is a file, or a directory that holds nothing."
+        return _without_names(storage, name)
     inner = {entry for folder in names for entry in storage.names(f"{name}/{folder}" if name else folder)}
     for test, sentence in _KNOWN:
         if test(names, inner):
@@ -23,15 +21,36 @@ def describe_foreign(storage: Storage, name: str) -> str:
     return f"it holds {held}."
 
 
+def _without_names(storage: Storage, name: str) -> str:
+    if not storage.exists(name) and (name or storage.renames):
+        return "there is nothing at this path."
+    known = (words for ending, words in _FILES.items() if (name or storage.root).endswith(ending))
+    return next(known, "it is a file, or a directory that holds nothing.")
+
+
 def _any(names: set[str], pattern: str) -> bool:
     return any(re.search(pattern, name) for name in names)
 
+
+_FILES = {
+    ".ckpt": (
+        "it looks like a checkpoint of Lightning in one file. Load its state_dict into the model with torch.load, "
+        "write that with save_pretrained, and set model.path to the result."
+    ),
+    ".safetensors": "it is one file of weights. Start from it by naming its directory in model.path.",
+}
+"""By ending: files that are somebody else's checkpoint."""
 
 _KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
     (
         lambda names, inner: _any(names | inner, r"world_size_\d+_rank_\d+\.pt$"),
         "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). Merge it with their model merger, then "
         "set model.path to the result.",
+    ),
+    (
+        lambda names, _: "latest_checkpointed_iteration.txt" in names or _any(names, r"^global_step_\d+$"),
+        "it looks like a run of verl or EasyR1 with its checkpoints. Merge one of them, such as global_step_10/actor, "
+        "with their model merger, then set model.path to the result.",
     ),
     (
         lambda names, _: "meta.pt" in names and ".metadata" in names,
@@ -43,11 +62,21 @@ _KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
         "model.path.",
     ),
     (
+        lambda names, _: _any(names, r"^checkpoint-\d+$"),
+        "it looks like an output directory of transformers' Trainer. Start from one of its checkpoints, such as "
+        "checkpoint-500, with model.path.",
+    ),
+    (
         lambda names, inner: (
             (".metadata" in names and _any(names, r"\.distcp$"))
             or (_any(names, r"^step-\d+$") and ".metadata" in inner)
         ),
         "it is a plain DCP directory (torchtitan writes such). torch's dcp.load reads it.",
+    ),
+    (
+        lambda names, inner: "checkpoint" in names and _any(inner, r"^step-\d{1,7}$"),
+        "it looks like an output directory of torchtitan. Its checkpoints, such as checkpoint/step-10, are plain DCP "
+        "directories; torch's dcp.load reads them.",
     ),
     (
         lambda names, _: "config.json" in names and _any(names, r"\.safetensors"),

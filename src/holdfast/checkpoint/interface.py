@@ -2,7 +2,7 @@
 
     from holdfast import checkpoint
 
-    checkpoint.rehearse("run", model, optimizer)
+    checkpoint.rehearse("run", model, optimizer, extra={"step": 0})
     checkpoint.save("run/step-00000100", model, optimizer, extra={"step": 100})
     found = checkpoint.load("run/step-00000100", model, optimizer)
 
@@ -146,20 +146,33 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
 
 
 def rehearse(
-    path: str, model: nn.Module, optimizer: Optimizer | None = None, *, keep: int = 3, timeout_minutes: float = 30.0
+    path: str,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    rank_extra: Any = None,
+    assets: Mapping[str, bytes] | None = None,
+    keep: int = 3,
+    timeout_minutes: float = 30.0,
 ) -> Report:
     """Save, verify and load once in a directory of checkpoints, and leave nothing behind.
 
     Args:
         path: The directory that checkpoints will be in.
         model, optimizer: As for training; nothing in them changes.
+        extra, rank_extra, assets: As `save` will be given them.
         keep: Checkpoints that will be kept; two more must fit.
         timeout_minutes: Longest wait for another rank.
 
     Raises:
         RehearsalFailed: On all ranks, with the parameter or file and what to do.
+        UnsavableExtra: A type in `extra` has no written form; on all ranks.
     """
-    return rehearsal.rehearse(open_storage(path), model, optimizer, _ranks(timeout_minutes), keep=keep)
+    ranks = _ranks(timeout_minutes)
+    with ranks.together():
+        beside = rehearsal.Beside({"extra": _tagged(extra)}, {"extra": _tagged(rank_extra)}, assets or {})
+    return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, keep=keep, beside=beside)
 
 
 def _place(path: str) -> tuple[Storage, str]:

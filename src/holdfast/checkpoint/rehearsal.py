@@ -11,7 +11,9 @@ import math
 import socket
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +35,15 @@ NONCE = "nonce"
 
 class RehearsalFailed(UserError):  # noqa: N818 - the name says what happened
     """A checkpoint could not be saved, verified or read back before step 1; nothing was trained."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds besides tensors, as `snapshot.take` has it."""
+
+    shared: Mapping[str, Any] = field(default_factory=lambda: {"rehearsal": True})
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    assets: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,7 @@ def rehearse(
     ranks: ProcessExchange,
     *,
     keep: int = 3,
+    beside: Beside | None = None,
     shared: bool = True,
 ) -> Report:
     """Save, verify and load once, and leave nothing behind.
@@ -96,6 +108,7 @@ def rehearse(
         optimizer: Built; its state may be empty.
         ranks: The group that saves use.
         keep: Checkpoints that retention keeps; two more must fit.
+        beside: What saves write besides tensors.
         shared: Whether every rank must see the same files; true for directories.
 
     Raises:
@@ -106,7 +119,8 @@ def rehearse(
     held = model if isinstance(model, Held) else hold(model)
     if optimizer is not None:
         state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
-    snapshot = take(held, state, shared={"rehearsal": True})
+    beside = beside or Beside()
+    snapshot = take(held, state, shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets)
     try:
         if shared and storage.renames:
             _check_shared(storage, ranks)

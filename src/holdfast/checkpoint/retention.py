@@ -130,6 +130,19 @@ def prune(storage: Storage, policy: Retention, *, needed: Iterable[int] = (), wa
     return doomed
 
 
+def put_aside(storage: Storage, name: str) -> None:
+    """Take a damaged checkpoint out of the way of the next save of its step, and keep its files for whoever looks.
+
+    In an object store the manifest goes first: without it the rest is no checkpoint, however far the move comes.
+    """
+    aside = fresh(QUARANTINE, name)
+    if storage.renames:
+        storage.rename(name, aside)
+        return
+    for file in sorted(storage.files(name), key=lambda file: (file != NAME, file)):
+        storage.rename(f"{name}/{file}", f"{aside}/{file}")
+
+
 def clean(storage: Storage) -> None:
     """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
     left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]

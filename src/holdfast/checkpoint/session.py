@@ -9,10 +9,10 @@ from typing import Any
 
 from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
-from holdfast.checkpoint.layout import QUARANTINE, fresh, step_name
+from holdfast.checkpoint.layout import step_name
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import verified_manifest
-from holdfast.checkpoint.retention import Retention, prune
+from holdfast.checkpoint.retention import Retention, prune, put_aside
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, Reached, commit
@@ -151,8 +151,8 @@ class Session:
         except CheckpointError as error:
             damaged = isinstance(error, CheckpointCorrupt)  # one that cannot be read may be whole
             with self.ranks.together():
-                if damaged and self.ranks.rank == 0 and self.storage.renames:
-                    self.storage.rename(name, fresh(QUARANTINE, name))
+                if damaged and self.ranks.rank == 0:
+                    put_aside(self.storage, name)
             raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error
 
     def abandon(self) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
 from holdfast.checkpoint.hashing import HashingWriter, hash_file
@@ -207,10 +207,12 @@ class LocalStorage:
             file.write(data)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write beside it and rename."""
-        staging = self.path(f"{path}.{os.getpid()}")
-        staging.write_bytes(data)
-        staging.replace(self.path(path))
+        """Write beside it, flush, rename, and make the name durable."""
+        staging = f"{path}.{os.getpid()}"
+        self.remove(staging)
+        self.put_new(staging, data)
+        self.path(staging).replace(self.path(path))
+        self.sync(str(PurePath(path).parent))
 
     def rename(self, old: str, new: str) -> None:
         """Rename."""

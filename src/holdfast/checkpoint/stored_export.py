@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from holdfast.checkpoint.adapter_export import write_adapters
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.export import (
     EXPORTED_CONFIG,
@@ -36,7 +37,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint, described
 from holdfast.models.conversion import Header
-from holdfast.models.lora import merged, scale_of
+from holdfast.models.lora import PEFT_PREFIX, SETTINGS, merged, peft_settings, scale_of
 from holdfast.optim.tagged import decode
 from holdfast.parallel.collectives import ProcessExchange
 
@@ -73,8 +74,8 @@ def export_stored(
     _check_writable(directory)
     if TRAINED in last.manifest.contents:
         raise NoCheckpoint(
-            f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. Use the "
-            "exports of its run: the same command writes one when it ends."
+            f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. `holdfast "
+            "checkpoint export --adapter` writes its adapters for peft; a merged model is among the exports of its run."
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
@@ -82,6 +83,48 @@ def export_stored(
         held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
         form = Form(dtype, largest_file_bytes, texts)
         write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
+
+
+def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write a checkpoint's adapters in peft's format; also of one that holds nothing else.
+
+    Args:
+        checkpoint: Of a run with `model.lora`.
+        directory: Replaced if it is an export.
+        dtype: Cast to this; None keeps what is stored.
+
+    Raises:
+        ConfigError: The directory cannot be written.
+        NoCheckpoint: The checkpoint has no adapters, or trained more than adapters.
+        CheckpointCorrupt: A tensor's bytes are not those that were saved.
+        ExportFailed: Writing failed, or what was written reads back differently.
+    """
+    check_target(directory)
+    _check_writable(directory)
+    with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
+        _lay_assets(checkpoint, Path(folder))
+        text = (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")
+        lora = _adapted(Path(folder))
+    if lora is None:
+        raise NoCheckpoint(f"{checkpoint.path} has no adapters: its run had no model.lora. Leave out --adapter.")
+    if lora.train:
+        raise NoCheckpoint(
+            f"{checkpoint.path} has more than adapters: model.lora.train trained {', '.join(lora.train)} whole, which "
+            "peft's two files do not hold. Leave out --adapter."
+        )
+    held = ModelTensors([checkpoint])
+    tensors = {}
+    with _reading(checkpoint):
+        for name in held:
+            if ".lora_" in name:
+                tensors[PEFT_PREFIX + name] = held[name] if dtype is None else held[name].to(dtype)
+    ranks = {
+        name.removesuffix(".lora_A.weight"): header.shape[0]
+        for name, header in checkpoint.model_headers(None).items()
+        if name.endswith(".lora_A.weight")
+    }
+    settings = peft_settings(ranks, lora, yaml.safe_load(text)["model"].get("path") or "")
+    write_adapters(directory, tensors, {EXPORTED_CONFIG: text, SETTINGS: settings})
 
 
 def _check_writable(place: Path) -> None:
@@ -169,6 +212,19 @@ class _Adapted(Mapping[str, Tensor]):
 
 def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:
     """Describe the model from the small files in its checkpoint."""
+    _lay_assets(checkpoint, folder)
+    section = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"]
+    if section["trust_remote_code"] and not trust_remote_code:
+        raise ConfigError(
+            f"{checkpoint.path} says that its model comes with Python code of its own, which an export would run. "
+            "Give --trust-remote-code if you trust whoever wrote this checkpoint."
+        )
+    config = ModelConfig(path=str(folder), trust_remote_code=section["trust_remote_code"])
+    return described(config, folder, _stored_headers(folder / STORED_HEADERS))
+
+
+def _lay_assets(checkpoint: StoredCheckpoint, folder: Path) -> None:
+    """Write the small files of a checkpoint into a folder, verified."""
     prefix = f"{ASSETS}/"
     for file in checkpoint.manifest.files:
         if file.startswith(prefix):
@@ -184,14 +240,6 @@ def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bo
             f"{checkpoint.path} does not describe its model: it was not saved by a training run. Export it from the "
             "loop that made it, or use --format torch."
         )
-    section = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"]
-    if section["trust_remote_code"] and not trust_remote_code:
-        raise ConfigError(
-            f"{checkpoint.path} says that its model comes with Python code of its own, which an export would run. "
-            "Give --trust-remote-code if you trust whoever wrote this checkpoint."
-        )
-    config = ModelConfig(path=str(folder), trust_remote_code=section["trust_remote_code"])
-    return described(config, folder, _stored_headers(folder / STORED_HEADERS))
 
 
 def headers_json(headers: dict[str, Header]) -> bytes:

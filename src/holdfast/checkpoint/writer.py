@@ -130,7 +130,7 @@ def _together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
     with ranks.together():
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
             raise SaveFailed(f"rank {ranks.rank} could not save in phase {phase!r}: {_reason(error)}.") from error
 
 

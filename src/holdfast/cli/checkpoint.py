@@ -21,6 +21,12 @@ TrustCode = Annotated[
 ]
 
 
+Mode = Annotated[
+    str | None,
+    typer.Option(metavar="max|min", help="Whether more of the metric is better.", show_default="as the run has it"),
+]
+
+
 class Level(StrEnum):
     """How closely a checkpoint is looked at."""
 
@@ -59,7 +65,7 @@ def list_checkpoints(
 def print_path(
     run: Place,
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="The best by a metric of its own step.")] = None,
-    mode: Annotated[str, typer.Option(metavar="max|min", help="Whether more of the metric is better.")] = "max",
+    mode: Mode = None,
     last: Annotated[bool, typer.Option("--last", help="The newest; the default.")] = False,
 ) -> None:
     """Print the path of one checkpoint, for scripts."""
@@ -68,7 +74,7 @@ def print_path(
 
     if best is not None and last:
         raise ConfigError("--best and --last name two checkpoints; give one of them.")
-    if mode not in {"max", "min"}:
+    if mode not in {None, "max", "min"}:
         raise ConfigError(f"--mode {mode} is neither max nor min.")
     if best is None:
         typer.echo(find.one(run).path)
@@ -135,14 +141,20 @@ def export(
     ] = Form.hf,
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Adapters alone, in peft's format.")] = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
     from holdfast.checkpoint import find
-    from holdfast.checkpoint.stored_export import export_stored, write_torch_file
+    from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter, write_torch_file
+    from holdfast.errors import ConfigError
 
+    if adapter and form is Form.torch:
+        raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
     found = find.one(checkpoint)
-    if form is Form.torch:
+    if adapter:
+        export_stored_adapter(found, output, dtype=_dtype(dtype))
+    elif form is Form.torch:
         write_torch_file(found, output)
     else:
         export_stored(
@@ -174,14 +186,24 @@ def average(
 @app.command("prune")
 def prune(
     run: Place,
-    keep_last: Annotated[int, typer.Option(min=2, help="Newest checkpoints that stay.")] = 3,
-    keep_every: Annotated[int | None, typer.Option(min=1, help="Steps that are a multiple of this stay.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=2, help="Newest checkpoints that stay.", show_default="as the run has it, else 3")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps that are a multiple of this stay.", show_default="as the run has it"),
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METRIC", help="The best by this stays beside those the run keeps; may be repeated."),
+    ] = None,
+    mode: Mode = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
-    """Delete older checkpoints; pinned ones and the newest verified one stay."""
-    from holdfast.cli.checkpoint_views import pruned
+    """Delete older checkpoints; pinned ones, the newest verified one and what the run resumed from stay."""
+    from holdfast.cli.prune import pruned
 
-    for line in pruned(run, keep_last, keep_every, dry_run=dry_run):
+    for line in pruned(run, keep_last, keep_every, keep_best or [], mode, dry_run=dry_run):
         typer.echo(line)
 
 

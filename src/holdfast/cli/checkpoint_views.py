@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.manifest import Manifest
@@ -169,32 +167,8 @@ def _single(place: str) -> tuple[Storage, list[str]]:
     return storage, [name]
 
 
-def pruned(place: str, keep_last: int, keep_every: int | None, *, dry_run: bool) -> Iterator[str]:
-    """Delete what is not kept, and yield one line per deleted step."""
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.lease import Lease
-    from holdfast.checkpoint.retention import Retention, kept_steps, manifests, prune, read_pins
-    from holdfast.checkpoint.verification import verify
-
-    storage, policy = find.folder_of(place), Retention(keep_last, keep_every)
-    found = manifests(storage)
-    with ExitStack() as stack:
-        if dry_run:
-            keep = kept_steps(found, policy, pinned=read_pins(storage))
-            doomed = sorted(set(found) - keep)
-        else:
-            stack.enter_context(_writing(storage))
-            if storage.renames:
-                stack.enter_context(Lease(Path(storage.root)))
-            newest = _newest_whole(storage, found, verify)
-            doomed = prune(storage, policy, needed=[newest], wait=True)
-    for step in doomed:
-        yield f"{'would delete' if dry_run else 'deleted'} step {step}"
-    yield f"{len(found) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
-
-
 @contextmanager
-def _writing(storage: Storage) -> Iterator[None]:
+def writing(storage: Storage) -> Iterator[None]:
     """Tell a user in a sentence that a directory cannot be written."""
     from holdfast.errors import ConfigError
 
@@ -204,19 +178,6 @@ def _writing(storage: Storage) -> Iterator[None]:
         raise ConfigError(
             f"{storage.root} cannot be written: {error.strerror or error}. Nothing was changed."
         ) from error
-
-
-def _newest_whole(storage: Storage, found: dict[int, Manifest], verify: Any) -> int:
-    from holdfast.checkpoint.errors import CheckpointError
-    from holdfast.checkpoint.layout import step_name
-
-    for step in sorted(found, reverse=True):
-        try:
-            verify(storage, step_name(step), "files")
-        except CheckpointError:
-            continue
-        return step
-    raise HoldfastError(f"No checkpoint in {storage.root} is whole, so none is deleted.")
 
 
 def pinned(place: str, step: int, *, remove: bool) -> str:
@@ -231,7 +192,7 @@ def pinned(place: str, step: int, *, remove: bool) -> str:
         raise NoCheckpoint(f"{storage.root} has no step {step}. It has {', '.join(map(str, known))}.")
     pins = read_pins(storage)
     pins = pins - {step} if remove else pins | {step}
-    with _writing(storage):
+    with writing(storage):
         write_pins(storage, pins)
         if not remove and step not in steps(storage):
             write_pins(storage, pins - {step})

@@ -85,6 +85,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def last_rewind(path: Path) -> int | None:
+    """Return the step that a resume last went back to; None if there was none."""
+    return next((line["to"] for line in reversed(_read_lines(path)) if line.get("event") == "rewind"), None)
+
+
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():

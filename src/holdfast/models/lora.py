@@ -287,18 +287,29 @@ class _Start:
         return {self.name: drawn[part]}
 
 
-def peft_settings(model: nn.Module, section: LoRAConfig, base: str) -> str:
-    """Return adapter_config.json, by which peft loads the adapters onto the model in `base`."""
+def adapter_ranks(model: nn.Module) -> dict[str, int]:
+    """Return the rank of each adapter by its layer's path."""
+    parameters = named_parameters(model)
+    return {
+        name.removesuffix(".weight"): int(parameters[adapter.a].shape[0])
+        for name, adapter in adapters_of(model).items()
+    }
+
+
+def peft_settings(ranks: Mapping[str, int], section: LoRAConfig, base: str) -> str:
+    """Return adapter_config.json, by which peft loads adapters onto the model in `base`.
+
+    Args:
+        ranks: Of each adapter, by its layer's path.
+        section: The run's.
+        base: A directory or a name on the hub.
+    """
     from peft import LoraConfig
 
-    adapters = adapters_of(model)
-    paths = [name.removesuffix(".weight") for name in adapters]
-    parameters = named_parameters(model)
-    ranks = {path: int(parameters[adapters[f"{path}.weight"].a].shape[0]) for path in paths}
     settings = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
-        target_modules=sorted(paths),
+        target_modules=sorted(ranks),
         lora_dropout=section.dropout,
         use_rslora=section.rank_stabilised,
         rank_pattern={f"^{re.escape(path)}$": rank for path, rank in ranks.items() if rank != section.rank},

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -169,7 +170,9 @@ def tensor_bytes(header: Header) -> int:
     return torch.Size(header.shape).numel() * header.dtype.itemsize
 
 
-def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator[tuple[str, Iterator[Tensor]]]) -> None:
+def write_file(
+    file: IO[bytes] | RawIOBase, headers: Mapping[str, Header], tensors: Iterator[tuple[str, Iterator[Tensor]]]
+) -> None:
     """Write one file from tensors that arrive in the order of `headers`; what follows them is left in the iterator.
 
     Args:
@@ -206,7 +209,7 @@ def write_file(file: IO[bytes], headers: Mapping[str, Header], tensors: Iterator
 class _Behind:
     """Writes one piece in a thread of its own while the next is gathered, and asks the disk to begin at once."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes] | RawIOBase) -> None:
         self._file = file
         self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None

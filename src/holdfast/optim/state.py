@@ -19,7 +19,8 @@ from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged import UnknownType, decode, encode
 
 _OF_THE_RUN = frozenset({PEAK, STEM, "name"})
-_SCHEDULED = _OF_THE_RUN | {"lr", "initial_lr"}
+NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}
+"""Keys of a param group that follow the schedule, or only name it."""
 
 
 class UnsavableOptimizer(HoldfastError):  # noqa: N818 - the name says what is wrong
@@ -180,7 +181,26 @@ def saved_hyperparameters(live: Sequence[GroupState], saved: Sequence[GroupState
 
 
 def _comparable(group: GroupState) -> dict[str, Any]:
-    return {key: value for key, value in group.hyperparameters.items() if key not in _SCHEDULED}
+    return {key: value for key, value in group.hyperparameters.items() if key not in NOT_CHOSEN}
+
+
+def hyperparameter_words(optimizer: Optimizer) -> str:
+    """Return what an optimizer is set to, the scheduled rate left out, such as "betas=(0.9, 0.999), eps=1e-08".
+
+    Where groups differ their values stand side by side; what is off is left out.
+    """
+    values: dict[str, list[Any]] = {}
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            held = values.setdefault(key, [])
+            if key not in NOT_CHOSEN | {"params"} and not any(
+                value is each or str(value) == str(each) for each in held
+            ):
+                held.append(value)
+    shown = {
+        key: held for key, held in values.items() if any(value is not None and value is not False for value in held)
+    }
+    return ", ".join(f"{key}={' and '.join(map(str, held))}" for key, held in shown.items())
 
 
 def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[str]:
@@ -191,8 +211,8 @@ def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
                 old = then.get(name, {}).get(key, value)
-                if key not in _SCHEDULED and old != value:
-                    changes.setdefault(f"{key}: {old} in the checkpoint, {value} now", name)
+                if key not in NOT_CHOSEN and old != value:
+                    changes.setdefault(f"{key}: {decode(old)} in the checkpoint, {decode(value)} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
 
 

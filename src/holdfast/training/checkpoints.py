@@ -18,8 +18,9 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.rehearsal import RehearsalFailed, Report, rehearse
-from holdfast.checkpoint.retention import Best, Retention, clean, has_any
+from holdfast.checkpoint.recorded import retention_of
+from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, rehearse
+from holdfast.checkpoint.retention import clean, has_any
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
@@ -77,7 +78,7 @@ class Checkpoints:
             self._storage,
             self._ranks,
             run_id,
-            _retention(self._config),
+            retention_of(self._config.keep),
             background=self._config.background,
             read_back=self._config.read_back,
             reached=run.world.failure.in_background,
@@ -179,9 +180,13 @@ class Checkpoints:
         with run.phase("rehearsal"):
             with run.exchange.together():
                 check_export(run)
+                assets = self._assets()
             optimizer = run.optimizer if config.contents == "full" else None
+            run.state.observers = run.exchange.agree(run.state.observers)
+            beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
+            keep = config.keep.last + _extra(config)
             self._rehearsed = report = rehearse(
-                self._storage, self._held, optimizer, self._ranks, keep=config.keep.last + _extra(config)
+                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside
             )
             self._drill(requests)
         words = report.describe(
@@ -195,6 +200,17 @@ class Checkpoints:
             f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
         )
         say(self._run, words, *([warning] if late else []))
+
+    def _assets(self) -> dict[str, bytes]:
+        """Return the small files of every checkpoint, and refuse what transformers cannot write."""
+        try:
+            return run_assets(self._run) if self._run.world.is_first else {}
+        except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise RehearsalFailed(
+                "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
+                f"export holds them: {type(error).__name__}: {error}. Nothing was trained. Mend what model.path or "
+                "model.tokenizer names: its save_pretrained must work."
+            ) from error
 
     def _drill(self, requests: StopRequests) -> None:
         deaf = requests.drill(self._run.exchange)
@@ -351,11 +367,6 @@ class Checkpoints:
                 f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
                 f"checkpoint.grace_seconds={self._config.grace_seconds:g}",
             )
-
-
-def _retention(config: CheckpointConfig) -> Retention:
-    keep = config.keep
-    return Retention(keep.last, keep.every, tuple(Best(best.metric, best.mode, best.count) for best in keep.best))
 
 
 def _extra(config: CheckpointConfig) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.checkpoint.adapter_export import export_adapters
 from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
-from holdfast.models.lora import peft_settings
+from holdfast.models.lora import adapter_ranks, peft_settings
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -17,12 +17,21 @@ EXPORTS, BEST = "exports", "best"
 
 
 def check_export(run: Run) -> None:
-    """Plan an export without a tensor: names and shapes of the model directory.
+    """Plan an export without a tensor: names and shapes of the model directory, and the settings of adapters.
 
     Raises:
         ModelError: A parameter has no place in it.
     """
     check_names(run.policy, run.origin, _dtype(run))
+    _adapter_settings(run)
+
+
+def _adapter_settings(run: Run) -> str | None:
+    """Return adapter_config.json; None of a run that exports no adapters."""
+    lora = run.config.model.lora
+    if lora is None or lora.train:  # peft's two files would lack what is trained whole
+        return None
+    return peft_settings(adapter_ranks(run.policy), lora, run.config.model.path or "")
 
 
 def export_run(run: Run, name: str) -> str:
@@ -53,10 +62,9 @@ def _export(run: Run, name: str) -> str:
             extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
             reached=lambda name: run.world.failure.phase(f"export: {name}"),
         )
-        lora = run.config.model.lora
-        if lora is not None and not lora.train:  # peft's two files would lack what is trained whole
+        settings = _adapter_settings(run)
+        if settings is not None:
             texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
-            settings = peft_settings(run.policy, lora, run.config.model.path or "")
             export_adapters(run.policy, settings, place.with_name(f"{name}-adapter"), run.exchange, texts)
     return str(place)
 

@@ -18,6 +18,7 @@ from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.config.base import leaves
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.runs import as_plain
+from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.identity import differences
@@ -57,8 +58,18 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
     _damage(run)
     run.resumed_metrics |= {name: value for name, value in choice.manifest.metrics.items() if value is not None}
     changed = _changed(run, storage, choice) if run.world.is_first else []
-    say(run, choice.words, _exactness(run, loaded), *loaded.notes, *changed)
+    say(run, choice.words, _exactness(run, loaded), _hyperparameters(run), *loaded.notes, *changed)
     return loaded
+
+
+def _hyperparameters(run: Run) -> str:
+    """Say where the optimizer's settings come from; notes follow on what the other place says otherwise."""
+    source = run.config.checkpoint.resume.hyperparameters
+    place = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
+    return (
+        "optimizer: the learning rate follows the schedule of the configuration; "
+        f"{hyperparameter_words(run.optimizer)} come from {place} (checkpoint.resume.hyperparameters: {source})"
+    )
 
 
 def start_from(run: Run, place: str, ranks: ProcessExchange) -> None:

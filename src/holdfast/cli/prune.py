@@ -1,0 +1,79 @@
+"""`holdfast checkpoint prune`: retention by hand, which keeps what the run itself would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.cli.checkpoint_views import writing
+from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.manifest import Manifest
+    from holdfast.checkpoint.retention import Retention
+    from holdfast.checkpoint.storage import Storage
+
+
+def pruned(
+    place: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: Sequence[str],
+    mode: str | None,
+    *,
+    dry_run: bool,
+) -> Iterator[str]:
+    """Delete what is not kept, and yield one line per deleted step."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.lease import Lease, ObjectLease
+    from holdfast.checkpoint.recorded import resume_source
+    from holdfast.checkpoint.retention import kept_steps, manifests, prune, read_pins
+
+    storage = find.folder_of(place)
+    policy, found = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
+    with ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(writing(storage))
+            stack.enter_context(Lease(Path(storage.root)) if storage.renames else ObjectLease(storage))
+        source = resume_source(storage)
+        needed = [_newest_whole(storage, found)] + ([] if source is None else [source])
+        if dry_run:
+            keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
+            doomed = sorted(set(found) - keep)
+        else:
+            doomed = prune(storage, policy, needed=needed, wait=True)
+    for step in doomed:
+        yield f"{'would delete' if dry_run else 'deleted'} step {step}"
+    yield f"{len(found) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
+
+
+def _policy(
+    storage: Storage, keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], mode: str | None
+) -> Retention:
+    """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
+    from holdfast.checkpoint import find
+    from holdfast.checkpoint.recorded import better, recorded
+    from holdfast.checkpoint.retention import Best, Retention
+
+    known = recorded(storage)
+    own = Retention() if known is None else known.retention
+    for metric in keep_best:
+        find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
+    best = [Best(metric, better(known, metric, mode)) for metric in keep_best]
+    return Retention(keep_last or own.last, keep_every or own.every, (*own.best, *best))
+
+
+def _newest_whole(storage: Storage, found: dict[int, Manifest]) -> int:
+    from holdfast.checkpoint.errors import CheckpointError
+    from holdfast.checkpoint.layout import step_name
+    from holdfast.checkpoint.verification import verify
+
+    for step in sorted(found, reverse=True):
+        try:
+            verify(storage, step_name(step), "files")
+        except CheckpointError:
+            continue
+        return step
+    raise HoldfastError(f"No checkpoint in {storage.root} is whole, so none is deleted.")
