@@ -80,7 +80,10 @@ class ObjectStorage:
 
     def is_file(self, path: str) -> bool:
         """Return whether it is an object."""
-        return bool(self._fs.isfile(self._path(path)))
+        try:
+            return bool(self._fs.info(self._path(path))["type"] == "file")
+        except FileNotFoundError:  # isfile would take any other error for a no
+            return False
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""

@@ -19,14 +19,21 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.direct import read_parts
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared, Plan, Wanted, plan_model, plan_optimizer, poisoned, refusal
 from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.verification import check_names, damage, damaged_files, damaged_tensors, read_manifest
+from holdfast.checkpoint.verification import (
+    check_names,
+    damage,
+    damaged_files,
+    damaged_tensors,
+    patiently,
+    read_manifest,
+)
 from holdfast.optim.state import (
     GroupState,
     OptimizerState,
@@ -137,7 +144,10 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Ma
         mine += damaged_files(storage, name, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
     damaged = sorted({file for part in ranks.gather(mine) for file in part})
     if damaged:
-        tensors = ranks.agree(damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else [])
+        tensors: list[str] = []
+        with ranks.together():
+            tensors += damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else []
+        tensors = ranks.agree(tensors)
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest
 
@@ -187,7 +197,8 @@ def _read(
     if ranks.size == 1:
         one_process_is_meant()
     with ranks.together():
-        partly = without_chunks(reader.read_metadata(), manifest.tensors) if ranks.rank == 0 else []
+        found = patiently(f"{storage.root}/{name}", reader.read_metadata) if ranks.rank == 0 else None
+        partly = [] if found is None else without_chunks(found, manifest.tensors)
         if partly:
             raise CheckpointCorrupt(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
     try:
@@ -207,14 +218,15 @@ def _small(
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     written_by = sum(file.startswith("rank/") for file in manifest.files)
     rank_state = None
+    where = f"{storage.root}/{name}"
     try:
         if written_by == ranks.size:
-            rank_state = json.loads(storage.read(f"{name}/{rank_file(ranks.rank)}"))
-        shared = json.loads(storage.read(f"{name}/{TRAINER}")) if TRAINER in manifest.files else {}
-    except OSError as error:
-        raise CheckpointUnreadable(f"{storage.root}/{name} cannot be read: {error.strerror or error}.") from error
+            own = f"{name}/{rank_file(ranks.rank)}"
+            rank_state = json.loads(patiently(where, lambda: storage.read(own)))
+        everyones = f"{name}/{TRAINER}"
+        shared = json.loads(patiently(where, lambda: storage.read(everyones))) if TRAINER in manifest.files else {}
     except ValueError as error:  # one rank's alone: the others would wait for it
-        raise CheckpointCorrupt(f"{storage.root}/{name}: a state beside the tensors is no JSON: {error}.") from error
+        raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared
 
 
