@@ -23,7 +23,16 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.matching import Declared, Plan, Wanted, plan_model, plan_optimizer, poisoned, refusal
+from holdfast.checkpoint.matching import (
+    Declared,
+    Plan,
+    Wanted,
+    plan_model,
+    plan_optimizer,
+    poisoned,
+    refusal,
+    saved_groups,
+)
 from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, model_tensors
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verification import (
@@ -34,15 +43,7 @@ from holdfast.checkpoint.verification import (
     patiently,
     read_manifest,
 )
-from holdfast.optim.state import (
-    GroupState,
-    OptimizerState,
-    groups_of,
-    hyperparameter_changes,
-    names_of,
-    restore,
-    set_hyperparameters,
-)
+from holdfast.optim.state import OptimizerState, names_of, restore
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
 
@@ -94,7 +95,8 @@ def load(
     with ranks.together():
         plan_model(plan, model, parameters, manifest, declared)
         if optimizer is not None:
-            plan_optimizer(plan, optimizer, parameters, manifest)
+            from_checkpoint = hyperparameters == "checkpoint"
+            plan_optimizer(plan, optimizer, parameters, manifest, declared, hyperparameters=from_checkpoint)
         if plan.refused:
             raise CheckpointMismatch(refusal(f"{storage.root}/{name}", plan.refused))
     tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
@@ -112,7 +114,7 @@ def load(
     if plan.kept:
         notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
-        notes += _restore_optimizer(tensors, optimizer, parameters, manifest, hyperparameters)
+        notes += _restore_optimizer(tensors, optimizer, parameters, manifest, plan)
     return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
 
 
@@ -235,7 +237,7 @@ def _restore_optimizer(
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
-    hyperparameters: str,
+    plan: Plan,
 ) -> list[str]:
     assert manifest.optimizer is not None
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -250,14 +252,9 @@ def _restore_optimizer(
     names = names_of(optimizer, parameters)
     known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
-    groups = tuple(
-        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
-    )
-    saved = OptimizerState(manifest.optimizer["kind"], groups, tensors, values)
-    live = OptimizerState(saved.kind, groups_of(optimizer, names))
-    changes = hyperparameter_changes(live, saved)
+    saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
     restore(optimizer, parameters, saved)
-    if hyperparameters == "checkpoint":
-        set_hyperparameters(optimizer, saved)
-        return [f"optimizer: {change}; the checkpoint's value is used" for change in changes]
-    return [f"optimizer: {change}; this run's value is used" for change in changes]
+    for group, taken in zip(optimizer.param_groups, plan.hyperparameters or (), strict=False):
+        group.update(taken)
+    whose = "this run's value" if plan.hyperparameters is None else "the checkpoint's value"
+    return [f"optimizer: {change}; {whose} is used" for change in plan.changes]

@@ -8,7 +8,7 @@ canonical name, kept in its own dtype, and absent state stays absent.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import UserError
 from holdfast.optim.tagged import UnknownType, decode, encode
 
 
-class UnsavableOptimizer(HoldfastError):  # noqa: N818 - the name says what is wrong
+class UnsavableOptimizer(UserError):  # noqa: N818 - the name says what is wrong
     """An optimizer holds something that cannot be saved; raised when it is built, not hours later."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -141,29 +139,48 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         optimizer.state[parameter] = state
 
 
-def set_hyperparameters(optimizer: Optimizer, saved: OptimizerState) -> None:
-    """Take every hyper-parameter from the saved groups, matched by the parameters they hold.
+_NOT_COMPARED = {"lr", "initial_lr", "name"}
+"""What the schedule sets, and what only people read."""
 
-    Raises:
-        UnsavableOptimizer: The groups hold other parameters.
+
+def matched_hyperparameters(
+    live: Sequence[GroupState], saved: Sequence[GroupState]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what each live group takes from the saved groups of its parameters, and words about what it cannot take.
+
+    Parameters that were not saved take what the others of their group do. The schedule's rate and a group's name are
+    left as they are where the saved ones differ.
     """
-    if len(saved.groups) != len(optimizer.param_groups):
-        raise UnsavableOptimizer(
-            f"The checkpoint has {len(saved.groups)} param groups, the optimizer {len(optimizer.param_groups)}."
-        )
-    for group, before in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({key: decode(value) for key, value in before.hyperparameters.items()})
+    then = {name: group.hyperparameters for group in saved for name in group.parameters}
+    taken: list[dict[str, Any]] = []
+    refused = []
+    for group in live:
+        first: dict[str, tuple[str, Any]] = {}
+        differing: set[str] = set()
+        for name in group.parameters:
+            for key, value in then.get(name, {}).items():
+                other, known = first.setdefault(key, (name, value))
+                if known == value:
+                    continue
+                if key not in differing | _NOT_COMPARED:
+                    refused.append(
+                        f"{other} has {key} {decode(known)} there and {name} {decode(value)}, and this optimizer "
+                        "updates them in one group (give them groups of their own, or keep this run's hyper-parameters)"
+                    )
+                differing.add(key)
+        taken.append({key: decode(value) for key, (_, value) in first.items() if key not in differing})
+    return taken, refused
 
 
-def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[str]:
+def hyperparameter_changes(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[str]:
     """Return one line per hyper-parameter that differs for some parameter, other than the scheduled rate."""
-    then = {name: group.hyperparameters for group in saved.groups for name in group.parameters}
+    then = {name: group.hyperparameters for group in saved for name in group.parameters}
     changes: dict[str, str] = {}
-    for group in live.groups:
+    for group in live:
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
                 old = then.get(name, {}).get(key, value)
-                if key not in {"lr", "initial_lr", "name"} and old != value:
+                if key not in _NOT_COMPARED and old != value:
                     changes.setdefault(f"{key}: {old} in the checkpoint, {value} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
 
