@@ -79,18 +79,20 @@ def save(
 
     Raises:
         SaveFailed: On all ranks, with the first cause; nothing was left behind.
-        UnsavableExtra: A type in `extra` has no written form.
+        UnsavableExtra, UnsavableOptimizer: On all ranks; something on one of them has no written form.
     """
-    storage, name = _place(path)
-    snapshot = take(
-        hold(model, frozen=frozen),
-        optimizer,
-        shared={"extra": _tagged(extra)},
-        rank_state={"extra": _tagged(rank_extra)},
-        assets=assets,
-    )
+    ranks = _ranks(timeout_minutes)
+    with ranks.together():
+        storage, name = _place(path)
+        snapshot = take(
+            hold(model, frozen=frozen),
+            optimizer,
+            shared={"extra": _tagged(extra)},
+            rank_state={"extra": _tagged(rank_extra)},
+            assets=assets,
+        )
     about = About(run_id=storage.root, step=step_of(name) or 0)
-    return commit(snapshot, storage, about, _ranks(timeout_minutes), name=name)
+    return commit(snapshot, storage, about, ranks, name=name)
 
 
 def load(

@@ -103,10 +103,11 @@ def rehearse(
     """
     name = ranks.agree(fresh(REHEARSAL, "0"))
     state = None
-    held = model if isinstance(model, Held) else hold(model)
-    if optimizer is not None:
-        state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
-    snapshot = take(held, state, shared={"rehearsal": True})
+    with ranks.together():
+        held = model if isinstance(model, Held) else hold(model)
+        if optimizer is not None:
+            state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
+        snapshot = take(held, state, shared={"rehearsal": True})
     try:
         if shared and storage.renames:
             _check_shared(storage, ranks)
