@@ -30,7 +30,7 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared
 from holdfast.checkpoint.reader import Loaded
 from holdfast.checkpoint.rehearsal import Report
-from holdfast.checkpoint.snapshot import hold, set_random_state, take
+from holdfast.checkpoint.snapshot import hold, mesh_of, set_random_state, take
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.waiting import late_ranks_named
 from holdfast.checkpoint.writer import About, commit
@@ -50,9 +50,9 @@ class Restored:
 
     extra: Any
     rank_extra: Any
-    """Of this rank; None if the checkpoint was written by another number of ranks."""
+    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
     exact: bool
-    """Whether random state was restored too: the number of ranks is the same."""
+    """Whether random state was restored too: ranks and mesh are the same."""
     notes: tuple[str, ...]
     """Declared deviations, and hyper-parameters that differ."""
     manifest: Manifest
@@ -95,7 +95,7 @@ def save(
                 rank_state={"extra": _tagged(rank_extra)},
                 assets=assets,
             )
-        about = About(run_id=storage.root, step=step_of(name) or 0)
+        about = About(run_id=storage.root, step=step_of(name) or 0, mesh=mesh_of(model))
         return commit(snapshot, storage, about, ranks, name=name, reached=reached)
 
 
@@ -125,7 +125,13 @@ def load(
         with ranks.together():
             storage, name = _place(path)
         found: Loaded = reader.load(
-            storage, name, model, optimizer, ranks, declared=declared, hyperparameters=hyperparameters
+            storage,
+            name,
+            model,
+            optimizer,
+            ranks,
+            declared=declared,
+            hyperparameters=hyperparameters,
         )
     own = found.rank_state
     if own is not None:

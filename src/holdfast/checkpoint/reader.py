@@ -33,7 +33,7 @@ from holdfast.checkpoint.matching import (
     refusal,
     saved_groups,
 )
-from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, model_tensors
+from holdfast.checkpoint.snapshot import OPTIM, Snapshot, chunk_of, like, mesh_of, model_tensors
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verification import (
     check_names,
@@ -55,7 +55,7 @@ class Loaded:
     manifest: Manifest
     shared: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """Of this rank; None if the checkpoint was written by another number of ranks."""
+    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
     notes: tuple[str, ...]
     """What a user should read: deviations and changed hyper-parameters."""
     deviations: tuple[str, ...]
@@ -102,7 +102,7 @@ def load(
     tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
     small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
     with ranks.together():
-        small.append(_small(storage, name, manifest, ranks))
+        small.append(_small(storage, name, manifest, ranks, mesh_of(model)))
     rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
     live = model_tensors(model)
@@ -216,13 +216,18 @@ def _read(
 
 
 def _small(
-    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
+    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, mesh: Mapping[str, int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return this rank's own state, if it is the same rank of the same mesh, and the state of all.
+
+    On other axes a rank is another one, even where their number is the same.
+    """
     written_by = sum(file.startswith("rank/") for file in manifest.files)
+    moved = bool(manifest.mesh) and _axes(mesh) != _axes(manifest.mesh)
     rank_state = None
     where = f"{storage.root}/{name}"
     try:
-        if written_by == ranks.size:
+        if written_by == ranks.size and not moved:
             own = f"{name}/{rank_file(ranks.rank)}"
             rank_state = json.loads(patiently(where, lambda: storage.read(own)))
         everyones = f"{name}/{TRAINER}"
@@ -230,6 +235,11 @@ def _small(
     except ValueError as error:  # one rank's alone: the others would wait for it
         raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared
+
+
+def _axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes that divide anything."""
+    return {axis: size for axis, size in mesh.items() if size > 1}
 
 
 def _restore_optimizer(

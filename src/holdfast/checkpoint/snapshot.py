@@ -171,6 +171,16 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
+def mesh_of(model: nn.Module) -> dict[str, int]:
+    """Return the axes that a model is sharded over, by name; none for a plain one."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
+            return dict(zip(names, mesh.shape, strict=True))
+    return {}
+
+
 class Described(NamedTuple):
     """What a rank says of its part of a snapshot."""
 
