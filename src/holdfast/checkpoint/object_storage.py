@@ -122,8 +122,13 @@ class ObjectStorage:
         self._fs.pipe_file(self._path(path), data)
 
     def rename(self, old: str, new: str) -> None:
-        """Copy one object and delete the old name."""
-        self._fs.mv(self._path(old), self._path(new))
+        """Copy an object, or all below a prefix, and delete the old names."""
+        if self.is_file(old):
+            self._fs.mv(self._path(old), self._path(new))
+            return
+        for name in self.files(old):
+            self._fs.cp_file(self._path(f"{old}/{name}"), self._path(f"{new}/{name}"))
+        self.remove(old)
 
     def remove(self, path: str) -> None:
         """Delete an object or everything below a prefix."""
