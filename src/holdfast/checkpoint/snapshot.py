@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.manifest import Chunk, TensorEntry
+from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name, tied_names
 from holdfast.optim.state import OptimizerState, collect
-from holdfast.parallel.materialise import local_part, sharded_parameters
+from holdfast.parallel.materialise import local_part, odd_class, sharded_parameters
 
 MODEL, OPTIM = "model.", "optim."
 TRAINED = "trained parameters"
@@ -111,11 +112,16 @@ def take(
         rank_state: This rank's own; random state is added.
         assets: Files, rank 0's.
         random_then: This rank's random state; default: as it is now.
+
+    Raises:
+        UnsavableOptimizer: The optimizer holds something that cannot be written down.
+        ModelError: A tensor of the model is of a class that holds more than its numbers.
     """
     held = model if isinstance(model, Held) else hold(model)
     parameters = held.parameters
     state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
     tensors = tensors_of(held)
+    _refuse_subclasses(tensors)
     if state is not None:
         tensors |= optimizer_tensors(state)
     return Snapshot(
@@ -133,6 +139,16 @@ def take(
             "rank",
         ),
     )
+
+
+def _refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        kind = odd_class(tensor)
+        if kind is not None:
+            raise ModelError(
+                f"The model cannot be saved: {name.removeprefix(MODEL)} is a {kind}, a subclass of torch.Tensor whose "
+                "parts would be lost. Keep it in a plain tensor, of whatever dtype."
+            )
 
 
 def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UserError
 from holdfast.optim.tagged import UnknownType, decode, encode
+from holdfast.parallel.materialise import odd_class
 
 
 class UnsavableOptimizer(UserError):  # noqa: N818 - the name says what is wrong
@@ -89,7 +90,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
             continue
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors.setdefault(name, {})[str(key)] = value
+                tensors.setdefault(name, {})[str(key)] = _plain(value, f"state {key!r} of {name}", optimizer)
             else:
                 values.setdefault(name, {})[str(key)] = _tagged(value, f"state {key!r} of {name}", optimizer)
     return OptimizerState(qualified_name(optimizer), groups_of(optimizer, names), tensors, values)
@@ -195,6 +196,16 @@ def _tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
         ) from None
 
 
+def _plain(value: Tensor, what: str, optimizer: Optimizer) -> Tensor:
+    kind = odd_class(value)
+    if kind is not None:
+        raise UnsavableOptimizer(
+            f"{qualified_name(optimizer)} cannot be saved: {what} is a {kind}, a subclass of torch.Tensor whose parts "
+            "would be lost. Use an optimizer that keeps its state in plain tensors, of whatever dtype."
+        )
+    return value
+
+
 def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
     """Return the state the optimizer will have after its first step, with zeros in it; the optimizer is not touched.
 
@@ -212,6 +223,7 @@ def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
                 known[shape] = _state_after_one_step(optimizer, group, parameter)
             for key, value in known[shape].items():
                 if isinstance(value, Tensor):
+                    _plain(value, f"state {key!r} of {name}", optimizer)
                     is_like = value.ndim == parameter.ndim and value.ndim > 0
                     made = torch.zeros_like(parameter, dtype=value.dtype) if is_like else torch.zeros_like(value)
                     tensors.setdefault(name, {})[str(key)] = made
