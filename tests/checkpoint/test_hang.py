@@ -59,6 +59,7 @@ def test_a_rank_that_hangs_in_a_save_is_an_error_within_the_time_out(
         ranks.close()
 
     assert survivor.error is not None
+    assert survivor.error[0] == "SaveFailed"
     assert survivor.code == 0
     assert took < TIMEOUT + 10
     assert acknowledged(directory) == [1, 2]

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from holdfast import checkpoint
 from holdfast.checkpoint import verify
+from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
 from holdfast.checkpoint.layout import QUARANTINE
 from holdfast.checkpoint.lease import ObjectLease
@@ -22,8 +24,9 @@ from holdfast.checkpoint.manifest import NAME
 from holdfast.checkpoint.retention import clean, put_aside, steps
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.cli.prune import pruned
+from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import load_into_other, save_after
+from tests.checkpoint.cases import build, load_into_other, save_after
 from tests.crash.runs import log_of, values_of
 from tests.training.cases import run as train
 
@@ -224,3 +227,32 @@ def test_prune_is_refused_while_a_job_writes_to_the_store(
 
     assert list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False)) == ["1 checkpoints stay"]
     assert not storage.exists(".lease.json")
+
+
+def save_two_and_choose(world: World, url: str, variables: dict[str, str]) -> tuple[str, list[str], int]:
+    """Save step 1, and step 2 with NaN; choose, and save step 2 again in the place of the one that was put aside."""
+    os.environ.update(variables)
+    toy = build(world)
+    weight = toy.language_model.blocks[0].trained.weight  # type: ignore[union-attr]
+    checkpoint.save(f"{url}/step-00000001", toy)
+    weight.data.to_local()[:] = float("nan")  # type: ignore[union-attr, operator]
+    checkpoint.save(f"{url}/step-00000002", toy)
+    storage = open_storage(url)
+    choice = newest_verified(storage, ProcessExchange())
+    assert choice is not None
+    weight.data.to_local()[:] = 1.0  # type: ignore[union-attr, operator]
+    checkpoint.save(f"{url}/step-00000002", toy)
+    return choice.words, storage.names(), verify(f"{url}/step-00000002").step
+
+
+def test_what_is_not_finite_in_a_store_makes_room_for_the_step_that_is_made_again(
+    pools: Any, server: dict[str, str]
+) -> None:
+    found = pools(2).run(save_two_and_choose, "s3://bucket/spoiled", server)
+
+    words, names, step = found[0]
+    assert words.startswith(
+        "resuming from step 1, verified in 6 files; skipped step 2 (a tensor in it holds NaN or inf"
+    )
+    assert [name[:-9] for name in names[:1]] == [".quarantine-not-finite-step-00000002"]
+    assert (names[1:], step) == (["step-00000001", "step-00000002"], 2)

@@ -163,3 +163,61 @@ class SlowStorage(LocalStorage):
             time.sleep(self.seconds)
         with super().create(path) as writer:
             yield writer
+
+
+class FlippingStorage(MoodyStorage):
+    """Reads of a small file that come back with a bit flipped, each time another one or always the same."""
+
+    def __init__(self, root: Path, what: str, failures: int, *, same: bool = False) -> None:
+        super().__init__(root, what, failures, None)
+        self.same = same
+
+    def read(self, path: str) -> bytes:
+        place = len("{") if self.same else self.failures
+        data = bytearray(self.path(path).read_bytes())
+        if self._fail(path):
+            data[place] ^= 1
+        return bytes(data)
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        return LocalStorage.hash(self, path, from_disk=from_disk)
+
+
+class ForgetfulStorage(MoodyStorage):
+    """Questions about a file, rather than its bytes, that fail, or are answered wrongly, for a while.
+
+    Args:
+        root: The directory.
+        question: exists, is_file, size, files or names.
+        what: End of the paths this happens to.
+        failures: Times.
+        number: The error; None: the answer is wrong instead.
+    """
+
+    def __init__(self, root: Path, question: str, what: str, failures: int, number: int | None = errno.EIO) -> None:
+        super().__init__(root, what, failures, number)
+        self.question = question
+
+    def _asked(self, question: str, path: str) -> bool:
+        return question == self.question and self._fail(path)
+
+    def read(self, path: str) -> bytes:
+        return LocalStorage.read(self, path)
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        return LocalStorage.hash(self, path, from_disk=from_disk)
+
+    def exists(self, path: str) -> bool:
+        return not self._asked("exists", path) and super().exists(path)
+
+    def is_file(self, path: str) -> bool:
+        return not self._asked("is_file", path) and super().is_file(path)
+
+    def size(self, path: str) -> int:
+        return super().size(path) + self._asked("size", path)
+
+    def files(self, path: str) -> list[str]:
+        return super().files(path)[self._asked("files", path) :]
+
+    def names(self, path: str = "") -> list[str]:
+        return super().names(path)[self._asked("names", path) :]

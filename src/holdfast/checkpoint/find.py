@@ -33,7 +33,9 @@ def folder_of(place: str) -> Storage:
 
 
 def one(place: str) -> StoredCheckpoint:
-    """Return the checkpoint at a path; of a run, its newest. Names and sizes are verified.
+    """Return the checkpoint at a path; of a run, its newest without NaN or infinity in it, or else its newest.
+
+    Names and sizes are verified.
 
     Raises:
         NoCheckpoint: There is none.
@@ -47,10 +49,20 @@ def one(place: str) -> StoredCheckpoint:
             storage = folder_of(place)
         except NoCheckpoint:
             raise NoCheckpoint(str(_why_not(storage, name))) from None
-        name = list(steps(storage).values())[-1]
+        name = _last(storage)
     manifest = read_manifest(storage, name)
     check_names(storage, name, manifest)
     return StoredCheckpoint(storage, name, manifest)
+
+
+def _last(storage: Storage) -> str:
+    newest_first = list(reversed(steps(storage).values()))
+    return next((name for name in newest_first if read_manifest(storage, name).finite), newest_first[0])
+
+
+def newer_not_finite(found: StoredCheckpoint) -> list[int]:
+    """Return the steps after a checkpoint's own that `one` passed over."""
+    return [step for step in steps(found.storage) if step > found.manifest.step]
 
 
 def _why_not(storage: Storage, name: str) -> CheckpointError | NoCheckpoint:

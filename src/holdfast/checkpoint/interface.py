@@ -11,7 +11,8 @@ Models are plain or sharded by FSDP2; every rank calls each function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -23,16 +24,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint import reader, rehearsal, verification
+from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import step_of
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared
 from holdfast.checkpoint.reader import Loaded
 from holdfast.checkpoint.rehearsal import Report
-from holdfast.checkpoint.snapshot import hold, set_random_state, take
+from holdfast.checkpoint.snapshot import hold, mesh_of, set_random_state, take
 from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.waiting import late_ranks_named
 from holdfast.checkpoint.writer import About, commit
-from holdfast.errors import UserError
+from holdfast.errors import HoldfastError, RankFailed, UserError
 from holdfast.optim.tagged import UnknownType, decode, encode
+from holdfast.parallel.broken import broken_by_peer
 from holdfast.parallel.collectives import ProcessExchange
 
 
@@ -46,9 +50,9 @@ class Restored:
 
     extra: Any
     rank_extra: Any
-    """Of this rank; None if the checkpoint was written by another number of ranks."""
+    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
     exact: bool
-    """Whether random state was restored too: the number of ranks is the same."""
+    """Whether random state was restored too: ranks and mesh are the same."""
     notes: tuple[str, ...]
     """Declared deviations, and hyper-parameters that differ."""
     manifest: Manifest
@@ -78,19 +82,21 @@ def save(
         timeout_minutes: Longest wait for another rank.
 
     Raises:
-        SaveFailed: On all ranks, with the first cause; nothing was left behind.
-        UnsavableExtra: A type in `extra` has no written form.
+        SaveFailed: On all ranks, with the first cause, or the rank that did not come; nothing was left behind.
+        UnsavableExtra, UnsavableOptimizer: On all ranks; something on one of them has no written form.
     """
-    storage, name = _place(path)
-    snapshot = take(
-        hold(model, frozen=frozen),
-        optimizer,
-        shared={"extra": _tagged(extra)},
-        rank_state={"extra": _tagged(rank_extra)},
-        assets=assets,
-    )
-    about = About(run_id=storage.root, step=step_of(name) or 0)
-    return commit(snapshot, storage, about, _ranks(timeout_minutes), name=name)
+    with _call("save", timeout_minutes, SaveFailed) as (ranks, reached):
+        with ranks.together():
+            storage, name = _place(path)
+            snapshot = take(
+                hold(model, frozen=frozen),
+                optimizer,
+                shared={"extra": _tagged(extra)},
+                rank_state={"extra": _tagged(rank_extra)},
+                assets=assets,
+            )
+        about = About(run_id=storage.root, step=step_of(name) or 0, mesh=mesh_of(model))
+        return commit(snapshot, storage, about, ranks, name=name, reached=reached)
 
 
 def load(
@@ -113,11 +119,20 @@ def load(
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
+        RankFailed: Another rank did not come; it is named.
     """
-    storage, name = _place(path)
-    found: Loaded = reader.load(
-        storage, name, model, optimizer, _ranks(timeout_minutes), declared=declared, hyperparameters=hyperparameters
-    )
+    with _call("load", timeout_minutes, RankFailed) as (ranks, _):
+        with ranks.together():
+            storage, name = _place(path)
+        found: Loaded = reader.load(
+            storage,
+            name,
+            model,
+            optimizer,
+            ranks,
+            declared=declared,
+            hyperparameters=hyperparameters,
+        )
     own = found.rank_state
     if own is not None:
         set_random_state(own["random"])
@@ -168,11 +183,12 @@ def rehearse(
     Raises:
         RehearsalFailed: On all ranks, with the parameter or file and what to do.
         UnsavableExtra: A type in `extra` has no written form; on all ranks.
+        RankFailed: Another rank did not come; it is named.
     """
-    ranks = _ranks(timeout_minutes)
-    with ranks.together():
-        beside = rehearsal.Beside({"extra": _tagged(extra)}, {"extra": _tagged(rank_extra)}, assets or {})
-    return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, keep=keep, beside=beside)
+    with _call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
+        with ranks.together():
+            beside = rehearsal.Beside({"extra": _tagged(extra)}, {"extra": _tagged(rank_extra)}, assets or {})
+        return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, keep=keep, beside=beside)
 
 
 def _place(path: str) -> tuple[Storage, str]:
@@ -182,8 +198,18 @@ def _place(path: str) -> tuple[Storage, str]:
     return open_storage(f"{scheme}{colon}{whole.parent}"), whole.name
 
 
-def _ranks(timeout_minutes: float) -> ProcessExchange:
-    return exchange_of(dist.group.WORLD if dist.is_initialized() else None, timeout_minutes)
+@contextmanager
+def _call(
+    name: str, timeout_minutes: float, raised: type[HoldfastError]
+) -> Iterator[tuple[ProcessExchange, Callable[[str], None]]]:
+    """Give the ranks that take part, and what is told each phase."""
+    try:
+        with late_ranks_named(name, raised) as reached:
+            yield exchange_of(dist.group.WORLD if dist.is_initialized() else None, timeout_minutes), reached
+    except (SaveFailed, RankFailed) as error:
+        if error.__cause__ is not None and broken_by_peer(error.__cause__):
+            exchange_of.cache_clear()  # its sockets are closed
+        raise
 
 
 @cache

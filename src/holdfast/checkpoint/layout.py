@@ -15,6 +15,7 @@ FOLDER = "checkpoints"
 DCP, RANK, ASSETS = "dcp", "rank", "assets"
 TRAINER, PINS, LEASE = "trainer.json", "pins.json", ".lease.json"
 STAGING, QUARANTINE, TRASH, REHEARSAL = ".staging-", ".quarantine-", ".trash-", ".rehearsal-"
+NOT_FINITE = f"{QUARANTINE}not-finite-"
 
 
 def step_name(step: int) -> str:

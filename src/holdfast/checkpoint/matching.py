@@ -1,12 +1,12 @@
 """What is in a checkpoint must match what it is loaded into: names, shapes, dtypes, which parameters are trained, the
-optimizer's class. Each deviation must be declared by pattern, and is recorded."""
+optimizer's class and the parameters it holds. Each deviation must be declared by pattern, and is recorded."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,11 @@ from holdfast.checkpoint.snapshot import AVERAGE, MODEL, OPTIM, TRAINED, chunk_o
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import (
     GroupState,
-    UnsavableOptimizer,
     groups_of,
+    hyperparameter_changes,
+    matched_hyperparameters,
     names_of,
     qualified_name,
-    saved_hyperparameters,
 )
 from holdfast.parallel.materialise import local_part
 
@@ -38,9 +38,9 @@ class Declared:
     cast: Sequence[str] = ()
     """Stored in another dtype: convert."""
     freeze: Sequence[str] = ()
-    """Trained then, frozen now: leave their optimizer state behind."""
+    """Trained then, frozen now, or not in the optimizer any more: leave their optimizer state behind."""
     unfreeze: Sequence[str] = ()
-    """Frozen then, trained now: start without optimizer state."""
+    """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
 
 
 class Wanted(NamedTuple):
@@ -82,6 +82,10 @@ class Plan:
     kept: int = 0
     """Frozen tensors that the checkpoint leaves to the model."""
     refused: list[str] = field(default_factory=list)
+    hyperparameters: list[dict[str, Any]] | None = None
+    """What each param group takes from the checkpoint; None: nothing."""
+    changes: list[str] = field(default_factory=list)
+    """Hyper-parameters that differ."""
 
 
 def plan_model(
@@ -151,9 +155,20 @@ def plan_optimizer(
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
-    hyperparameters: Literal["live", "checkpoint"] = "live",
+    declared: Declared,
+    *,
+    hyperparameters: bool,
 ) -> None:
-    """Plan what the optimizer takes, and note what it refuses."""
+    """Plan what the optimizer takes, and note what it refuses.
+
+    Args:
+        plan: Of the model.
+        optimizer: The live one.
+        parameters: All of the model's, by canonical name.
+        manifest: The checkpoint's.
+        declared: What may differ.
+        hyperparameters: Take them from the checkpoint too.
+    """
     if manifest.optimizer is None:
         plan.refused.append(
             "the checkpoint has no optimizer state (it holds "
@@ -163,18 +178,17 @@ def plan_optimizer(
     if manifest.optimizer["kind"] != qualified_name(optimizer):
         plan.refused.append(f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}")
         return
-    names, layouts = names_of(optimizer, parameters), _Layouts(optimizer, parameters)
-    if hyperparameters == "checkpoint":
-        try:
-            saved_hyperparameters(groups_of(optimizer, names), saved_groups(manifest))
-        except UnsavableOptimizer as error:
-            plan.refused.append(str(error).rstrip("."))
+    live, saved = groups_of(optimizer, names_of(optimizer, parameters)), saved_groups(manifest)
+    held = {name for group in live for name in group.parameters}
+    _plan_members(plan, held, {name for group in saved for name in group.parameters}, parameters, manifest, declared)
+    plan.changes = hyperparameter_changes(live, saved)
+    if hyperparameters:
+        plan.hyperparameters, refused = matched_hyperparameters(live, saved)
+        plan.refused += refused
+    layouts = _Layouts(optimizer, parameters)
     for key, entry in manifest.tensors.items():
-        if not key.startswith(OPTIM):
-            continue
         name = key.removeprefix(OPTIM).rpartition(".")[0]
-        parameter = parameters.get(name)
-        if parameter is None or id(parameter) not in names or not parameter.requires_grad:
+        if not key.startswith(OPTIM) or name not in held:
             continue  # the parameter's own deviation was declared, or refused above
         plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
 
@@ -203,11 +217,32 @@ class _Layouts:
 
 
 def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
-    """Return the param groups of a checkpoint that has an optimizer."""
+    """Return a checkpoint's param groups."""
     assert manifest.optimizer is not None
     return tuple(
-        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
+        GroupState(tuple(each["parameters"]), each["hyperparameters"]) for each in manifest.optimizer["groups"]
     )
+
+
+def _plan_members(
+    plan: Plan,
+    live: set[str],
+    saved: set[str],
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    declared: Declared,
+) -> None:
+    """Compare which parameters are updated, as far as the model's own comparison does not say it already."""
+    for name in sorted(live ^ saved):
+        entry = manifest.tensors.get(MODEL + name)
+        if name not in parameters or entry is None or parameters[name].requires_grad != entry.requires_grad:
+            continue
+        if name in saved:
+            what = f"{name} was updated by the checkpoint's optimizer and is not by this one"
+            _allow(plan, declared.freeze, name, what, "resume.freeze")
+        else:
+            what = f"{name} is updated by this optimizer and was not by the checkpoint's"
+            _allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -80,7 +80,10 @@ class ObjectStorage:
 
     def is_file(self, path: str) -> bool:
         """Return whether it is an object."""
-        return bool(self._fs.isfile(self._path(path)))
+        try:
+            return bool(self._fs.info(self._path(path))["type"] == "file")
+        except FileNotFoundError:  # isfile would take any other error for a no
+            return False
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
@@ -119,8 +122,13 @@ class ObjectStorage:
         self._fs.pipe_file(self._path(path), data)
 
     def rename(self, old: str, new: str) -> None:
-        """Copy one object and delete the old name."""
-        self._fs.mv(self._path(old), self._path(new))
+        """Copy an object, or all below a prefix, and delete the old names."""
+        if self.is_file(old):
+            self._fs.mv(self._path(old), self._path(new))
+            return
+        for name in self.files(old):
+            self._fs.cp_file(self._path(f"{old}/{name}"), self._path(f"{new}/{name}"))
+        self.remove(old)
 
     def remove(self, path: str) -> None:
         """Delete an object or everything below a prefix."""

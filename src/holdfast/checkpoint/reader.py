@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.direct import read_parts
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest
@@ -34,17 +34,17 @@ from holdfast.checkpoint.matching import (
     refusal,
     saved_groups,
 )
-from holdfast.checkpoint.snapshot import AVERAGE, OPTIM, Snapshot, chunk_of, like, model_tensors
+from holdfast.checkpoint.snapshot import AVERAGE, OPTIM, Snapshot, chunk_of, like, mesh_of, model_tensors
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.verification import check_names, damage, damaged_files, damaged_tensors, read_manifest
-from holdfast.optim.state import (
-    OptimizerState,
-    groups_of,
-    hyperparameter_changes,
-    names_of,
-    restore,
-    set_hyperparameters,
+from holdfast.checkpoint.verification import (
+    check_names,
+    damage,
+    damaged_files,
+    damaged_tensors,
+    patiently,
+    read_manifest,
 )
+from holdfast.optim.state import OptimizerState, names_of, restore
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
 
@@ -56,7 +56,7 @@ class Loaded:
     manifest: Manifest
     shared: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """Of this rank; None if the checkpoint was written by another number of ranks."""
+    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
     notes: tuple[str, ...]
     """What a user should read: deviations and changed hyper-parameters."""
     deviations: tuple[str, ...]
@@ -100,13 +100,14 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         if averages is not None:
             plan_averages(plan, averages, manifest, declared)
         if optimizer is not None:
-            plan_optimizer(plan, optimizer, parameters, manifest, hyperparameters)
+            from_checkpoint = hyperparameters == "checkpoint"
+            plan_optimizer(plan, optimizer, parameters, manifest, declared, hyperparameters=from_checkpoint)
         if plan.refused:
             raise CheckpointMismatch(refusal(f"{storage.root}/{name}", plan.refused))
     tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
     small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
     with ranks.together():
-        small.append(_small(storage, name, manifest, ranks))
+        small.append(_small(storage, name, manifest, ranks, mesh_of(model)))
     rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
     _fill(model_tensors(model), parameters, averages or {}, tensors)
@@ -114,7 +115,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     if plan.kept:
         notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
-        notes += _restore_optimizer(tensors, optimizer, parameters, manifest, hyperparameters)
+        notes += _restore_optimizer(tensors, optimizer, parameters, manifest, plan)
     return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
 
 
@@ -161,7 +162,10 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Ma
         mine += damaged_files(storage, name, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
     damaged = sorted({file for part in ranks.gather(mine) for file in part})
     if damaged:
-        tensors = ranks.agree(damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else [])
+        tensors: list[str] = []
+        with ranks.together():
+            tensors += damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else []
+        tensors = ranks.agree(tensors)
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest
 
@@ -211,7 +215,8 @@ def _read(
     if ranks.size == 1:
         one_process_is_meant()
     with ranks.together():
-        partly = without_chunks(reader.read_metadata(), manifest.tensors) if ranks.rank == 0 else []
+        found = patiently(f"{storage.root}/{name}", reader.read_metadata) if ranks.rank == 0 else None
+        partly = [] if found is None else without_chunks(found, manifest.tensors)
         if partly:
             raise CheckpointCorrupt(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
     try:
@@ -227,19 +232,30 @@ def _read(
 
 
 def _small(
-    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
+    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, mesh: Mapping[str, int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return this rank's own state, if it is the same rank of the same mesh, and the state of all.
+
+    On other axes a rank is another one, even where their number is the same.
+    """
     written_by = sum(file.startswith("rank/") for file in manifest.files)
+    moved = bool(manifest.mesh) and _axes(mesh) != _axes(manifest.mesh)
     rank_state = None
+    where = f"{storage.root}/{name}"
     try:
-        if written_by == ranks.size:
-            rank_state = json.loads(storage.read(f"{name}/{rank_file(ranks.rank)}"))
-        shared = json.loads(storage.read(f"{name}/{TRAINER}")) if TRAINER in manifest.files else {}
-    except OSError as error:
-        raise CheckpointUnreadable(f"{storage.root}/{name} cannot be read: {error.strerror or error}.") from error
+        if written_by == ranks.size and not moved:
+            own = f"{name}/{rank_file(ranks.rank)}"
+            rank_state = json.loads(patiently(where, lambda: storage.read(own)))
+        everyones = f"{name}/{TRAINER}"
+        shared = json.loads(patiently(where, lambda: storage.read(everyones))) if TRAINER in manifest.files else {}
     except ValueError as error:  # one rank's alone: the others would wait for it
-        raise CheckpointCorrupt(f"{storage.root}/{name}: a state beside the tensors is no JSON: {error}.") from error
+        raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared
+
+
+def _axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes that divide anything."""
+    return {axis: size for axis, size in mesh.items() if size > 1}
 
 
 def _restore_optimizer(
@@ -247,7 +263,7 @@ def _restore_optimizer(
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
-    hyperparameters: str,
+    plan: Plan,
 ) -> list[str]:
     assert manifest.optimizer is not None
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -263,10 +279,8 @@ def _restore_optimizer(
     known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
     saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
-    live = OptimizerState(saved.kind, groups_of(optimizer, names))
-    changes = hyperparameter_changes(live, saved)
     restore(optimizer, parameters, saved)
-    if hyperparameters == "checkpoint":
-        set_hyperparameters(optimizer, parameters, saved)
-        return [f"optimizer: {change}; the checkpoint's value is used" for change in changes]
-    return [f"optimizer: {change}; this run's value is used" for change in changes]
+    for group, taken in zip(optimizer.param_groups, plan.hyperparameters or (), strict=False):
+        group.update(taken)
+    whose = "this run's value" if plan.hyperparameters is None else "the checkpoint's value"
+    return [f"optimizer: {change}; {whose} is used" for change in plan.changes]

@@ -116,11 +116,12 @@ def rehearse(
     """
     name = ranks.agree(fresh(REHEARSAL, "0"))
     state = None
-    held = model if isinstance(model, Held) else hold(model)
-    if optimizer is not None:
-        state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
     beside = beside or Beside()
-    snapshot = take(held, state, shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets)
+    with ranks.together():
+        held = model if isinstance(model, Held) else hold(model)
+        if optimizer is not None:
+            state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
+        snapshot = take(held, state, shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets)
     try:
         if shared and storage.renames:
             _check_shared(storage, ranks)

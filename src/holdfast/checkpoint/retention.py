@@ -130,12 +130,17 @@ def prune(storage: Storage, policy: Retention, *, needed: Iterable[int] = (), wa
     return doomed
 
 
-def put_aside(storage: Storage, name: str) -> None:
-    """Take a damaged checkpoint out of the way of the next save of its step, and keep its files for whoever looks.
+def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
+    """Take a checkpoint out of the way of the next save of its step, and keep its files for whoever looks.
+
+    Args:
+        storage: Where it is.
+        name: The checkpoint.
+        aside: Its new name; default: a fresh one of a damaged checkpoint.
 
     In an object store the manifest goes first: without it the rest is no checkpoint, however far the move comes.
     """
-    aside = fresh(QUARANTINE, name)
+    aside = aside or fresh(QUARANTINE, name)
     if storage.renames:
         storage.rename(name, aside)
         return

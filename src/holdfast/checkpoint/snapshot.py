@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.manifest import Chunk, TensorEntry
+from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name, tied_names
 from holdfast.optim.state import OptimizerState, collect
-from holdfast.parallel.materialise import local_part, sharded_parameters
+from holdfast.parallel.materialise import local_part, odd_class, sharded_parameters
 
 MODEL, OPTIM, AVERAGE = "model.", "optim.", "ema."
 TRAINED = "trained parameters"
@@ -116,11 +117,16 @@ def take(
         rank_state: This rank's own; random state is added.
         assets: Files, rank 0's.
         random_then: This rank's random state; default: as it is now.
+
+    Raises:
+        UnsavableOptimizer: The optimizer holds something that cannot be written down.
+        ModelError: A tensor of the model is of a class that holds more than its numbers.
     """
     held = model if isinstance(model, Held) else hold(model)
     parameters = held.parameters
     state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
     tensors = tensors_of(held)
+    _refuse_subclasses(tensors)
     if state is not None:
         tensors |= optimizer_tensors(state)
     return Snapshot(
@@ -139,6 +145,16 @@ def take(
             "rank",
         ),
     )
+
+
+def _refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        kind = odd_class(tensor)
+        if kind is not None:
+            raise ModelError(
+                f"The model cannot be saved: {name.removeprefix(MODEL)} is a {kind}, a subclass of torch.Tensor whose "
+                "parts would be lost. Keep it in a plain tensor, of whatever dtype."
+            )
 
 
 def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
@@ -175,6 +191,16 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (0,) * tensor.ndim, tuple(tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)
+
+
+def mesh_of(model: nn.Module) -> dict[str, int]:
+    """Return the axes that a model is sharded over, by name; none for a plain one."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
+            return dict(zip(names, mesh.shape, strict=True))
+    return {}
 
 
 class Described(NamedTuple):

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -163,22 +164,32 @@ class LocalStorage:
 
     def exists(self, path: str) -> bool:
         """Return whether it is there."""
-        return self.path(path).exists()
+        return self._mode(path) is not None
 
     def is_file(self, path: str) -> bool:
         """Return whether it is a regular file."""
-        return self.path(path).is_file()
+        mode = self._mode(path)
+        return mode is not None and stat.S_ISREG(mode)
+
+    def _mode(self, path: str) -> int | None:
+        """Return type and permissions, or None where nothing is; pathlib's tests take some errors for a no."""
+        try:
+            return self.path(path).stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
-        place = self.path(path)
-        return sorted(entry.name for entry in place.iterdir()) if place.is_dir() else []
+        try:
+            return sorted(os.listdir(self.path(path)))  # noqa: PTH208 - pathlib's would make a path of each
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def files(self, path: str) -> list[str]:
         """Return sorted files; a link is listed as itself and never followed out of the tree."""
         place = self.path(path)
         found = []
-        for folder, below, names in os.walk(place):
+        for folder, below, names in os.walk(place, onerror=_unless_absent):
             linked = [name for name in below if (Path(folder) / name).is_symlink()]
             found += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
         return sorted(found)
@@ -247,6 +258,12 @@ class LocalStorage:
             place = place.parent
         status = os.statvfs(place)
         return status.f_bavail * status.f_frsize
+
+
+def _unless_absent(error: OSError) -> None:
+    """Raise what os.walk would pass over: a directory that cannot be listed is no empty one."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def rename_new(old: Path, new: Path) -> None:

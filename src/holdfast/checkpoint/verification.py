@@ -26,33 +26,84 @@ PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
 """Errors that a network file system may get over; they say nothing about the bytes."""
 
 _NOTHING = hash_bytes(b"")
+_ABSENT = "It is not there."
 
 Level = Literal["names", "files", "tensors"]
 T = TypeVar("T")
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Return a checkpoint's manifest.
+    """Return a checkpoint's manifest; what is wrong with it was seen twice.
 
     Raises:
         NoCheckpoint: There is none; what is there instead is named.
         CheckpointCorrupt: It is damaged.
-        CheckpointUnreadable: It cannot be read, also after some patience.
+        CheckpointUnreadable: It cannot be read, also after some patience, or is another one each time.
     """
     where = f"{storage.root}/{name}" if name else storage.root
     path = f"{name}/{NAME}" if name else NAME
-    if not storage.exists(path):
-        raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {describe_foreign(storage, name)}")
-    if not storage.is_file(path):
-        raise CheckpointCorrupt(f"{where}/{NAME} is no file.")
-    try:
-        data = _patiently(lambda: storage.read(path))
-    except OSError as error:
-        raise _unreadable(f"{where}/{NAME}", error) from error
-    manifest = parse(data, f"{where}/{NAME}")
+    wrong = _twice(f"{where}/{NAME}", lambda: _presence(storage, path))
+    if wrong == _ABSENT:
+        foreign = patiently(where, lambda: describe_foreign(storage, name))
+        raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {foreign}")
+    if wrong is not None:
+        raise CheckpointCorrupt(wrong)
+    manifest = _parsed(storage, path, f"{where}/{NAME}")
     if step_of(name) not in {None, manifest.step}:
         raise CheckpointCorrupt(f"{where} is step {manifest.step}, whatever its name says: it was renamed.")
     return manifest
+
+
+def _presence(storage: Storage, path: str) -> str | None:
+    if not storage.exists(path):
+        return _ABSENT
+    return None if storage.is_file(path) else f"{storage.root}/{path} is no file."
+
+
+def _parsed(storage: Storage, path: str, where: str) -> Manifest:
+    """Read a manifest, a second time from the disk itself if the first gives nonsense."""
+    data = patiently(where, lambda: storage.read(path))
+    try:
+        return parse(data, where)
+    except CheckpointCorrupt:
+        on_disk = patiently(where, lambda: storage.hash(path, from_disk=True))
+        if hash_bytes(data) == on_disk:
+            raise
+    data = patiently(where, lambda: storage.read(path))
+    try:
+        return parse(data, where)
+    except CheckpointCorrupt as error:
+        if hash_bytes(data) == on_disk:
+            raise
+        raise _other_each_time(where) from error
+
+
+def patiently(where: str, ask: Callable[[], T]) -> T:
+    """Return what the file system answers, asking again while it says that it is only in trouble.
+
+    Raises:
+        CheckpointUnreadable: It gives no answer, also after some patience.
+    """
+    try:
+        return _again(ask)
+    except OSError as error:
+        raise _unreadable(where, error) from error
+
+
+def _twice(where: str, look: Callable[[], str | None]) -> str | None:
+    """Return what two looks in a row find wrong, or None if one of them finds nothing.
+
+    Raises:
+        CheckpointUnreadable: Nobody can look, or the two find different things.
+    """
+    first = patiently(where, look)
+    second = None if first is None else patiently(where, look)
+    if second is not None and first != second:
+        raise CheckpointUnreadable(
+            f"{where} looks different each time, so nothing is known of it. At first: {first} Then: {second} Look at "
+            "the disk, the network and who else writes there."
+        )
+    return second
 
 
 def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:
@@ -62,24 +113,39 @@ def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:
     )
 
 
+def _other_each_time(where: str) -> CheckpointUnreadable:
+    return CheckpointUnreadable(
+        f"{where} has other bytes each time it is read, so nothing is known of it. Look at the disk, its cables and "
+        "this machine's memory."
+    )
+
+
 def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
-    """Compare the listed files with what is there.
+    """Compare the listed files with what is there; what is wrong was seen twice.
 
     Raises:
         CheckpointCorrupt: A file is missing, of another size, or not listed.
+        CheckpointUnreadable: Nobody can look, also after some patience, or each look shows something else.
     """
     where = f"{storage.root}/{name}"
+    wrong = _twice(where, lambda: _misnamed(storage, name, manifest, where))
+    if wrong is not None:
+        raise CheckpointCorrupt(wrong)
+
+
+def _misnamed(storage: Storage, name: str, manifest: Manifest, where: str) -> str | None:
     present = set(storage.files(name)) - {NAME}
     missing = sorted(set(manifest.files) - present)
     if missing:
-        raise CheckpointCorrupt(f"{where} lacks {missing[0]}" + _more(missing))
+        return f"{where} lacks {missing[0]}" + _more(missing)
     extra = sorted(present - set(manifest.files))
     if extra:
-        raise CheckpointCorrupt(f"{where} holds {extra[0]}, which its manifest does not list" + _more(extra))
+        return f"{where} holds {extra[0]}, which its manifest does not list" + _more(extra)
     for file, entry in manifest.files.items():
         size = storage.size(f"{name}/{file}")
         if size != entry.size:
-            raise CheckpointCorrupt(f"{where}/{file} has {size} bytes, the manifest says {entry.size}.")
+            return f"{where}/{file} has {size} bytes, the manifest says {entry.size}."
+    return None
 
 
 def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
@@ -91,32 +157,26 @@ def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequen
     damaged = []
     for file in files:
         path, expected = f"{name}/{file}", manifest.files[file].hash
-        try:
-            first = _hash(storage, path, from_disk=False)
-            second = first if first == expected else _hash(storage, path, from_disk=True)
-        except OSError as error:
-            raise _unreadable(f"{storage.root}/{path}", error) from error
+        first = _hash(storage, path, from_disk=False)
+        second = first if first == expected else _hash(storage, path, from_disk=True)
         if expected not in {first, second}:
             if first != second:
-                raise CheckpointUnreadable(
-                    f"{storage.root}/{path} has other bytes each time it is read, so nothing is known of it. Look at "
-                    "the disk, its cables and this machine's memory."
-                )
+                raise _other_each_time(f"{storage.root}/{path}")
             damaged.append(file)
     return damaged
 
 
 def _passing(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in PASSING
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING)
 
 
 @retry(retry=retry_if_exception(_passing), stop=stop_after_attempt(4), wait=wait_exponential(0.5), reraise=True)
-def _patiently(read: Callable[[], T]) -> T:
-    return read()
+def _again(ask: Callable[[], T]) -> T:
+    return ask()
 
 
 def _hash(storage: Storage, path: str, *, from_disk: bool) -> str:
-    return _patiently(lambda: storage.hash(path, from_disk=from_disk))
+    return patiently(f"{storage.root}/{path}", lambda: storage.hash(path, from_disk=from_disk))
 
 
 def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
@@ -148,10 +208,10 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequ
     """
     if files is not None and f"{DCP}/{METADATA}" in files:
         return []  # a pickle that is known to be damaged may ask for any amount of memory
+    path = f"{name}/{DCP}/{METADATA}"
+    where = f"{storage.root}/{path}"
     try:
-        metadata = read_dcp_metadata(
-            storage.read(f"{name}/{DCP}/{METADATA}"), f"{storage.root}/{name}/{DCP}/{METADATA}"
-        )
+        metadata = read_dcp_metadata(patiently(where, lambda: storage.read(path)), where)
     except CheckpointCorrupt:
         return sorted(manifest.tensors) if files is None else []
     damaged = without_chunks(metadata, manifest.tensors) if files is None else []

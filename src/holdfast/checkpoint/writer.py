@@ -37,6 +37,7 @@ from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fres
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
+from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 
@@ -106,7 +107,9 @@ def commit(
             files |= _write_small(snapshot, storage, staging, ranks.rank)
             seconds += time.monotonic() - began
         reached("collect")
-        everything = ranks.gather((files, describe(snapshot)))
+        with _together(ranks, "collect"):
+            described = describe(snapshot)
+        everything = ranks.gather((files, described))
         _tell_of_straggler(ranks.gather(seconds), told)
         manifest: Manifest | None = None
         with _together(ranks, "manifest"):
@@ -130,7 +133,9 @@ def _together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
     with ranks.together():
         try:
             yield
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
+        except HoldfastError:
+            raise
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
             raise SaveFailed(f"rank {ranks.rank} could not save in phase {phase!r}: {_reason(error)}.") from error
 
 
@@ -172,7 +177,11 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
 
 def _refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchange) -> None:
     needed = sum(ranks.gather(_local_bytes(snapshot)))
-    free = ranks.agree(storage.free_bytes())
+    known: int | None = None
+    with _together(ranks, "begin"):
+        if ranks.rank == 0:
+            known = storage.free_bytes()
+    free = ranks.agree(known)
     if free is not None and free < 1.2 * needed:
         raise SaveFailed(
             f"{storage.root} has {free / 2**20:,.0f} MiB free, a checkpoint needs {1.2 * needed / 2**20:,.0f} MiB. "

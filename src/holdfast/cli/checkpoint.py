@@ -66,7 +66,7 @@ def print_path(
     run: Place,
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="The best by a metric of its own step.")] = None,
     mode: Mode = None,
-    last: Annotated[bool, typer.Option("--last", help="The newest; the default.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="The newest without NaN or infinity; the default.")] = False,
 ) -> None:
     """Print the path of one checkpoint, for scripts."""
     from holdfast.checkpoint import find
@@ -77,7 +77,10 @@ def print_path(
     if mode not in {None, "max", "min"}:
         raise ConfigError(f"--mode {mode} is neither max nor min.")
     if best is None:
-        typer.echo(find.one(run).path)
+        chosen = find.one(run)
+        for step in find.newer_not_finite(chosen):
+            typer.echo(f"step {step} is newer, and a tensor in it holds NaN or infinity; name it to have it", err=True)
+        typer.echo(chosen.path)
         return
     storage = find.folder_of(run)
     typer.echo(f"{storage.root}/{find.best(storage, best, mode)[0]}")

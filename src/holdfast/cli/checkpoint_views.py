@@ -20,6 +20,7 @@ SHOWN = ("loss", "reward")
 def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+    from holdfast.checkpoint.layout import NOT_FINITE
     from holdfast.checkpoint.manifest import NewerFormat
     from holdfast.checkpoint.retention import read_pins, steps
     from holdfast.checkpoint.verification import check_names, read_manifest
@@ -44,7 +45,7 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
         words += [] if manifest.finite else ["not finite"]
         yield f"{name}  {'  '.join(words)}"
     for name in _put_aside(storage):
-        yield f"{name}  damaged, put aside"
+        yield f"{name}  {'not finite' if NOT_FINITE in name else 'damaged'}, put aside"
 
 
 def _folder(place: str) -> Storage:

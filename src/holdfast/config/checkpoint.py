@@ -50,14 +50,16 @@ class ResumeConfig(Section):
     cast: list[Pattern] = Field(default_factory=list)
     """Of another dtype: convert."""
     freeze: list[Pattern] = Field(default_factory=list)
-    """Trained then, frozen now."""
+    """Trained then, frozen now, or not in the optimizer any more."""
     unfreeze: list[Pattern] = Field(default_factory=list)
-    """Frozen then, trained now: start without optimizer state."""
+    """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
     changed: list[Literal["data", "files", "tokenizer", "model", "objective"]] = Field(default_factory=list)
     """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer, the model's
     configuration (and the weights a reference policy is loaded from), the loss with all that belongs to it."""
     hyperparameters: Literal["config", "checkpoint"] = "config"
     """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
+    not_finite: bool = False
+    """Also continue from a checkpoint with NaN or infinity in a tensor; off: such ones are put aside."""
 
 
 class RehearsalConfig(Section):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from holdfast.optim.state import OptimizerState, groups_of, names_of, qualified_name, tagged
+from holdfast.optim.state import OptimizerState, groups_of, names_of, plain, qualified_name, tagged
 
 State = dict[str, Any]
 
@@ -36,6 +36,7 @@ def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
             shape, state = known[kind]
             for key, value in state.items():
                 if isinstance(value, Tensor):
+                    plain(value, f"state {key!r} of {name}", optimizer)
                     tensors.setdefault(name, {})[str(key)] = _grown(value, shape, parameter)
                 else:
                     values.setdefault(name, {})[str(key)] = tagged(value, f"state {key!r} of {name}", optimizer)

@@ -14,19 +14,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import UserError
 from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged import UnknownType, decode, encode
+from holdfast.parallel.materialise import odd_class
 
 _OF_THE_RUN = frozenset({PEAK, STEM, "name"})
 NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}
 """Keys of a param group that follow the schedule, or only name it."""
 
 
-class UnsavableOptimizer(HoldfastError):  # noqa: N818 - the name says what is wrong
+class UnsavableOptimizer(UserError):  # noqa: N818 - the name says what is wrong
     """An optimizer holds something that cannot be saved; raised when it is built, not hours later."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
             continue
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors.setdefault(name, {})[str(key)] = value
+                tensors.setdefault(name, {})[str(key)] = plain(value, f"state {key!r} of {name}", optimizer)
             else:
                 values.setdefault(name, {})[str(key)] = tagged(value, f"state {key!r} of {name}", optimizer)
     return OptimizerState(qualified_name(optimizer), groups_of(optimizer, names), tensors, values)
@@ -142,46 +141,35 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         optimizer.state[parameter] = state
 
 
-def set_hyperparameters(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: OptimizerState) -> None:
-    """Take every hyper-parameter from the saved groups, matched by the parameters they hold.
+def matched_hyperparameters(
+    live: Sequence[GroupState], saved: Sequence[GroupState]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what each live group takes from the saved groups of its parameters, and words about what it cannot take.
 
-    Names and peaks of a run's own groups belong to its configuration, as its schedule does, and stay.
-
-    Raises:
-        UnsavableOptimizer: As `saved_hyperparameters`; nothing was changed.
+    Parameters that were not saved take what the others of their group do. The schedule's rate and a group's name are
+    left as they are where the saved ones differ. Names and peaks of a run's own groups belong to its configuration, as
+    its schedule does, and stay.
     """
-    names = names_of(optimizer, parameters)
-    found = saved_hyperparameters(groups_of(optimizer, names), saved.groups)
-    for group, before in zip(optimizer.param_groups, found, strict=True):
-        kept = _OF_THE_RUN if PEAK in group else frozenset()
-        group.update({key: decode(value) for key, value in before.items() if key not in kept})
-
-
-def saved_hyperparameters(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[Mapping[str, Any]]:
-    """Return what the checkpoint says of each live group, by the names of its parameters; {} of a group it never had.
-
-    Raises:
-        UnsavableOptimizer: Parameters of one group had different values: no group could hold both.
-    """
-    then = {name: group for group in saved for name in group.parameters}
-    found: list[Mapping[str, Any]] = []
+    then = {name: group.hyperparameters for group in saved for name in group.parameters}
+    taken: list[dict[str, Any]] = []
+    refused = []
     for group in live:
-        known = [name for name in group.parameters if name in then]
-        values = [_comparable(then[name]) for name in known]
-        other = next((number for number, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            key = next(key for key in values[other] | values[0] if values[other].get(key) != values[0].get(key))
-            raise UnsavableOptimizer(
-                f"The checkpoint's hyper-parameters cannot be taken: {known[0]} and {known[other]} are in one param "
-                f"group here, and had {key} {values[0].get(key)} and {values[other].get(key)} there. Group them as "
-                "before, or take the hyper-parameters from the configuration."
-            )
-        found.append(then[known[0]].hyperparameters if known else {})
-    return found
-
-
-def _comparable(group: GroupState) -> dict[str, Any]:
-    return {key: value for key, value in group.hyperparameters.items() if key not in NOT_CHOSEN}
+        kept = _OF_THE_RUN if PEAK in group.hyperparameters else frozenset()
+        first: dict[str, tuple[str, Any]] = {}
+        differing: set[str] = set()
+        for name in group.parameters:
+            for key, value in then.get(name, {}).items():
+                other, known = first.setdefault(key, (name, value))
+                if known == value:
+                    continue
+                if key not in differing | NOT_CHOSEN:
+                    refused.append(
+                        f"{other} has {key} {decode(known)} there and {name} {decode(value)}, and this optimizer "
+                        "updates them in one group (give them groups of their own, or keep this run's hyper-parameters)"
+                    )
+                differing.add(key)
+        taken.append({key: decode(value) for key, (_, value) in first.items() if key not in differing | kept})
+    return taken, refused
 
 
 def hyperparameter_words(optimizer: Optimizer) -> str:
@@ -203,11 +191,11 @@ def hyperparameter_words(optimizer: Optimizer) -> str:
     return ", ".join(f"{key}={' and '.join(map(str, held))}" for key, held in shown.items())
 
 
-def hyperparameter_changes(live: OptimizerState, saved: OptimizerState) -> list[str]:
+def hyperparameter_changes(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[str]:
     """Return one line per hyper-parameter that differs for some parameter, other than the scheduled rate."""
-    then = {name: group.hyperparameters for group in saved.groups for name in group.parameters}
+    then = {name: group.hyperparameters for group in saved for name in group.parameters}
     changes: dict[str, str] = {}
-    for group in live.groups:
+    for group in live:
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
                 old = then.get(name, {}).get(key, value)
@@ -244,3 +232,18 @@ def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
             f"{qualified_name(optimizer)} cannot be saved: {what} is a {error}, which has no written form. Use a "
             "number, text, dtype, tuple or tensor instead."
         ) from None
+
+
+def plain(value: Tensor, what: str, optimizer: Optimizer) -> Tensor:
+    """Return a tensor that can be saved as it is.
+
+    Raises:
+        UnsavableOptimizer: It is of a class of its own, whose parts would be lost.
+    """
+    kind = odd_class(value)
+    if kind is not None:
+        raise UnsavableOptimizer(
+            f"{qualified_name(optimizer)} cannot be saved: {what} is a {kind}, a subclass of torch.Tensor whose parts "
+            "would be lost. Use an optimizer that keeps its state in plain tensors, of whatever dtype."
+        )
+    return value

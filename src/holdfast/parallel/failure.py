@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -25,10 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
-import torch.distributed as dist
-
 from holdfast.errors import RankFailed, RunStopped, UserError
 from holdfast.parallel.board import Board
+from holdfast.parallel.broken import broken_by_peer, is_broken, timed_out
 from holdfast.parallel.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -43,11 +41,6 @@ _LINGER_SECONDS = 1.5
 _LONGEST_MESSAGE = 4000
 _PHASE_BYTES = 64
 _SAVE_NOTE = "save-asked-for"
-_TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
-_BROKEN_COLLECTIVE = re.compile(
-    r"\bgloo\b|connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|caused pair closure",
-    flags=re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -164,7 +157,7 @@ class FailureChannel:
 
     def broken_by_peer(self, error: BaseException) -> bool:
         """Return whether an error says that another rank is gone."""
-        return self._world_size > 1 and any(map(_broken_by_peer, _chain(error)))
+        return self._world_size > 1 and broken_by_peer(error)
 
     def ask_for_save(self, run: str) -> None:
         """Ask all ranks to save what they hold of a run: this one is about to fail and still can."""
@@ -280,7 +273,7 @@ class FailureChannel:
             self._write_file(hang)
         self._write_file(self._last_words("peer", error))
         failure = self.first_failure(search_seconds if hang is None else 0.0) or hang
-        if failure is None and not _broken_by_peer(error):
+        if failure is None and not is_broken(error):
             return  # a broken connection was handled on the way to another error: that one counts
         if failure is None:
             text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"
@@ -291,7 +284,7 @@ class FailureChannel:
 
     def _hang(self, error: BaseException) -> Failure | None:
         """Return which rank kept this one waiting until its time was over; None if that is not what happened."""
-        missing = self._heartbeat.missing() if _TIMED_OUT.search(str(error)) else []
+        missing = self._heartbeat.missing() if timed_out(error) else []
         if not missing:
             return None
         first, told = missing[0], "; ".join(place.words() for place in missing)
@@ -364,22 +357,6 @@ class _Phase:
     ) -> None:
         if error is None:
             self._channel._set_phase(self._earlier)
-
-
-def _broken_by_peer(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those it was raised from, or while handling."""
-    link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__
 
 
 def _parse(text: bytes | str) -> Failure | None:

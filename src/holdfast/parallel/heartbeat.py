@@ -68,6 +68,10 @@ class Heartbeat:
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
 
+    def leave(self) -> None:
+        """Say that this rank is nowhere any more; after `stop`."""
+        self._board.write(f"beat-rank-{self._rank}", "0||")
+
     def _beat(self) -> None:
         count = 0
         while not self._stop.wait(BEAT_SECONDS if count else 0):

@@ -35,6 +35,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def odd_class(tensor: Tensor) -> str | None:
+    """Return the name of a tensor's class, or of that of its local part, where it may hold more than its numbers show.
+
+    Quantised tensors are such: what looks like float32 is integers and scales, which no copy of its values keeps.
+    """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    kind = type(local)
+    return None if kind in {Tensor, nn.Parameter} else f"{kind.__module__}.{kind.__qualname__}"
+
+
 @torch.no_grad()
 def materialise(
     policy: nn.Module,

@@ -150,7 +150,8 @@ class Checkpoints:
 
     def _start(self, *, known: bool) -> None:
         run = self._run
-        choice = newest_verified(self._storage, self._ranks) if known else None
+        not_finite = self._config.resume.not_finite
+        choice = newest_verified(self._storage, self._ranks, not_finite=not_finite) if known else None
         if choice is not None:
             loaded = resume(run, self._storage, choice, self._ranks)
             self.session.resumed = choice.manifest

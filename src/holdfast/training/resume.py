@@ -122,7 +122,7 @@ def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:
 
 def _exactness(run: Run, loaded: Loaded) -> str:
     mesh = {"replicate": run.plan.replicate, "shard": run.plan.shard}
-    if loaded.rank_state is not None and mesh == loaded.manifest.mesh:
+    if loaded.rank_state is not None:
         return "weights, optimizer, random state and order of rows continue bit for bit"
     then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
     now = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))

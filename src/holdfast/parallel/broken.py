@@ -1,0 +1,41 @@
+"""Which errors of a collective say that another rank is gone, or did not come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+_TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
+_BROKEN_COLLECTIVE = re.compile(
+    r"\bgloo\b|connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|caused pair closure",
+    flags=re.IGNORECASE,
+)
+
+
+def broken_by_peer(error: BaseException) -> bool:
+    """Return whether an error, or what it was raised from, says that another rank is gone or did not come."""
+    return any(map(is_broken, _chain(error)))
+
+
+def timed_out(error: BaseException) -> bool:
+    """Return whether an error says that a wait was too long."""
+    return _TIMED_OUT.search(str(error)) is not None
+
+
+def is_broken(error: BaseException) -> bool:
+    """Return whether this very error does, whatever was handled on the way to it."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those it was raised from, or while handling."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__

@@ -1,0 +1,170 @@
+"""A disk or network that errs once is asked again: only what two looks agree on is damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import checkpoint
+from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.manifest import NAME
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.verification import verify
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, optimizer_of, step
+from tests.crash.faulty import FlippingStorage, ForgetfulStorage, MoodyStorage
+
+NEWEST = "step-00000003"
+SHARD = f"{NEWEST}/dcp/__1_0.distcp"
+MANIFEST = f"{NEWEST}/{NAME}"
+
+
+def save_three(world: World, run: str) -> None:
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    for number in (1, 2, 3):
+        step(world, toy, optimizer, number)
+        checkpoint.save(f"{run}/step-0000000{number}", toy, optimizer)
+
+
+@pytest.fixture(scope="module")
+def saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved")
+    pools(2).run(save_three, str(run))
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def chosen(storage: MoodyStorage) -> str:
+    """Return what a run would continue from, having used up every fault and renamed nothing."""
+    choice = newest_verified(storage, ProcessExchange())
+    assert choice is not None
+    assert storage.failures == 0
+    assert storage.renamed == []
+    return choice.words
+
+
+def test_one_wrong_read_of_the_manifest_is_no_damage(run: Path) -> None:
+    words = chosen(FlippingStorage(run, MANIFEST, failures=1))
+
+    assert words == "resuming from step 3, verified in 6 files"
+
+
+def test_a_manifest_that_differs_from_read_to_read_is_refused_and_not_put_aside(run: Path) -> None:
+    storage = FlippingStorage(run, MANIFEST, failures=100)
+
+    with pytest.raises(CheckpointUnreadable, match=r"manifest\.json has other bytes each time it is read"):
+        newest_verified(storage, ProcessExchange())
+
+    assert storage.renamed == []
+
+
+@pytest.mark.parametrize(
+    ("question", "what", "number"),
+    [
+        ("exists", MANIFEST, errno.ESTALE),
+        ("is_file", MANIFEST, errno.EIO),
+        ("size", SHARD, errno.ESTALE),
+        ("size", SHARD, errno.ETIMEDOUT),
+        ("files", NEWEST, errno.EIO),
+        ("names", "", errno.ESTALE),
+    ],
+)
+def test_a_question_that_fails_for_a_while_is_asked_again(run: Path, question: str, what: str, number: int) -> None:
+    words = chosen(ForgetfulStorage(run, question, what, failures=1, number=number))
+
+    assert words == "resuming from step 3, verified in 6 files"
+
+
+@pytest.mark.parametrize(
+    ("question", "what"), [("exists", MANIFEST), ("is_file", MANIFEST), ("size", SHARD), ("files", NEWEST)]
+)
+def test_one_wrong_answer_is_no_damage(run: Path, question: str, what: str) -> None:
+    words = chosen(ForgetfulStorage(run, question, what, failures=1, number=None))
+
+    assert words == "resuming from step 3, verified in 6 files"
+
+
+@pytest.mark.parametrize(
+    ("question", "what"), [("exists", MANIFEST), ("size", SHARD), ("files", NEWEST), ("names", "")]
+)
+def test_a_question_that_never_gets_an_answer_is_refused_and_nothing_put_aside(
+    run: Path, question: str, what: str
+) -> None:
+    storage = ForgetfulStorage(run, question, what, failures=100, number=errno.ESTALE)
+
+    with pytest.raises(CheckpointUnreadable, match="Nothing is known of its bytes; try again when the file system"):
+        newest_verified(storage, ProcessExchange())
+
+    assert storage.renamed == []
+
+
+class _Listing:
+    """Fails when the operating system is asked to list one directory; an audit hook cannot be taken off again."""
+
+    def __init__(self) -> None:
+        self.place, self.failures = "", 0
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.scandir" and self.failures and str(args[0]) == self.place:
+            self.failures -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), self.place)
+
+
+@pytest.fixture(scope="module")
+def listing() -> _Listing:
+    return _Listing()
+
+
+def test_a_directory_that_cannot_be_listed_once_is_listed_again(run: Path, listing: _Listing) -> None:
+    listing.place, listing.failures = str(run / NEWEST / "dcp"), 1
+
+    choice = newest_verified(LocalStorage(run), ProcessExchange())
+
+    assert choice is not None
+    assert choice.words == "resuming from step 3, verified in 6 files"
+    assert listing.failures == 0
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(run: Path, listing: _Listing) -> None:
+    listing.place, listing.failures = str(run / NEWEST / "dcp"), 100
+
+    try:
+        with pytest.raises(CheckpointUnreadable, match=f"{NEWEST} cannot be read: Input/output error"):
+            newest_verified(LocalStorage(run), ProcessExchange())
+    finally:
+        listing.failures = 0
+
+    assert sorted(path.name for path in run.iterdir()) == [f"step-0000000{number}" for number in (1, 2, 3)]
+
+
+def choose_with_a_fault_on_rank_0(world: World, run: str, question: str, what: str) -> None:
+    failures = 100 if world.rank == 0 else 0
+    newest_verified(ForgetfulStorage(Path(run), question, what, failures, errno.ESTALE), ProcessExchange())
+
+
+@pytest.mark.parametrize(("question", "what"), [("exists", MANIFEST), ("size", SHARD), ("names", "")])
+def test_what_rank_0_alone_cannot_ask_is_the_same_error_on_all(pools: Any, run: Path, question: str, what: str) -> None:
+    errors = pools(2).errors(choose_with_a_fault_on_rank_0, str(run), question, what)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointUnreadable"
+
+
+def test_nothing_at_a_path_is_still_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint, match="there is nothing at this path"):
+        verify(LocalStorage(tmp_path), NEWEST)
