@@ -175,14 +175,16 @@ class LocalStorage:
         """Return type and permissions, or None where nothing is; pathlib's tests take some errors for a no."""
         try:
             return self.path(path).stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            _unless_absent(error)
             return None
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
         try:
             return sorted(os.listdir(self.path(path)))  # noqa: PTH208 - pathlib's would make a path of each
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            _unless_absent(error)
             return []
 
     def files(self, path: str) -> list[str]:
@@ -261,8 +263,8 @@ class LocalStorage:
 
 
 def _unless_absent(error: OSError) -> None:
-    """Raise what os.walk would pass over: a directory that cannot be listed is no empty one."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is no empty one."""
+    if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
         raise error
 
 
