@@ -111,7 +111,9 @@ def in_a_terminal(command: list[Any], directory: Path, columns: int = 160) -> tu
     """Run a program on a terminal of its own; return all that the terminal received, and the exit code."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environ = {**os.environ, "TERM": "xterm"}
+    # A worker of the tests has a size of its own, which would count for more than the terminal's.
+    environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+    environ["TERM"] = "xterm"
     process = subprocess.Popen([str(word) for word in command], cwd=directory, env=environ, stdout=slave, stderr=slave)
     os.close(slave)
     shown = b""
