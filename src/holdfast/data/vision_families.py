@@ -105,14 +105,8 @@ def _tile_text(rows: int, columns: int, tokens: int) -> str:
     whole = f"{mark}<global-img>{image}{mark}"
     if rows == 0:
         return whole
-    lines = (
-        "".join(f"{mark}<row_{row}_col_{column}>{image}" for column in _from_one(columns)) for row in _from_one(rows)
-    )
-    return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
-
-
-def _from_one(count: int) -> range:
-    return range(1, count + 1)
+    tiles = [[f"{mark}<row_{row + 1}_col_{column + 1}>{image}" for column in range(columns)] for row in range(rows)]
+    return "".join(f"{''.join(line)}\n" for line in tiles) + f"\n{whole}"
 
 
 _IDEFICS3 = VisionFamily(
