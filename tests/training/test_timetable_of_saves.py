@@ -1,8 +1,7 @@
-"""When something is due: by steps, by passes over the data, by the clock, and by several of them together."""
+"""Saves by steps, by passes over the data, by the clock, and by several of them together, in whole runs too."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from tests.crash.runs import saved_steps, values_of
 from tests.training.cases import run
 
 
-def due(steps: int, per_epoch: int, first: int = 0, **keys: Any) -> list[int]:
-    """Return the steps after which something is due, of a start at `first`."""
-    table = Timetable(CheckpointConfig(**keys), first / per_epoch)
-    return [step for step in range(first + 1, steps + 1) if table.due(step, step / per_epoch)]
+def due(steps: int, per_epoch: int, **keys: Any) -> list[int]:
+    """Return the steps after which something is due."""
+    table = Timetable(CheckpointConfig(**keys), 0.0)
+    return [step for step in range(1, steps + 1) if table.due(step, step / per_epoch)]
 
 
 @pytest.mark.parametrize(
@@ -38,27 +37,6 @@ def test_steps_and_passes_are_counted_from_the_start_of_the_run(
     keys: dict[str, float], per_epoch: int, expected: list[int]
 ) -> None:
     assert due(20, per_epoch, **keys) == expected
-
-
-@pytest.mark.parametrize("first", [1, 3, 4, 5, 11])
-def test_a_resume_keeps_to_the_steps_of_the_straight_run(first: int) -> None:
-    straight = due(20, 8, every_epochs=0.5)
-
-    assert due(20, 8, first, every_epochs=0.5) == [step for step in straight if step > first]
-
-
-def test_minutes_are_counted_from_the_last_time_whatever_made_it_due() -> None:
-    table = Timetable(CheckpointConfig(every_minutes=0.4 / 60, every_steps=3), 0.0)
-
-    found = [table.due(1, 0.0)]
-    time.sleep(0.41)
-    found += [table.due(2, 0.0), table.due(3, 0.0)]
-    time.sleep(0.2)
-    found += [table.due(4, 0.0)]
-    time.sleep(0.25)
-    found += [table.due(5, 0.0)]
-
-    assert found == [False, True, True, False, True]
 
 
 def test_a_run_saves_every_half_pass_over_its_rows(pools: Any, tmp_path: Path) -> None:
