@@ -14,6 +14,7 @@ SMOKE=(
     tests/distributed/test_split_invariance.py tests/distributed/test_sharding_rules.py
     tests/models/test_varlen_call.py tests/optim
 )
+WORKERS=(-n "${TEST_WORKERS:-2}" --dist loadfile)
 status=0
 
 new_environment() {  # DIRECTORY: an environment with pip, kept if it is there
@@ -62,7 +63,7 @@ install_torch_2_11() {  # says why it returns 1
 
 echo "== the oldest torch: smoke set on torch 2.11"
 if has_torch .venv-torch2.11 2.11 || install_torch_2_11; then
-    .venv-torch2.11/bin/python -m pytest "${SMOKE[@]}" || status=1
+    .venv-torch2.11/bin/python -m pytest "${WORKERS[@]}" "${SMOKE[@]}" || status=1
 fi
 
 echo "== the transformers that vLLM accepts: fast tests under constraints-vllm.txt"
@@ -76,6 +77,6 @@ if ! test "$stamp" -nt pyproject.toml || ! test "$stamp" -nt constraints-vllm.tx
     touch "$stamp"
 fi
 .venv-vllm-constraints/bin/python -c "import transformers; print('transformers', transformers.__version__)"
-.venv-vllm-constraints/bin/python -m pytest -m "not slow and not gpu" || status=1
+.venv-vllm-constraints/bin/python -m pytest "${WORKERS[@]}" -m "not slow and not gpu" || status=1
 
 exit "$status"

@@ -16,7 +16,7 @@ from holdfast.checkpoint.export import (
     check_bytes,
     check_target,
     replace_directory,
-    settle,
+    settled,
     write_texts,
 )
 from holdfast.models.conversion import Header
@@ -64,7 +64,8 @@ def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mappin
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         save_file(dict(tensors), staging / WEIGHTS, metadata={"format": "pt"})
-        check_bytes(staging, settle(staging, write_texts(staging, texts)))
+        with settled(staging, write_texts(staging, texts)) as written:
+            check_bytes(staging, written)
         wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")

@@ -8,6 +8,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +178,7 @@ def _write(
         form.reached("tensors")
         files, hashes = plan_files(headers, form.largest_file_bytes), {}
         for name, members in files.items():
-            with LocalStorage(staging).create(name) as file:
+            with LocalStorage(staging).create(name, sync=False) as file:
                 write_file(file, {member: headers[member] for member in members}, tensors)
             hashes[name] = file.hexdigest()
         form.reached("assets")
@@ -184,9 +186,9 @@ def _write(
         hashes |= write_texts(staging, {**index, **form.texts})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
-        hashes = settle(staging, hashes)
         form.reached("read back")
-        _read_back(staging, files, headers, hashes)
+        with settled(staging, hashes) as written:
+            _read_back(staging, files, headers, written)
         form.reached("publish")
         replace_directory(staging, directory)
         form.reached("published")
@@ -236,26 +238,34 @@ def write_texts(staging: Path, texts: Mapping[str, str]) -> dict[str, str]:
     """Write small files, and return the hash of what each was given."""
     hashes = {}
     for name, text in texts.items():
-        with LocalStorage(staging).create(name) as file:
+        with LocalStorage(staging).create(name, sync=False) as file:
             file.write(text.encode())
         hashes[name] = file.hexdigest()
     return hashes
 
 
-def settle(staging: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Make every file and name in a directory durable, and return the hash of each file.
+@contextmanager
+def settled(staging: Path, hashes: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Make a directory durable while the block reads it; the block ends when every file and name is on the disk.
 
     Args:
-        staging: The directory.
-        hashes: Of files that are durable already, taken while they were written.
+        staging: The directory; its files were written and not yet synced.
+        hashes: Of files whose hash was taken while they were written.
+
+    Yields:
+        The hash of every file.
+
+    Raises:
+        OSError: The disk did not take them; nothing of the directory may be published.
     """
     place = LocalStorage(staging)
     found = {name: hashes.get(name) or place.hash(name) for name in place.files("")}
-    for name in found.keys() - hashes.keys():
-        place.sync(name)
-    for folder in sorted({parent for name in found for parent in Path(name).parents}, reverse=True):
-        place.sync(str(folder))
-    return found
+    folders = sorted({str(parent) for name in found for parent in Path(name).parents}, reverse=True)
+    with ThreadPoolExecutor(1) as thread:  # an fsync waits for the disk and leaves the processor to the readers
+        work = [thread.submit(place.sync, name) for name in (*found, *folders)]
+        yield found
+        for each in work:
+            each.result()
 
 
 def check_bytes(staging: Path, hashes: Mapping[str, str]) -> None:

@@ -137,14 +137,15 @@ class LocalStorage:
         return self._root / path if path else self._root
 
     @contextmanager
-    def create(self, path: str) -> Iterator[HashingWriter]:
-        """Write a new file, then flush and fsync it before it is closed."""
+    def create(self, path: str, *, sync: bool = True) -> Iterator[HashingWriter]:
+        """Write a new file, then flush it, and fsync it unless the caller does that later."""
         with self.path(path).open("xb") as file:
             writer = HashingWriter(file)
             yield writer
             if not file.closed:
                 file.flush()
-                os.fsync(file.fileno())
+                if sync:
+                    os.fsync(file.fileno())
 
     def open(self, path: str) -> IO[bytes]:
         """Open for reading."""

@@ -43,7 +43,7 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
     Args:
         policy: The root (`PolicyModel`), its parameters on any device.
         plan: Made for it.
-        mesh: With the axes replicate and shard.
+        mesh: From `build_mesh`.
     """
     for path, kind in plan.recompute.items():
         _replace(policy, path, _recomputed(_module(policy, path), kind))
@@ -84,7 +84,7 @@ def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, 
     parameters = named_parameters(policy)
     compute = getattr(torch, plan.compute_dtype)
     return {
-        "mesh": mesh if plan.replicate > 1 else mesh["shard"],
+        "mesh": mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute,
             reduce_dtype=getattr(torch, plan.reduce_dtype),

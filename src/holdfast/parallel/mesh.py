@@ -22,6 +22,12 @@ from holdfast.parallel.failure import FailureChannel, KillPoint
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """Set by `holdfast prove` alone: rank:step:phase at which a rank kills itself, and what is damaged after a resume."""
 
+AXES = ("replicate", "shard", "context", "expert")
+"""Copies of the model, ranks that share a copy, ranks that share a sequence, ranks that share a layer's experts.
+
+Different samples lie on the first two, so sums over samples are taken over those and over no other.
+"""
+
 
 @dataclass(frozen=True)
 class World:
@@ -109,7 +115,7 @@ def _device(wanted: str, local_rank: int) -> torch.device:
 
 
 def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
-    """Arrange the ranks on the axes `replicate` and `shard`.
+    """Arrange the ranks on the axes `AXES`; `context` and `expert` have one place each.
 
     Raises:
         ConfigError: replicate x shard is not the number of ranks.
@@ -125,4 +131,4 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
             f"parallel.replicate={parallel.replicate} x parallel.shard={shard} is not the number of ranks, "
             f"{world.size}. Set shard: auto, or launch.ranks: {parallel.replicate * max(shard, 1)}."
         )
-    return init_device_mesh(world.device.type, (parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(world.device.type, (parallel.replicate, shard, 1, 1), mesh_dim_names=AXES)
