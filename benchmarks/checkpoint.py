@@ -4,7 +4,8 @@
 
 Every round runs both arms of each pair in the same processes, ten times in alternating order; the median of the ten
 ratios is the round's, since a disk that others use stops now and then. On a disk wall seconds count, since the disk is
-the work; on a memory file system CPU seconds count. Cold reads drop files from the page cache first. What an arm leaves to Python's garbage collector is collected before the next one starts.
+the work; on a memory file system CPU seconds count. Cold reads drop files from the page cache first. What an arm leaves
+to Python's garbage collector is collected before the next one starts.
 The state is a model of 67M parameters with AdamW moments, 0.8 GB over both ranks.
 """
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.checkpoint.export import (
     ExportFailed,
+    all_hashes,
     check_bytes,
     check_target,
     replace_directory,
@@ -64,8 +65,9 @@ def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mappin
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         save_file(dict(tensors), staging / WEIGHTS, metadata={"format": "pt"})
-        with settled(staging, write_texts(staging, texts)) as written:
-            check_bytes(staging, written)
+        hashes = all_hashes(staging, write_texts(staging, texts))
+        with settled(staging, hashes):
+            check_bytes(staging, hashes)
         wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -186,9 +186,10 @@ def _write(
         hashes |= write_texts(staging, {**index, **form.texts})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
+        hashes = all_hashes(staging, hashes)
         form.reached("read back")
-        with settled(staging, hashes) as written:
-            _read_back(staging, files, headers, written)
+        with settled(staging, hashes):
+            _read_back(staging, files, headers, hashes)
         form.reached("publish")
         replace_directory(staging, directory)
         form.reached("published")
@@ -244,26 +245,28 @@ def write_texts(staging: Path, texts: Mapping[str, str]) -> dict[str, str]:
     return hashes
 
 
+def all_hashes(staging: Path, hashes: Mapping[str, str]) -> dict[str, str]:
+    """Return the hash of every file; `hashes` has those that were taken while files were written."""
+    place = LocalStorage(staging)
+    return {name: hashes.get(name) or place.hash(name) for name in place.files("")}
+
+
 @contextmanager
-def settled(staging: Path, hashes: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def settled(staging: Path, names: Iterable[str]) -> Iterator[None]:
     """Make a directory durable while the block reads it; the block ends when every file and name is on the disk.
 
     Args:
         staging: The directory; its files were written and not yet synced.
-        hashes: Of files whose hash was taken while they were written.
-
-    Yields:
-        The hash of every file.
+        names: Of its files.
 
     Raises:
         OSError: The disk did not take them; nothing of the directory may be published.
     """
     place = LocalStorage(staging)
-    found = {name: hashes.get(name) or place.hash(name) for name in place.files("")}
-    folders = sorted({str(parent) for name in found for parent in Path(name).parents}, reverse=True)
+    folders = sorted({str(parent) for name in names for parent in Path(name).parents}, reverse=True)
     with ThreadPoolExecutor(1) as thread:  # an fsync waits for the disk and leaves the processor to the readers
-        work = [thread.submit(place.sync, name) for name in (*found, *folders)]
-        yield found
+        work = [thread.submit(place.sync, name) for name in (*names, *folders)]
+        yield
         for each in work:
             each.result()
 
