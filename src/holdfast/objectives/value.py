@@ -46,4 +46,5 @@ class ValueLoss:
         if self.clip is None:
             return plain, plain
         before = carried("values", values, tokens)
-        return plain, (before + (values - before).clamp(-self.clip, self.clip) - returns).square()
+        # Not before + clamp(values - before): within the bound that is the value but for rounding, which would be counted.
+        return plain, (values.clamp(before - self.clip, before + self.clip) - returns).square()
