@@ -97,7 +97,7 @@ def _descend(model: Any, loss: Tensor, lr: float) -> float:
 
 
 def by_hand(policy: Any, critic: Any, sampled: list[list[Any]], rates: tuple[float, float]) -> dict[str, Any]:
-    """Make PPO's updates: two mini-batches, two passes, the KL (k1) in the reward, advantages whitened over the step."""
+    """Make PPO's updates: two mini-batches, two passes, the KL (k1) in the reward, advantages whitened over a step."""
     reference = copy.deepcopy(policy)
     value_losses, explained, norms = [], [], []
     for step in sampled:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Return the advantages of one sequence as the sum that defines them: sum over l of (gamma lambda)^l delta_(t+l)."""
+    """Return the advantages of one sequence by the sum that defines them: over l of (gamma lambda)^l delta_(t+l)."""
     deltas = [r + gamma * after - v for r, (v, after) in zip(rewards, pairwise([*values, 0.0]), strict=True)]
     return [
         sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas))) for t in range(len(deltas))

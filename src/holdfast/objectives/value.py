@@ -46,5 +46,5 @@ class ValueLoss:
         if self.clip is None:
             return plain, plain
         before = carried("values", values, tokens)
-        # Not before + clamp(values - before): within the bound that is the value but for rounding, which would be counted.
+        # Not before + clamp(values - before): within the bound that is the value but for rounding, which would count.
         return plain, (values.clamp(before - self.clip, before + self.clip) - returns).square()
