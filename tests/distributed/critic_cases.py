@@ -49,6 +49,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str
     for _ in range(steps):
         line = grpo_step(run)
         assert line is not None
+        assert run.is_whole
         lines.append(line)
         policies.append(whole(run.policy))
         critics.append(whole(run.critic.policy))

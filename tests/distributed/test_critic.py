@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from holdfast.checkpoint import find
+from holdfast.checkpoint.stored_export import export_stored
 from holdfast.data.characters import character_tokenizer
 from tests.distributed.critic_cases import BETA, CLIP, GAMMA, HIGH, LAM, LOW, by_hand, live_run, saved, train
 from tests.distributed.grpo_cases import prompts_of, settings
@@ -133,10 +135,19 @@ def test_a_critic_goes_on_at_another_number_of_ranks(pools: Any, places: tuple[P
     one, two = saved(whole), saved(again)
     assert set(one) == set(two)
     assert {"critic.model.score.weight", "critic.optim.score.weight.exp_avg"} <= set(one)
-    assert "critic.model.embed_tokens.weight" in one or "critic.model.model.embed_tokens.weight" in one
+    assert "critic.model.model.embed_tokens.weight" in one, "frozen, and saved"
     assert not [key for key in one if key.startswith("critic.optim.") and "embed" in key]
     for key, values in one.items():
         np.testing.assert_allclose(two[key], values, rtol=0, atol=1e-9, err_msg=key)
+    export_stored([find.one(again)], tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="float64")
+    for name, parameter in exported.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), two[f"model.{name}"], err_msg=name)
+    alone = run_tree(places, resumed, 6) | {"advantage": {"kind": "reinforce_pp"}, "critic": None}
+    alone["checkpoint"] |= {"resume": {"changed": ["objective"]}}
+    ((kind, words),) = pools(1).errors(live_run, alone, ROWS)
+    assert kind == "CheckpointMismatch"
+    assert "the checkpoint has a critic, and this run has none (allow it with resume.drop)" in words
 
 
 def other_tokenizer(place: Path) -> None:

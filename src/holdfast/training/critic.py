@@ -98,7 +98,8 @@ def train_critic(run: PolicyRun, critic: Run, mini_batches: Sequence[MiniBatch])
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
-    critic.state.step = run.state.step  # its schedule follows the policy's steps
+    # Its schedule follows the policy's steps; and until the policy's step ends, the critic is of no whole step.
+    critic.state.step, critic.updating = run.state.step, False
     lines, sums = [], []
     with run.phase("critic"):
         for mini_batch in [*mini_batches] * run.config.updates.passes:
