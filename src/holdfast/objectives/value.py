@@ -24,7 +24,8 @@ class ValueLoss:
     """
 
     clip: float | None = None
-    separable: bool = True
+    separable: bool = False
+    """No head makes values, so there are no logits to go through in chunks."""
     needs_entropy: bool = False
 
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
