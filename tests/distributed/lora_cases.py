@@ -79,6 +79,7 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "after": after,
         "off": off,
         "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy)},
+        "packed": sum(part.numel() for part in own if part.dtype == torch.uint8),
         "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.plan.shard_bytes),
         "numbers": (training.plan.parameters, training.plan.trainable),
     }

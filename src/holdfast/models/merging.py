@@ -33,7 +33,10 @@ def joins_of(model: nn.Module) -> dict[str, Join]:
 
 def _join(name: str, adapter: Adapter | None, layer: FourBitLinear | None) -> Join:
     def run(parts: Sequence[Tensor]) -> Tensor:
-        base = parts[0] if layer is None else unpacked(parts[0], layer.in_features, layer.kind, torch.float32)
+        base = parts[0]
+        if layer is not None:
+            wide = torch.promote_types(layer.written_dtype, torch.float32)
+            base = unpacked(base, layer.in_features, layer.kind, wide)
         whole = base if adapter is None else adapter.merged(base, parts[1:])
         return whole if layer is None else whole.to(layer.written_dtype)
 
