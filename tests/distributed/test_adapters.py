@@ -150,7 +150,7 @@ def test_adapters_beside_four_bits_are_trained_as_peft_trains_them_beside_the_ex
     assert torch.equal(found["before"], found["off"])
     torch.testing.assert_close(plain_logprobs("qwen2", frozen, **wide), found["off"], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(plain_logprobs("qwen2", found["merged"], **wide), found["after"], rtol=1e-9, atol=1e-9)
-    # qwen2 has biases beside q, k and v. In each of two layers q and o are 64 x 64, k and v 32 x 64, and three matrices 64 x 128; half a byte each, and a
+    # In each of two layers q and o are 64 x 64, k and v 32 x 64, and three matrices 64 x 128; half a byte each, and a
     # scale of 4 bytes for 64 of them.
     assert [part["packed"] for part in each] == [2 * 36_864 * 9 // 16 // ranks] * ranks
     assert [part["bytes"][0] for part in each] == [part["bytes"][1] for part in each]
