@@ -89,6 +89,29 @@ MODEL = "model: {path: some-model}\n"
             "accept it: router_loss: {kind: batch, allow_split: true}",
         ),
         (
+            "steps: 1\n" + ROWS + "model: {path: m, lora: {dora: true, experts: all}}\n",
+            "run.yaml:3: model.lora.dora: peft has no DoRA for stacks of experts; leave out experts, or dora",
+        ),
+        (
+            "steps: 1\n" + ROWS + "model: {path: m, lora: {dropout: 0.1, experts: all}}\n",
+            "run.yaml:3: model.lora.dropout: an expert's adapter is added to its matrix, where nothing can be dropped; "
+            "leave out one",
+        ),
+        (
+            "steps: 1\n" + ROWS + "model: {path: m, lora: {dora: true, quantize: nf4}}\n",
+            "run.yaml:3: model.lora.dora: peft reads the rows of W for it at every step, and quantize: nf4 packs them; "
+            "choose one of the two",
+        ),
+        (
+            "steps: 1\n" + ROWS + "model: {path: m, lora: {any_base: true}}\n",
+            "run.yaml:3: model.lora.any_base: there are no adapters to accept; set path, or leave it out",
+        ),
+        (
+            WHOLE.replace("path: some-model", "path: m, lora: {quantize: nf4}") + "parallel: {compile: blocks}\n",
+            "run.yaml:4: parallel.compile: blocks, but model.lora.quantize computes with matrices that are made anew "
+            "in every forward pass, which is not built for compiled blocks; use head or off",
+        ),
+        (
             "steps: 1\n" + ROWS + "model: {path: m, dropout: true, router_loss: global}\n",
             "run.yaml:3: model.dropout: model.router_loss: global counts loads in a forward pass of its own, where "
             "dropout differs; leave dropout off, or use router_loss: sequence",

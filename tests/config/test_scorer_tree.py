@@ -28,6 +28,7 @@ SCHEMA = ScorerConfig.model_json_schema()
         {},
         {"preference": {"loss": {"kind": "bradley_terry", "center": 0.01}}},
         {"preference": {"loss": [{"kind": "bradley_terry", "weight": 2.0}]}},
+        {"model": {"path": "m", "lora": {"dora": True}}},
         {"data": {"path": "d", "shared_prompt": "off", "unusable": "drop", "packing": "none"}},
     ],
 )
@@ -44,7 +45,6 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
     [
         ({"preference": {"loss": "dpo"}}, "preference.loss: there is no kind 'dpo'. Kinds: bradley_terry"),
         ({"preference": {"loss": "bradley_terry", "sft": 1.0}}, "preference.sft: a reward model has no likelihood"),
-        ({"model": {"path": "m", "lora": {}}}, "model.lora: adapters of a reward model are not written"),
         ({"reference": {"precompute": True}}, "bradley_terry compares with no reference; leave precompute out"),
         (
             {"evaluation": {"sets": {"a": {"path": "x"}}, "completions": {"samples": 3}}},

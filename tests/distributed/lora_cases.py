@@ -11,8 +11,8 @@ from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
 from holdfast.data.packing import pack
 from holdfast.data.weights import Share
-from holdfast.models.lora import adapters_off
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.models.adapters import adapters_off
+from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor, live_tensors
 from holdfast.recipes.sft import sft, sft_step
@@ -53,4 +53,33 @@ def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str,
         "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy)},
         "parameters": {name: full_tensor(value).clone() for name, value in parameters.items()},
         "trained": {name: (str(value.dtype), value.requires_grad) for name, value in parameters.items()},
+    }
+
+
+def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
+    """Train; return the parameters at both ends, the losses, and what an engine and the frozen model would compute."""
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+
+    def parameters() -> dict[str, Any]:
+        found = sharded_parameters(training.policy)
+        return {name: full_tensor(value).clone().numpy() for name, value in found.items()}
+
+    start, before = parameters(), probe(training.policy)
+    lines = [sft_step(training) or {} for _ in range(steps)]
+    after = probe(training.policy)
+    with adapters_off(training.policy):
+        off = probe(training.policy)
+    own = [local_part(value.data) for value in training.policy.parameters()]
+    return {
+        "start": start,
+        "parameters": parameters(),
+        "losses": [line["loss"] for line in lines],
+        "norms": [line["grad_norm"] for line in lines],
+        "before": before,
+        "after": after,
+        "off": off,
+        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy)},
+        "packed": sum(part.numel() for part in own if part.dtype == torch.uint8),
+        "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.plan.shard_bytes),
+        "numbers": (training.plan.parameters, training.plan.trainable),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -254,6 +255,31 @@ def test_adapters_go_on_from_a_directory_and_others_are_refused(pools: Any, llam
     tree["model"]["lora"] = LORA | {"path": adapter, "rank": 5}
     errors = pools(2).errors(look, tree, ROWS, 0)
     assert "holds other adapters than model.lora describes" in errors[0][1]
+
+
+def test_adapters_of_another_base_are_refused_unless_they_are_asked_for(
+    pools: Any, llama: Path, tmp_path: Path
+) -> None:
+    pools(2).run(run, saved(tmp_path, llama, 1))
+    other = tiny_directory(tmp_path / "other", "llama", tie_word_embeddings=True, seed=5)
+    adapter = tmp_path / "r/exports/final-adapter"
+    lora = LORA | {"path": str(adapter)}
+
+    def beside(base: Path, **more: Any) -> dict[str, Any]:
+        return settings(str(base)) | {"model": {"path": str(base), "dtype": "float32", "lora": lora | more}}
+
+    errors = pools(2).errors(look, beside(other), ROWS, 0)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ModelError"
+    assert "final-adapter holds adapters that were trained beside other weights than those in" in errors[0][1]
+    assert re.search(r"the mark of their files is \w{12}, here it is \w{12}\. Name their own model", errors[0][1])
+    pools(2).run(look, beside(other, any_base=True), ROWS, 0)
+    shutil.copytree(llama, tmp_path / "copy")
+    pools(2).run(look, beside(tmp_path / "copy"), ROWS, 0)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(tensors, adapter / "adapter_model.safetensors")  # as peft writes it, without a mark
+    pools(2).run(look, beside(other), ROWS, 0)
 
 
 def test_rollouts_follow_the_adapters(pools: Any, llama: Path) -> None:

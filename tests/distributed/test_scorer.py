@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored
+from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter
 from holdfast.config.reward import ModelRewardConfig
 from holdfast.config.verbs import run_from_mapping
 from holdfast.data.characters import character_tokenizer
 from holdfast.metrics.sink import read_metrics
+from holdfast.models.names import canonical_name
 from holdfast.models.reward_model import RewardModel
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
@@ -56,8 +59,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_hand() -> dict[str, Any]:
+    return updated(scorer(torch.float64))
+
+
+def updated(model: Any) -> dict[str, Any]:
     """Make the updates with plain transformers, a text at a time, and the loss's derivatives by hand."""
-    model = scorer(torch.float64)
     losses, margins, gradients = [], [], []
     for start in range(0, len(ROWS), 4):
         total, gap, linear = 0.0, 0.0, torch.zeros((), dtype=torch.float64)
@@ -137,6 +143,64 @@ def test_a_run_from_a_language_model_resumes_and_exports_a_model_that_grpo_score
         assert told.scores([told.text(row["prompt"], row["chosen"], {})]) == pytest.approx([expected], abs=1e-5)
     export_stored([find.one(str(resumed / "r"))], tmp_path / "stored")
     assert (tmp_path / "stored/model.safetensors").read_bytes() == (Path(again) / "model.safetensors").read_bytes()
+
+
+LORA = {"rank": 4, "alpha": 8.0, "dora": True}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_of_a_reward_model_are_trained_as_peft_trains_them(pools: Any, directory: Path, ranks: int) -> None:
+    values = settings(str(directory), preference={"loss": LOSS}, model={"lora": LORA})
+    start = pools(ranks).run(started, values)[0]
+    model = scorer(torch.float64)
+    layers = [path for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and "layers" in path]
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=layers), model)
+    for path, value in model.named_parameters():
+        value.requires_grad_("lora_" in path or path == "score.weight")
+        if "lora_" in path:
+            value.data = torch.tensor(start[canonical_name(path)], dtype=torch.float64)
+    expected = updated(model)
+
+    found = pools(ranks).run(train, values, ROWS)[0]
+
+    gradients = [{canonical_name(path): value for path, value in step.items()} for step in expected["gradients"]]
+    parameters = {canonical_name(path): value for path, value in expected["parameters"].items()}
+    assert_same(found, expected | {"gradients": gradients, "parameters": parameters})
+    assert "score.weight" in gradients[0]
+
+
+def test_adapters_of_a_reward_model_resume_export_merged_and_alone_and_start_another_run(
+    pools: Any, tmp_path: Path
+) -> None:
+    tiny_directory(tmp_path / "model", "llama")
+
+    def values(steps: int, **lora: Any) -> dict[str, Any]:
+        made = tree(tmp_path / "model", tmp_path, steps)
+        return made | {"model": made["model"] | {"lora": LORA | lora}}
+
+    pools(2).run(trained, values(2), ROWS)
+    (export,) = pools(1).run(trained, values(4), ROWS)
+
+    adapter = Path(f"{export}-adapter")
+    assert [line["step"] for line in read_metrics(tmp_path / "r/metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
+    merged = AutoModelForSequenceClassification.from_pretrained(export)
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1, pad_token_id=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers renamed
+        adapted = PeftModel.from_pretrained(base, adapter)
+    tokens = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        scores = [model.eval()(input_ids=tokens).logits for model in (merged, adapted)]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-5, atol=1e-5)
+    assert abs(float(scores[0])) > 1e-3
+    export_stored_adapter(find.one(str(tmp_path / "r")), tmp_path / "again")
+    for file in adapter.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+    again = pools(2).run(started, values(2, path=str(adapter)) | {"run": {"dir": str(tmp_path), "name": "other"}})[0]
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert "base_model.model.score.weight" in stored
+    for name, value in stored.items():
+        np.testing.assert_array_equal(again[name.removeprefix("base_model.model.")], value.numpy(), err_msg=name)
 
 
 def started(world: World, values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import pytest
 
 from holdfast.config.lora import LoRAConfig
 from holdfast.errors import ModelError
-from holdfast.models.lora import adapters_of, add_adapters
+from holdfast.models.adapters import adapters_of
+from holdfast.models.lora import add_adapters
 from tests.models.architectures import settings_of
 from tests.tiny import tiny_model
 

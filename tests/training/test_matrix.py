@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint import find
+from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter
 from tests.training.matrix import ARCHITECTURES, LARGEST_DIFFERENCE, MIXTURES, VISION, walk
 from tests.training.matrix_table import row_of, table_in
 
@@ -34,6 +36,40 @@ def test_adapters_of_an_architecture_export_merged_and_alone(pools: Any, tmp_pat
 
     assert walked.difference < LARGEST_DIFFERENCE < walked.moved
     assert walked.adapter_difference < LARGEST_DIFFERENCE
+
+
+OTHER_KINDS = {
+    "llama with DoRA": {"rank": 4, "dora": True, "ranks": {"q_proj": 6}},
+    "qwen3_moe with experts": {"rank": 4, "experts": "all", "ranks": {"experts.down": 2}},
+    "mixtral with experts alone": {"rank": 4, "targets": [], "experts": ["experts.gate_up_proj"]},
+    "gpt_oss with experts": {"rank": 4, "experts": "all"},
+    "olmoe with experts": {"rank": 4, "experts": "all"},
+    "deepseek_v3 with experts": {"rank": 4, "experts": "all"},
+    "qwen2_5_vl with DoRA": {"rank": 4, "dora": True},
+}
+QUICK_KINDS = {"llama with DoRA", "qwen3_moe with experts"}
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # peft looks among layers alone
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK_KINDS else pytest.mark.slow) for kind in OTHER_KINDS]
+)
+def test_other_adapters_export_merged_and_alone_from_the_run_and_from_its_checkpoint(
+    pools: Any, tmp_path: Path, kind: str
+) -> None:
+    walked = walk(pools, kind.split(maxsplit=1)[0], tmp_path, OTHER_KINDS[kind])
+
+    assert walked.difference < LARGEST_DIFFERENCE < walked.moved
+    assert walked.adapter_difference < LARGEST_DIFFERENCE
+    last = find.one(str(tmp_path / "r"))
+    export_stored([last], tmp_path / "again")
+    export_stored_adapter(last, tmp_path / "again-adapter")
+    for name in ("", "-adapter"):
+        first, again = (
+            folder.with_name(folder.name + name) for folder in (tmp_path / "r/exports/final", tmp_path / "again")
+        )
+        (weights,) = first.glob("*.safetensors")
+        assert (again / weights.name).read_bytes() == weights.read_bytes()
 
 
 def test_every_architecture_is_documented() -> None:

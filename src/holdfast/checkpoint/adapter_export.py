@@ -5,37 +5,47 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from holdfast.checkpoint.export import (
     ExportFailed,
-    all_hashes,
     check_bytes,
     check_target,
     replace_directory,
     settled,
     write_texts,
 )
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.models.adapter_files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
 from holdfast.models.conversion import Header
-from holdfast.models.lora import PEFT_PREFIX, SETTINGS, WEIGHTS, adapters_of
-from holdfast.models.safetensors_files import read_header
+from holdfast.models.safetensors_files import read_header, write_file
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 
 
+@dataclass(frozen=True)
+class Description:
+    """What peft, and a later run, must know of adapters."""
+
+    settings: str
+    """adapter_config.json"""
+    base: str | None
+    """The mark of the weights they were trained beside; None for none that lie in files."""
+
+
 def export_adapters(
-    policy: nn.Module, settings: str, directory: Path, exchange: ProcessExchange, texts: Mapping[str, str]
+    policy: nn.Module, about: Description, directory: Path, exchange: ProcessExchange, texts: Mapping[str, str]
 ) -> None:
     """Write `directory`, whole or not at all; every rank calls this, rank 0 writes.
 
     Args:
         policy: The sharded model, with adapters.
-        settings: adapter_config.json.
+        about: Of its adapters.
         directory: Replaced if it exists.
         exchange: The ranks.
         texts: Small files to lay beside, by name.
@@ -47,14 +57,15 @@ def export_adapters(
         if exchange.rank == 0:
             check_target(directory)
     parameters = sharded_parameters(policy)
-    names = [name for adapter in adapters_of(policy).values() for name in (adapter.a, adapter.b)]
-    tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names}
+    tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names_in_file(policy)}
     with exchange.together():
         if exchange.rank == 0:
-            write_adapters(directory, tensors, {**texts, SETTINGS: settings})
+            write_adapters(directory, tensors, about, texts)
 
 
-def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+def write_adapters(
+    directory: Path, tensors: Mapping[str, Tensor], about: Description, texts: Mapping[str, str]
+) -> None:
     """Write what `export_adapters` does, on one process, from tensors under peft's names.
 
     Raises:
@@ -64,11 +75,14 @@ def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mappin
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
-        save_file(dict(tensors), staging / WEIGHTS, metadata={"format": "pt"})
-        hashes = all_hashes(staging, write_texts(staging, texts))
+        wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
+        # Not by safetensors' own function, which writes notes in another order each time.
+        with LocalStorage(staging).create(WEIGHTS, sync=False) as file:
+            notes = {} if about.base is None else {BASE: about.base}
+            write_file(file, wanted, ((name, iter([tensors[name]])) for name in wanted), notes)
+        hashes = {WEIGHTS: file.hexdigest(), **write_texts(staging, {**texts, SETTINGS: about.settings})}
         with settled(staging, hashes):
             check_bytes(staging, hashes)
-        wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")
         replace_directory(staging, directory)

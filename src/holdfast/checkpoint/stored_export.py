@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import tempfile
@@ -16,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from holdfast.checkpoint.adapter_export import write_adapters
+from holdfast.checkpoint.adapter_export import Description, write_adapters
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.export import (
     EXPORTED_CONFIG,
@@ -32,17 +33,22 @@ from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
-from holdfast.config.lora import LoRAConfig
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError
-from holdfast.models.build import Blueprint, described
+from holdfast.models.adapter_files import PEFT_PREFIX
+from holdfast.models.build import Blueprint, described, storage_of
 from holdfast.models.conversion import Header
-from holdfast.models.lora import PEFT_PREFIX, SETTINGS, merged, peft_settings, scale_of
+from holdfast.models.lora import add_adapters
+from holdfast.models.merging import Join, joins_of
+from holdfast.models.scorer import LAYER
 from holdfast.optim.tagged import decode
 from holdfast.parallel.collectives import ProcessExchange
 
 STORED_HEADERS = "stored_headers.json"
 """Names and shapes of the files that the weights once came from: an export gives tensors these names again."""
+
+ADAPTERS = "adapters.json"
+"""What is written of a run's adapters beside their tensors."""
 
 
 def export_stored(
@@ -80,7 +86,7 @@ def export_stored(
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
-        held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
+        held, headers = _held(checkpoints, _joins(origin, _model_section(Path(folder))), dtype)
         form = Form(dtype, largest_file_bytes, texts)
         write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
 
@@ -104,7 +110,9 @@ def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtyp
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         _lay_assets(checkpoint, Path(folder))
         text = (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")
-        lora = _adapted(Path(folder))
+        lora = _model_section(Path(folder)).lora
+        about = Path(folder) / ADAPTERS
+        described_as = None if not about.exists() else Description(**json.loads(about.read_text(encoding="utf-8")))
     if lora is None:
         raise NoCheckpoint(f"{checkpoint.path} has no adapters: its run had no model.lora. Leave out --adapter.")
     if lora.train:
@@ -112,19 +120,15 @@ def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtyp
             f"{checkpoint.path} has more than adapters: model.lora.train trained {', '.join(lora.train)} whole, which "
             "peft's two files do not hold. Leave out --adapter."
         )
+    if described_as is None:
+        raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
     held = ModelTensors([checkpoint])
     tensors = {}
     with _reading(checkpoint):
         for name in held:
-            if ".lora_" in name:
+            if ".lora_" in name or name == LAYER:
                 tensors[PEFT_PREFIX + name] = held[name] if dtype is None else held[name].to(dtype)
-    ranks = {
-        name.removesuffix(".lora_A.weight"): header.shape[0]
-        for name, header in checkpoint.model_headers(None).items()
-        if name.endswith(".lora_A.weight")
-    }
-    settings = peft_settings(ranks, lora, yaml.safe_load(text)["model"].get("path") or "")
-    write_adapters(directory, tensors, {EXPORTED_CONFIG: text, SETTINGS: settings})
+    write_adapters(directory, tensors, described_as, {EXPORTED_CONFIG: text})
 
 
 def _check_writable(place: Path) -> None:
@@ -167,41 +171,54 @@ class _Read(Mapping[str, Tensor]):
 
 
 def _held(
-    checkpoints: Sequence[StoredCheckpoint], lora: LoRAConfig | None, dtype: torch.dtype | None
+    checkpoints: Sequence[StoredCheckpoint], joins: Mapping[str, Join], dtype: torch.dtype | None
 ) -> tuple[Mapping[str, Tensor], dict[str, Header]]:
     """Return the model's tensors, each adapter in its matrix, and their shapes."""
     headers, tensors = checkpoints[-1].model_headers(dtype), ModelTensors(checkpoints)
-    if lora is None:
+    if not joins:
         return tensors, headers
-    whole = {name: header for name, header in headers.items() if ".lora_" not in name}
-    return _Adapted([ModelTensors([checkpoint]) for checkpoint in checkpoints], tensors, lora, whole), whole
+    for name, join in joins.items():
+        for part in join.parts[1:]:
+            del headers[part]
+        if join.header is not None:
+            headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
+    return _Joined([ModelTensors([checkpoint]) for checkpoint in checkpoints], tensors, joins, headers), headers
 
 
-def _adapted(folder: Path) -> LoRAConfig | None:
-    """Return the run's adapters."""
-    values = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"].get("lora")
-    return None if values is None else LoRAConfig(**values)
+def _model_section(folder: Path) -> ModelConfig:
+    """Return the run's model section."""
+    return ModelConfig(**yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"])
 
 
-class _Adapted(Mapping[str, Tensor]):
+def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
+    """Return how matrices come out of the parameters that a run saved; none without adapters."""
+    if section.lora is None:
+        return {}
+    model = copy.deepcopy(origin.skeleton)
+    add_adapters(model, section.lora, storage_of(section)[1])
+    return joins_of(model)
+
+
+class _Joined(Mapping[str, Tensor]):
     """Model tensors with their adapters merged; of several checkpoints the mean of what each one computes with."""
 
     def __init__(
-        self, each: Sequence[ModelTensors], together: ModelTensors, lora: LoRAConfig, headers: Mapping[str, Header]
+        self,
+        each: Sequence[ModelTensors],
+        together: ModelTensors,
+        joins: Mapping[str, Join],
+        headers: Mapping[str, Header],
     ) -> None:
-        self._each, self._together, self._lora, self._headers = each, together, lora, headers
+        self._each, self._together, self._joins, self._headers = each, together, joins, headers
 
     def __getitem__(self, name: str) -> Tensor:
-        path = name.removesuffix("weight")
-        if f"{path}lora_A.weight" not in self._together:
+        if name not in self._joins:
             return self._together[name]
-        total = sum(self._merged(tensors, name, path).to(torch.float64) for tensors in self._each)
+        join = self._joins[name]
+        wholes = [join.run([tensors[part] for part in join.parts]) for tensors in self._each]
+        total = sum(whole.to(torch.float64) for whole in wholes)
         assert isinstance(total, Tensor)
-        return (total / len(self._each)).to(self._each[-1][name].dtype)
-
-    def _merged(self, tensors: ModelTensors, name: str, path: str) -> Tensor:
-        a = tensors[f"{path}lora_A.weight"]
-        return merged(tensors[name], a, tensors[f"{path}lora_B.weight"], scale_of(self._lora, a.shape[0]))
+        return (total / len(wholes)).to(wholes[-1].dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._headers)

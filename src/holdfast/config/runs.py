@@ -106,6 +106,7 @@ class TrainingConfig(_Root):
         yield from self.storage_mistakes()
         yield from self._metrics()
         yield from self._routers()
+        yield from self._compiled_adapters()
         if not self.evaluation.sets and self.data.validation_split == 0:
             for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
                 if getattr(self.evaluation, name) is not None:
@@ -145,6 +146,16 @@ class TrainingConfig(_Root):
                 "model.router_loss",
                 f"batch balances what one forward pass sees, and {splits}, so its result would depend on the split. "
                 "Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: true}",
+            )
+
+    def _compiled_adapters(self) -> Iterator[Mistake]:
+        lora = self.model.lora
+        key = "" if lora is None else "experts" if lora.experts else "quantize" if lora.quantize else ""
+        if key and self.parallel.compile == "blocks":
+            yield (
+                "parallel.compile",
+                f"blocks, but model.lora.{key} computes with matrices that are made anew in every forward pass, which "
+                "is not built for compiled blocks; use head or off",
             )
 
     def _splits(self) -> str:

@@ -46,5 +46,3 @@ class ScorerConfig(DPOConfig):
             yield "preference.sft", "a reward model has no likelihood of an answer; leave it out"
         if self.evaluation.completions is not None:
             yield "evaluation.completions", "a reward model scores answers and writes none; leave it out"
-        if self.model.lora is not None:
-            yield "model.lora", "adapters of a reward model are not written; train it whole, or freeze by model.freeze"

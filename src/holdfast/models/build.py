@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from holdfast.config.model import ModelConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
+from holdfast.models.adapter_files import AdapterSource, check_base
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import (
     apply_overrides,
@@ -30,7 +31,7 @@ from holdfast.models.configuration import (
 )
 from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
-from holdfast.models.lora import AdapterSource, add_adapters
+from holdfast.models.lora import add_adapters
 from holdfast.models.names import named_parameters
 from holdfast.models.origin import load_tokenizer, locate, read_config
 from holdfast.models.random_start import RandomSource
@@ -102,13 +103,12 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if config.lora is not None:
-        notes.append(add_adapters(model, config.lora))
+        notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
     freeze(model, config.freeze)
     drawn = seed if scorer or directory is None else None
     source, used = _source(skeleton, live, directory, (old_vocabulary, new_vocabulary), drawn)
     if config.lora is not None:
-        at = None if config.lora.path is None else locate(config.lora.path, config, base, weights=True)
-        source = AdapterSource.of(source, model, config.lora, seed, at)
+        source = _with_adapters(config, base, model, source, seed, directory)
     family = family_of(skeleton)
     packed = _choose_attention(model, family, config.attention, notes)
     return Blueprint(
@@ -125,6 +125,29 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         tuple(notes),
         load_image_processor(config, raw_config, places),
     )
+
+
+def storage_of(config: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes that trained and frozen parameters are stored in."""
+    trained: torch.dtype = getattr(torch, config.dtype)
+    return trained, trained if config.frozen_dtype == "same" else getattr(torch, config.frozen_dtype)
+
+
+def _with_adapters(  # noqa: PLR0913 - what they lie in, and what they start from
+    config: ModelConfig, base: Path, model: Any, source: WeightSource, seed: int, directory: Path | None
+) -> AdapterSource:
+    """Return a source of a model's tensors and of its adapters.
+
+    Raises:
+        ModelError: Adapters to start from are others, or were trained beside other weights.
+    """
+    lora = config.lora
+    assert lora is not None
+    at = None if lora.path is None else locate(lora.path, config, base, weights=True)
+    found = AdapterSource.of(source, model, lora, seed, at, storage_of(config)[1])
+    if found.stored is not None and directory is not None:
+        check_base(directory, found.stored, lora)
+    return found
 
 
 def _meet_tokenizer(config: ModelConfig, raw_config: Any, tokenizer: Any, live: Any) -> tuple[int, int]:

@@ -9,16 +9,15 @@ from torch import nn
 POLICY_PREFIX = "language_model."
 """Where `PolicyModel` keeps the transformers model."""
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
-_ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|base_layer(?!\.(?:base_layer\.)*lora_))\.")
+"""peft nests the adapters of several stacks of one module, and tells them apart by a `base_layer` before them."""
+_ADAPTER = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.")
 """peft keeps a layer inside its adapter, and adapters by name."""
 
 
 def canonical_name(name: str) -> str:
     """Return the name transformers gives a parameter, without the marks of checkpointing, compiling, adapters, root."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return _ADAPTER.sub(r".\1.", name).removeprefix(POLICY_PREFIX)
+    return _ADAPTER.sub(r".\1.", _WRAPPERS.sub("", name)).removeprefix(POLICY_PREFIX)
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.configuration import refusals
@@ -16,6 +18,27 @@ _PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</
 """Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
 
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
+
+
+_EDGE = 2**20
+"""Bytes at either end of a weights file that stand for all of it."""
+
+
+def files_mark(directory: Path) -> str:
+    """Return what tells the weights in a directory from others, without reading all of them."""
+    files = sorted(directory.glob("*.safetensors"))
+    return _hash("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
+
+
+def _edges_hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        first = opened.read(_EDGE)
+        opened.seek(max(0, file.stat().st_size - _EDGE))
+        return _hash(first + opened.read(_EDGE))
+
+
+def _hash(data: bytes) -> str:
+    return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path:

@@ -80,8 +80,11 @@ class Routers:
             self._seen = None
 
     def unused(self, name: str, shape: Sequence[int]) -> float:
-        """Return how many elements of a parameter a token does not meet: those of experts it is not sent to."""
-        if ".experts." not in name or len(shape) < 2 or re.search(r"\.experts\.\d", name):
+        """Return how many elements of a parameter a token does not meet: those of experts it is not sent to.
+
+        Adapters of a stack are multiplied out for all experts, whatever tokens are sent where.
+        """
+        if ".experts." not in name or ".lora_" in name or len(shape) < 2 or re.search(r"\.experts\.\d", name):
             return 0.0
         return prod(shape) * max(0.0, 1 - self.top_k / shape[0])
 

@@ -171,7 +171,10 @@ def tensor_bytes(header: Header) -> int:
 
 
 def write_file(
-    file: IO[bytes] | RawIOBase, headers: Mapping[str, Header], tensors: Iterator[tuple[str, Iterator[Tensor]]]
+    file: IO[bytes] | RawIOBase,
+    headers: Mapping[str, Header],
+    tensors: Iterator[tuple[str, Iterator[Tensor]]],
+    notes: Mapping[str, str] | None = None,
 ) -> None:
     """Write one file from tensors that arrive in the order of `headers`; what follows them is left in the iterator.
 
@@ -179,11 +182,12 @@ def write_file(
         file: Open for writing.
         headers: Names, shapes and dtypes of its tensors.
         tensors: Names, and each tensor in pieces of consecutive rows.
+        notes: Words to keep in the file's header.
 
     Raises:
         ValueError: A tensor has another name, size or dtype than planned.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
     position = 0
     for name, header in headers.items():
         end = position + tensor_bytes(header)

@@ -26,6 +26,8 @@ class ParameterInfo:
     trainable: bool
     aliases: tuple[str, ...] = ()
     """Other names of a tied parameter."""
+    stands_for: int = 0
+    """Numbers that it packs, where those are more than its elements."""
 
     @property
     def numel(self) -> int:
@@ -35,7 +37,7 @@ class ParameterInfo:
     @property
     def bytes_(self) -> int:
         """Size in storage."""
-        return self.numel * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype, 4)
+        return self.numel * {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}.get(self.dtype, 4)
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,10 @@ def plan_shards(
     groups = _groups(modules, blocks, towers, config)
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
-    storage = {parameter.dtype for parameter in parameters if parameter.trainable or not trained}
+    numbers = [parameter for parameter in parameters if not parameter.stands_for]
+    storage = {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
-    one_dtype = {parameter.dtype for parameter in parameters if parameter.shape} == {compute}
     return ShardPlan(
         units=_units(parameters, groups, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
@@ -155,11 +157,16 @@ def plan_shards(
         reduce_dtype=wide,
         reduce_last_only=_reduce_last_only(config, storage),
         cpu_offload=config.cpu_offload,
-        sharded=not (shard == 1 and config.replicate == 1 and one_dtype and not config.cpu_offload),
+        sharded=not (shard == 1 and config.replicate == 1 and _is_whole(numbers, compute) and not config.cpu_offload),
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
     )
+
+
+def _is_whole(numbers: Sequence[ParameterInfo], compute: str) -> bool:
+    """Whether all that is gathered elsewhere is stored as it is computed with."""
+    return {parameter.dtype for parameter in numbers if parameter.shape} == {compute}
 
 
 def _shard_bytes(parameters: Sequence[ParameterInfo], shard: int) -> int:
@@ -168,7 +175,7 @@ def _shard_bytes(parameters: Sequence[ParameterInfo], shard: int) -> int:
 
 
 def _count(parameters: Sequence[ParameterInfo]) -> int:
-    return sum(parameter.numel for parameter in parameters)
+    return sum(parameter.stands_for or parameter.numel for parameter in parameters)
 
 
 def _units(

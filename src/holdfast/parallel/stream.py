@@ -11,32 +11,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.models.conversion import Conversion, Header
-from holdfast.models.lora import adapters_of, merged
+from holdfast.models.merging import Join, joins_of
 from holdfast.models.names import canonical_name
 from holdfast.parallel.materialise import sharded_parameters
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A matrix with its adapter: what an engine and an export see of a layer. It exists only once it is gathered."""
+    """A matrix with its adapter, or out of 4 bits: what an engine and an export see of a layer.
 
-    base: Tensor
-    a: Tensor
-    b: Tensor
-    scale: float
+    It exists only once its parts are gathered.
+    """
+
+    parts: tuple[Tensor, ...]
+    join: Join
 
     @property
     def shape(self) -> torch.Size:
         """Of the matrix."""
-        return self.base.shape
+        return self.parts[0].shape if self.join.header is None else torch.Size(self.join.header.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the matrix."""
-        return self.base.dtype
+        return self.parts[0].dtype if self.join.header is None else self.join.header.dtype
 
     def is_floating_point(self) -> bool:
-        """Return True: adapters sit on nothing else."""
+        """Return True: nothing else is joined."""
         return True
 
 
@@ -48,11 +49,12 @@ def held_tensors(policy: nn.Module) -> dict[str, Holding]:
 
     Adapters are no tensors of a directory: their matrices hold them.
     """
-    held: dict[str, Holding] = dict(sharded_parameters(policy))
-    for name, adapter in adapters_of(policy).items():
-        base, a, b = held[name], held.pop(adapter.a), held.pop(adapter.b)
-        assert isinstance(base, Tensor) and isinstance(a, Tensor) and isinstance(b, Tensor)  # noqa: PT018 - one fact
-        held[name] = Merged(base, a, b, adapter.scale)
+    parameters = sharded_parameters(policy)
+    held: dict[str, Holding] = dict(parameters)
+    for name, join in joins_of(policy).items():
+        for part in join.parts:
+            held.pop(part, None)
+        held[name] = Merged(tuple(parameters[part] for part in join.parts), join)
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
         if canonical_name(name) in stored:
@@ -72,7 +74,7 @@ def headers_of(held: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[s
 def full_tensor(tensor: Holding) -> Tensor:
     """Gather a tensor; every rank calls this for the same tensors in the same order."""
     if isinstance(tensor, Merged):
-        return merged(full_tensor(tensor.base), full_tensor(tensor.a), full_tensor(tensor.b), tensor.scale)
+        return tensor.join.run([full_tensor(part) for part in tensor.parts])
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -83,9 +85,8 @@ def whole_on_first(tensor: Holding) -> Tensor | None:
     Shards travel straight into their rows, so rank 0 holds one tensor and the others nothing but their shards.
     """
     if isinstance(tensor, Merged):
-        parts = [whole_on_first(part) for part in (tensor.base, tensor.a, tensor.b)]
-        base, a, b = parts
-        return None if base is None or a is None or b is None else merged(base, a, b, tensor.scale)
+        parts = [part for part in map(whole_on_first, tensor.parts) if part is not None]
+        return tensor.join.run(parts) if parts else None
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return tensor.detach() if rank == 0 else None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_assets
-from holdfast.checkpoint.stored_export import STORED_HEADERS, headers_json
+from holdfast.checkpoint.stored_export import ADAPTERS, STORED_HEADERS, headers_json
+from holdfast.models.adapter_files import AdapterSource
 from holdfast.models.weights_in import StoredSource
 from holdfast.training import directory
+from holdfast.training.exports import describe_adapters
 from holdfast.training.run import Run
 
 
@@ -24,7 +28,12 @@ def run_assets(run: Run) -> dict[str, bytes]:
                 for file in sorted(Path(folder).rglob("*"))
                 if file.is_file()
             }
-        if isinstance(run.origin.source, StoredSource):
-            run.assets[STORED_HEADERS] = headers_json(dict(run.origin.source.stored.headers))
+        source = run.origin.source
+        source = source.base if isinstance(source, AdapterSource) else source
+        if isinstance(source, StoredSource):
+            run.assets[STORED_HEADERS] = headers_json(dict(source.stored.headers))
+        about = describe_adapters(run)
+        if about is not None:
+            run.assets[ADAPTERS] = json.dumps(asdict(about), sort_keys=True).encode()
         run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.config).encode()
     return run.assets

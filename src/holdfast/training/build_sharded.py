@@ -11,8 +11,9 @@ from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.attention import upstream_attention
-from holdfast.models.build import Blueprint, set_storage
+from holdfast.models.build import Blueprint, set_storage, storage_of
 from holdfast.models.family import blocks_of
+from holdfast.models.four_bit import four_bit_layers
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
@@ -37,8 +38,7 @@ def build_policy(
     """
     mesh = together(exchange, lambda: build_mesh(config.parallel, world))
     images = together(exchange, lambda: image_side_of(config, origin))
-    storage = getattr(torch, config.model.dtype)
-    frozen = storage if config.model.frozen_dtype == "same" else getattr(torch, config.model.frozen_dtype)
+    storage, frozen = storage_of(config.model)
     set_storage(origin.model, storage, frozen)
     if not trained:
         origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
@@ -115,6 +115,7 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
 def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
     """Plan the shards of a policy on the meta device."""
     ties = tied_names(policy)
+    packs = {name: layer.in_features * layer.out_features for name, layer in four_bit_layers(policy)}
     parameters = [
         ParameterInfo(
             name,
@@ -122,6 +123,7 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
             str(value.dtype).removeprefix("torch."),
             value.requires_grad,
             ties.get(name, ()),
+            packs.get(name, 0),
         )
         for name, value in named_parameters(policy).items()
     ]

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.checkpoint.adapter_export import export_adapters
+from holdfast.checkpoint.adapter_export import Description, export_adapters
 from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
-from holdfast.models.lora import adapter_ranks, peft_settings
+from holdfast.models.adapter_files import peft_settings
+from holdfast.models.adapters import adapters_of
+from holdfast.models.origin import files_mark
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -23,15 +25,17 @@ def check_export(run: Run) -> None:
         ModelError: A parameter has no place in it.
     """
     check_names(run.policy, run.origin, _dtype(run))
-    _adapter_settings(run)
+    describe_adapters(run)
 
 
-def _adapter_settings(run: Run) -> str | None:
-    """Return adapter_config.json; None of a run that exports no adapters."""
+def describe_adapters(run: Run) -> Description | None:
+    """Return what is written of a run's adapters beside their tensors; None of a run that exports none."""
     lora = run.config.model.lora
     if lora is None or lora.train:  # peft's two files would lack what is trained whole
         return None
-    return peft_settings(adapter_ranks(run.policy), lora, run.config.model.path or "")
+    settings = peft_settings(adapters_of(run.policy), lora, run.config.model.path or "", scorer=run.config.scores)
+    directory = run.origin.directory
+    return Description(settings, None if directory is None else files_mark(directory))
 
 
 def export_run(run: Run, name: str) -> str:
@@ -62,10 +66,10 @@ def _export(run: Run, name: str) -> str:
             extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
             reached=lambda name: run.world.failure.phase(f"export: {name}"),
         )
-        settings = _adapter_settings(run)
-        if settings is not None:
+        about = describe_adapters(run)
+        if about is not None:
             texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
-            export_adapters(run.policy, settings, place.with_name(f"{name}-adapter"), run.exchange, texts)
+            export_adapters(run.policy, about, place.with_name(f"{name}-adapter"), run.exchange, texts)
     return str(place)
 
 

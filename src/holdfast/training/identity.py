@@ -20,6 +20,7 @@ from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
+from holdfast.models.origin import files_mark
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -32,8 +33,8 @@ _OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "co
 _SAMPLED_BY = {
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
 }  # fmt: skip
-_EDGE = 2**20
-"""Bytes at either end of a weights file that stand for all of it."""
+_OF_LATER = ("dora", "experts", "quantize", "any_base")
+"""Keys of model.lora that runs of earlier versions had not: without them, a run is what it was."""
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -53,9 +54,8 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     files = {key: hash_file(path) for key, path in _user_files(config, base)}
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
-    if config.model.lora is not None:
-        model["model.lora"] = config.model.lora.model_dump_json()
-    if _has_reference(config) or config.checkpoint.frozen == "skip":
+    model |= _adapters(config)
+    if _starts_from_files(config):
         model["model.path"] = weights_mark(origin, config.seed)
     return {
         "data": data,
@@ -65,6 +65,20 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
+
+
+def _adapters(config: TrainingConfig) -> dict[str, str]:
+    lora = config.model.lora
+    if lora is None:
+        return {}
+    return {"model.lora": lora.model_dump_json(exclude={name for name in _OF_LATER if not getattr(lora, name)})}
+
+
+def _starts_from_files(config: TrainingConfig) -> bool:
+    """Whether every start of the run reads the weights it began with: those of a reference, or frozen ones."""
+    lora = config.model.lora
+    packed = lora is not None and lora.quantize is not None
+    return packed or config.checkpoint.frozen == "skip" or _has_reference(config)
 
 
 def _images(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
@@ -111,15 +125,7 @@ def weights_mark(origin: Blueprint, seed: int) -> str:
     """
     if origin.directory is None:
         return f"random start of seed {seed}"
-    files = sorted(origin.directory.glob("*.safetensors"))
-    return hash_bytes("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
-
-
-def _edges_hash(file: Path) -> str:
-    with file.open("rb") as opened:
-        first = opened.read(_EDGE)
-        opened.seek(max(0, file.stat().st_size - _EDGE))
-        return hash_bytes(first + opened.read(_EDGE))
+    return files_mark(origin.directory)
 
 
 def differences(then: Identity, now: Identity) -> dict[str, list[str]]:

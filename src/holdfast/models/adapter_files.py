@@ -1,0 +1,245 @@
+"""Adapters in peft's format, and where a model's own start: at random, from the matrices beside them, or from files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.lora import LoRAConfig
+from holdfast.errors import ModelError
+from holdfast.models.adapters import Adapter, adapters_of, lengths
+from holdfast.models.conversion import Header
+from holdfast.models.four_bit import FourBitLinear, four_bit_layers, packed
+from holdfast.models.names import named_parameters
+from holdfast.models.origin import files_mark
+from holdfast.models.safetensors_files import read_header
+from holdfast.models.scorer import LAYER
+from holdfast.models.weights_in import Rows, WeightGroup, WeightSource
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+"""What peft calls its two files."""
+
+PEFT_PREFIX = "base_model.model."
+"""What peft's files put before a name."""
+
+BASE = "holdfast_base"
+"""In the header of our files: the mark of the weights that the adapters were trained beside."""
+
+
+def names_in_file(model: nn.Module) -> list[str]:
+    """Return the canonical names of the parameters that peft's file holds: adapters, and a reward model's layer."""
+    names = [name for adapter in adapters_of(model).values() for name in adapter.names]
+    return [*names, LAYER] if names and LAYER in named_parameters(model) else names
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """Adapters in peft's format."""
+
+    path: Path
+    headers: Mapping[str, Header]
+    base: str | None
+    """The mark of their base; None if whoever wrote them left none."""
+
+    @classmethod
+    def at(cls, directory: Path) -> AdapterFile:
+        """Open a directory that peft, or an export of ours, wrote.
+
+        Raises:
+            ModelError: It holds no adapter.
+        """
+        from safetensors import safe_open
+
+        path = directory / WEIGHTS
+        if not path.exists():
+            raise ModelError(f"model.lora.path: {directory} has no {WEIGHTS}. Name a directory in peft's format.")
+        headers = read_header(path)
+        with safe_open(path, framework="pt") as file:
+            return cls(path, headers, (file.metadata() or {}).get(BASE))
+
+    def read(self, name: str, part: slice) -> Tensor:
+        """Return some rows of a tensor."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            rows: Tensor = file.get_slice(name)[part]
+        return rows
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """A model's tensors, packed where it keeps 4 bits, and behind them its adapters.
+
+    A starts uniform within 1 / sqrt(in), B at zero, a magnitude at the length of each row of the matrix beside it; or
+    all of them as in a directory.
+    """
+
+    base: WeightSource
+    headers: Mapping[str, Header]
+    """Of what is not made of the base."""
+    seed: int
+    stored: AdapterFile | None
+    lengths_of: Mapping[str, str]
+    """Matrix to the magnitude that starts at its lengths."""
+    packed: Mapping[str, FourBitLinear]
+    storage: torch.dtype
+    """Of frozen matrices."""
+
+    @classmethod
+    def of(  # noqa: PLR0913 - what adapters start from
+        cls,
+        base: WeightSource,
+        model: nn.Module,
+        section: LoRAConfig,
+        seed: int,
+        directory: Path | None,
+        storage: torch.dtype,
+    ) -> AdapterSource:
+        """Plan the adapters of a model.
+
+        Raises:
+            ModelError: The directory's adapters are others than the model's.
+        """
+        parameters, adapters = named_parameters(model), adapters_of(model)
+        stored = None if directory is None else AdapterFile.at(directory)
+        names = [name for adapter in adapters.values() for name in (adapter.a, adapter.b)]
+        lengths_of = {name: adapter.magnitude for name, adapter in adapters.items() if adapter.magnitude is not None}
+        if stored is not None:
+            names, lengths_of = names_in_file(model), {}
+        headers = {name: Header(tuple(parameters[name].shape), torch.float32) for name in names}
+        if stored is not None:
+            _refuse_others(headers, stored, str(section.path))
+        return cls(base, headers, seed, stored, lengths_of, dict(four_bit_layers(model)), storage)
+
+    def groups(self) -> Iterator[WeightGroup]:
+        """Yield the model's groups, then one per adapter tensor."""
+        for group in self.base.groups():
+            magnitudes = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
+            layers = {name: self.packed[name] for name in group.targets if name in self.packed}
+            yield _Derived(group, magnitudes, layers, self.storage) if magnitudes or layers else group
+        for name, header in self.headers.items():
+            yield _Start(name, header, self.seed, self.stored)
+
+
+def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> None:
+    """Compare the weights that adapters were trained beside with those in a directory.
+
+    Raises:
+        ModelError: They are others, and that was not allowed.
+    """
+    here = files_mark(directory)
+    if stored.base is None or section.any_base or stored.base == here:
+        return
+    raise ModelError(
+        f"model.lora.path: {stored.path.parent} holds adapters that were trained beside other weights than those in "
+        f"{directory}: the mark of their files is {stored.base[:12]}, here it is {here[:12]}. Name their own model in "
+        "model.path; if it is the same one in other files, set model.lora.any_base: true."
+    )
+
+
+def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str) -> None:
+    there = {name.removeprefix(PEFT_PREFIX): header.shape for name, header in stored.headers.items()}
+    here = {name: header.shape for name, header in headers.items()}
+    if there != here:
+        different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+        raise ModelError(
+            f"model.lora.path {path} holds other adapters than model.lora describes, first at {different[0]}: "
+            f"{there.get(different[0], 'none')} there, {here.get(different[0], 'none')} here. Set rank, targets, "
+            "experts and dora as they were."
+        )
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """Tensors of the base, and what is made of their rows: each rank makes its own."""
+
+    group: WeightGroup
+    magnitudes: Mapping[str, str]
+    packed: Mapping[str, FourBitLinear]
+    storage: torch.dtype
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        whole = dict(self.group.targets)
+        rows = {magnitude: whole[name].shape[:1] for name, magnitude in self.magnitudes.items()}
+        return whole | {name: Header(shape, torch.float32) for name, shape in rows.items()}
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        loaded = self.group.load({name: part for name, part in rows.items() if name in self.group.targets})
+        for name, magnitude in self.magnitudes.items():
+            # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
+            stored = loaded[name].to(self.storage)
+            loaded[magnitude] = lengths(stored.to(torch.promote_types(self.storage, torch.float32)))
+        for name, layer in self.packed.items():
+            loaded[name] = packed(loaded[name], layer.kind)
+        return loaded
+
+
+@dataclass(frozen=True)
+class _Start:
+    name: str
+    header: Header
+    seed: int
+    stored: AdapterFile | None
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        return {self.name: self.header}
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        part = rows[self.name]
+        if self.stored is not None:
+            return {self.name: self.stored.read(PEFT_PREFIX + self.name, part)}
+        if ".lora_B." in self.name:
+            return {self.name: torch.zeros(self.header.shape)[part]}
+        digest = hashlib.sha256(f"{self.seed}:{self.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        bound = 1.0 / math.sqrt(self.header.shape[1])
+        drawn = torch.empty(self.header.shape).uniform_(-bound, bound, generator=generator)
+        return {self.name: drawn[part]}
+
+
+def peft_settings(adapters: Mapping[str, Adapter], section: LoRAConfig, base: str, *, scorer: bool) -> str:
+    """Return adapter_config.json, by which peft loads adapters onto the model in `base`.
+
+    Args:
+        adapters: By the matrices they lie beside.
+        section: The run's.
+        base: A directory or a name on the hub.
+        scorer: Whether the model scores texts; peft then loads its layer `score` too.
+    """
+    from peft import LoraConfig
+
+    layers = {name.removesuffix(".weight"): adapter for name, adapter in adapters.items()}
+    stacks = sorted(name for name, adapter in layers.items() if adapter.experts)
+    settings = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        target_modules=sorted(name for name, adapter in layers.items() if not adapter.experts),
+        target_parameters=stacks or None,
+        lora_dropout=section.dropout,
+        use_rslora=section.rank_stabilised,
+        use_dora=section.dora,
+        rank_pattern=rank_patterns({name: adapter.rank for name, adapter in layers.items()}, section),
+        modules_to_save=[LAYER.removesuffix(".weight")] if scorer else None,
+        base_model_name_or_path=base,
+        task_type="SEQ_CLS" if scorer else "CAUSAL_LM",
+        inference_mode=True,
+    )
+    values: dict[str, Any] = settings.to_dict()
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+    return json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def rank_patterns(ranks: Mapping[str, int], section: LoRAConfig) -> dict[str, int]:
+    """Return peft's patterns of the layers whose rank is not the usual one."""
+    return {f"^{re.escape(path)}$": rank for path, rank in ranks.items() if rank != section.rank}
