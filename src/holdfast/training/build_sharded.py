@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES
@@ -18,6 +19,7 @@ from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.scorer import ScoreModel
 from holdfast.models.selfcheck import check_forward
+from holdfast.models.student import StudentModel
 from holdfast.models.vision import image_side, towers_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
@@ -79,7 +81,7 @@ def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: Router
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
-    made = ScoreModel if config.scores else PolicyModel
+    made = ScoreModel if config.scores else StudentModel if isinstance(config, DistillConfig) else PolicyModel
     return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
 
 

@@ -77,7 +77,7 @@ def build_reference(policy: Evaluation, base: Path, live: Live, *, kind: str, wh
     reference.padded = policy.policy.padded
     reference.eval()
     with exchange.together():
-        _check_place(reference, plan, world.device)
+        check_place(reference, plan, world.device, "reference policy")
     _check_numbers(reference, policy, exchange)
     return reference
 
@@ -95,15 +95,26 @@ def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
         )
 
 
-def _check_place(reference: PolicyModel, plan: ShardPlan, device: torch.device) -> None:
+def check_place(model: PolicyModel, plan: ShardPlan, device: torch.device, title: str) -> None:
+    """See that a frozen model is frozen, and lies where its plan puts it.
+
+    Args:
+        model: Built.
+        plan: Its own.
+        device: Of the rank.
+        title: What messages call it.
+
+    Raises:
+        ModelError: It is not.
+    """
     expected = "cpu" if plan.cpu_offload else device.type
-    for name, parameter in reference.named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            raise ModelError(f"The reference policy would be trained: {name} requires a gradient. Please report this.")
+            raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
-            raise ModelError(f"{name} of the reference policy is on {parameter.device.type}, not on {expected}.")
+            raise ModelError(f"{name} of the {title} is on {parameter.device.type}, not on {expected}.")
         if plan.sharded and not isinstance(parameter, DTensor):
-            raise ModelError(f"{name} of the reference policy is not sharded, although its plan says so.")
+            raise ModelError(f"{name} of the {title} is not sharded, although its plan says so.")
 
 
 @torch.no_grad()
