@@ -8,6 +8,7 @@ chunk's logits of both and a copy in the product's dtype, 3 [n, V], and up to ei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,15 +61,55 @@ class StudentModel(PolicyModel):
         if not isinstance(objective, Taught):
             return super()._scored(hidden, batch, objective, temperature, entropy)
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
-        tokens, head = scored_tokens(batch), self._head()
-        teacher = objective.teacher
-        made = _Comparison(predicted, head, self.head_spec, batch.tokens.flatten()[batch.scored], objective.loss)
-        made.weights, made.entropy = tokens.weights, torch.zeros_like(made.logprobs) if entropy else None
-        with torch.no_grad():
-            teacher.show_predictors(batch, partial(made.run, teacher.head_spec))
-        scores = Scores(made.logprobs, made.is_top, made.entropy)
-        loss: Tensor = _WithGradients.apply(predicted, *head, made.loss(), made.gradients())  # type: ignore[no-untyped-call]
-        return LossSum(loss, scores, objective.sums(scores, tokens) | made.sums())
+        targets, tokens, teacher = batch.tokens.flatten()[batch.scored], scored_tokens(batch), objective.teacher
+        loss, scores, sums = distilled(
+            predicted,
+            self._head(),
+            targets,
+            tokens.weights,
+            objective.loss,
+            self.head_spec,
+            lambda look: teacher.show_predictors(batch, partial(look, teacher.head_spec)),
+            entropy=entropy,
+        )
+        return LossSum(loss, scores, objective.sums(scores, tokens) | sums)
+
+
+Look = Callable[[HeadSpec, Tensor, Head], None]
+"""Takes how a teacher's logits follow from its hidden states, those that predict the tokens, [N, H'], and its head."""
+
+
+def distilled(  # noqa: PLR0913 - both sides of a comparison
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    weights: Tensor,
+    loss: Distillation,
+    spec: HeadSpec,
+    ask: Callable[[Look], None],
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Scores, dict[str, Tensor]]:
+    """Sum a comparison with a teacher over tokens and form its gradients in the same pass.
+
+    Args:
+        hidden: [N, H], the student's hidden state that predicts each token.
+        head: The student's output layer. Columns that only one of both heads has are compared by nobody.
+        targets: [N] int64, the tokens.
+        weights: [N], of their terms.
+        loss: What is compared.
+        spec: How the student's logits follow from hidden states.
+        ask: Lets a function look at the teacher's predictions, once.
+        entropy: Also return the student's entropy.
+
+    Returns:
+        The differentiable sum [], the student's detached scores at temperature 1, and metrics as totals and counts.
+    """
+    made = _Comparison(hidden, head, spec, targets, weights, loss, entropy=entropy)
+    with torch.no_grad():
+        ask(made.look)
+    total: Tensor = _WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
+    return total, Scores(made.logprobs, made.is_top, made.entropy), made.sums()
 
 
 class _Block(NamedTuple):
@@ -84,19 +125,24 @@ class _Block(NamedTuple):
 
 
 class _Comparison:
-    """What comes of N tokens, filled chunk by chunk. Columns that only one of both heads has are compared by nobody."""
+    """What comes of N tokens, filled chunk by chunk."""
 
-    weights: Tensor
-    """[N]"""
-    entropy: Tensor | None
-    """[N], filled if it is wanted"""
-
-    def __init__(self, hidden: Tensor, head: Head, spec: HeadSpec, targets: Tensor, loss: Distillation) -> None:
+    def __init__(  # noqa: PLR0913 - as `distilled`
+        self,
+        hidden: Tensor,
+        head: Head,
+        spec: HeadSpec,
+        targets: Tensor,
+        weights: Tensor,
+        loss: Distillation,
+        *,
+        entropy: bool,
+    ) -> None:
         wanted = torch.is_grad_enabled()
         self._inputs = (hidden, *head)
         self._states, self._head = _wide(hidden, head, spec)
-        self._spec, self._targets, self._loss = spec, targets, loss
         exact = torch.promote_types(self._states.dtype, torch.float32)
+        self._spec, self._targets, self._weights, self._loss = spec, targets, weights.to(exact), loss
         self._by_hidden, self._by_weight, self._by_bias = (
             torch.zeros_like(part, dtype=dtype) if part is not None and part.requires_grad and wanted else None
             for part, dtype in zip(self._inputs, (self._states.dtype, exact, exact), strict=True)
@@ -105,9 +151,10 @@ class _Comparison:
         empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
         self.logprobs, self.divergences, self.teacher_logprobs = (empty(dtype=exact) for _ in range(3))
         self.is_top, self.agrees = (empty(dtype=torch.bool) for _ in range(2))
+        self.entropy = empty(dtype=exact) if entropy else None
 
-    def run(self, spec: HeadSpec, hidden: Tensor, head: Head) -> None:
-        """Compare with a teacher's predictions, given its hidden states [N, H'] and head, and form the gradients."""
+    def look(self, spec: HeadSpec, hidden: Tensor, head: Head) -> None:
+        """Compare with a teacher's predictions, and form the gradients."""
         states, head = _wide(hidden, head, spec)
         vocabulary = self._head.weight.shape[0]
         size = chunk_tokens(self._spec, _BUFFERS * vocabulary, hidden.device)
@@ -120,8 +167,7 @@ class _Comparison:
             for first in range(start, stop, block):
                 rows = slice(first, min(first + block, stop))
                 here = slice(rows.start - start, rows.stop - start)
-                weights = self.weights[rows].to(logits.dtype)
-                self._compare(_Block(logits[here], taught[here], self._targets[rows], weights), rows)
+                self._compare(_Block(logits[here], taught[here], self._targets[rows], self._weights[rows]), rows)
             del taught
             if self._wants_gradients:
                 self._add(logits if slope is None else logits.mul_(slope), slice(start, stop))
@@ -167,10 +213,10 @@ class _Comparison:
         if self._by_bias is not None:
             self._by_bias += by_logits.sum(0)
 
-    def loss(self) -> Tensor:
+    def total(self) -> Tensor:
         """Return the weighted sum []."""
         terms = self.divergences - self._loss.sft_weight * self.logprobs
-        return (terms * self.weights.to(terms.dtype)).sum()
+        return (terms * self._weights).sum()
 
     def gradients(self) -> list[Tensor | None]:
         """Return those of hidden states, weight and bias, in the inputs' dtypes."""

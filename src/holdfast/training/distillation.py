@@ -138,7 +138,7 @@ def _seeds(run: SampledDistillRun, prompt_id: int) -> tuple[int, ...]:
 
 def _fact(group: Group, rank: int) -> GroupFact:
     completions = tuple(
-        CompletionFact(math.nan, {}, one.completion_length, one.tokens.size, one.finish, None, None)
+        CompletionFact(math.nan, {}, one.completion_length, one.tokens.size, one.finish, None, None, {})
         for one in group.trajectories
     )
     return GroupFact(group.prompt.prompt_id, rank, completions)
