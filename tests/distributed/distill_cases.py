@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.verbs import run_from_mapping
 from holdfast.data.packing import unpack
-from holdfast.models.names import named_parameters
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
@@ -20,6 +20,7 @@ from holdfast.recipes.distill import distill, distill_step
 from holdfast.training.build import Live
 from holdfast.training.build_distillation import build_distillation_run
 from holdfast.training.distillation import evaluate_distilled
+from holdfast.training.run import StepAbandoned
 from tests.distributed.preference_cases import descend, parameters_of
 from tests.oracle import distillation as oracle
 
@@ -71,7 +72,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
         metrics = distill_step(run)
         assert metrics is not None
         lines.append(metrics)
-    teacher = named_parameters(run.teacher.model)
+    teacher = sharded_parameters(run.teacher.model)
     placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
     held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
     everyone = [
@@ -87,6 +88,20 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
         "held": held,
         "evaluated": evaluate_distilled(run, interrupted=lambda: False),
     }
+
+
+def abandoned(world: World, tree: dict[str, Any], rows: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Leave a step while the student writes; return where the stream stood before and after, and the next loss."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    before = run.stream.state()
+    run.interrupted = lambda: world.rank == world.size - 1
+    with pytest.raises(StepAbandoned):
+        distill_step(run)
+    after = run.stream.state()
+    run.interrupted = lambda: False
+    line = distill_step(run)
+    assert line is not None
+    return before, after, line["loss"]
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:

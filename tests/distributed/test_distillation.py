@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from holdfast.data.characters import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from tests.distributed.cases import rows_of
-from tests.distributed.distill_cases import by_hand, finished, settings, texts_of, train
+from tests.distributed.distill_cases import abandoned, by_hand, finished, settings, texts_of, train
 from tests.distributed.test_preference import assert_same
 from tests.tiny import tiny_directory, tiny_model
 
@@ -47,14 +47,14 @@ def on_rows() -> dict[str, Any]:
 
 SPLITS = [
     pytest.param(1, {}, {}, {}, id="1 rank"),
-    pytest.param(1, {"tokens_per_micro_batch": 64}, {}, {"head": {"chunk_tokens": 7}}, id="1 rank, packs of 64 tokens"),
-    pytest.param(2, {"packing": "none"}, {}, {}, id="2 ranks, padded"),
-    pytest.param(2, {}, {"kind": "offloaded"}, {"head": {"chunk_tokens": 3}}, id="2 ranks, the teacher in host memory"),
+    pytest.param(1, {"tokens_per_micro_batch": 64}, {}, {"model": {"head": {"chunk_tokens": 7}}}, id="1 rank, packs"),
+    pytest.param(2, {"packing": "none"}, {}, {"parallel": {"reshard": False}}, id="2 ranks, padded, units stay whole"),
+    pytest.param(2, {}, {"kind": "offloaded"}, {"model": {"head": {"chunk_tokens": 3}}}, id="2 ranks, in host memory"),
     pytest.param(4, {"tokens_per_micro_batch": 64}, {}, {}, id="4 ranks, packs of 64 tokens"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "data", "place", "model"), SPLITS)
+@pytest.mark.parametrize(("ranks", "data", "place", "sections"), SPLITS)
 def test_every_split_makes_the_updates_of_full_distributions(  # noqa: PLR0913, PLR0917 - a split and its fixtures
     pools: Any,
     student: Path,
@@ -63,9 +63,9 @@ def test_every_split_makes_the_updates_of_full_distributions(  # noqa: PLR0913, 
     ranks: int,
     data: dict[str, Any],
     place: dict[str, Any],
-    model: dict[str, Any],
+    sections: dict[str, Any],
 ) -> None:
-    tree = settings(student, teacher, distill=DISTILL, data=data, teacher={"path": str(teacher)} | place, model=model)
+    tree = settings(student, teacher, distill=DISTILL, data=data, teacher=place, **sections)
     stored = load_file(teacher / "model.safetensors")
 
     outcomes = pools(ranks).run(train, tree, ROWS)
@@ -117,6 +117,17 @@ def test_on_its_own_texts_the_student_is_compared_where_it_wrote(
             assert 1 <= len(tokens) - len(prompt) <= 9
     lengths = [sum(mask) for _, mask in one["texts"][-1]]
     assert one["lines"][-1]["completions/mean_length"] == np.mean(lengths)
+
+
+def test_a_step_that_was_left_while_the_student_wrote_is_made_again(pools: Any, student: Path, teacher: Path) -> None:
+    tree = settings(student, teacher, rollout={"max_new_tokens": 9})
+
+    found = pools(2).run(abandoned, tree, ROWS)
+    straight = pools(1).run(train, tree, ROWS, 1)[0]
+
+    for before, after, loss in found:
+        assert after == before
+        assert loss == pytest.approx(straight["lines"][0]["loss"], rel=1e-10)
 
 
 def test_with_a_share_of_rollouts_the_likelihood_of_rows_is_learned_on_rows_alone(

@@ -87,6 +87,8 @@ class DistillRolloutConfig(SamplingConfig):
     """Most completions decoded together on one rank. Memory and speed only."""
     seed: Count | None = None
     """Seed of the sampling; default: the run's seed."""
+    show_every: PositiveInt = 10
+    """Steps between those whose completions are written to samples.jsonl."""
 
 
 class DistillConfig(TrainingConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,6 +86,7 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
         made = assemble(
             Candidates(examples, known_of(examples, run.exchange)), run.exchange, run.config.data, run.layout
         )
+    _tell(run, groups)
     return replace(made, metrics={**mini_batch.metrics, **made.metrics, **length_metrics(facts)})
 
 
@@ -142,6 +143,28 @@ def _fact(group: Group, rank: int) -> GroupFact:
         for one in group.trajectories
     )
     return GroupFact(group.prompt.prompt_id, rank, completions)
+
+
+def _tell(run: SampledDistillRun, groups: Sequence[Group]) -> None:
+    """Every `rollout.show_every` steps, leave all completions to be written; all ranks call this together."""
+    step = run.state.step + 1
+    if step % run.rollout.show_every and step != 1:
+        return
+    decode = run.origin.tokenizer.decode
+    mine = [
+        {
+            "step": step,
+            "sample_id": trajectory.sample_id,
+            "prompt": decode(group.prompt.tokens.tolist()),
+            "completion": trajectory.completion,
+            "finish": trajectory.finish.value,
+        }
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    told = [sample for part in run.exchange.gather(mine) for sample in part]
+    if run.world.is_first:
+        run.samples += sorted(told, key=lambda sample: int(sample["sample_id"]))
 
 
 def _example(prompt: Prompt, trajectory: Trajectory) -> Example:

@@ -17,6 +17,7 @@ from holdfast.models.build import blueprint
 from holdfast.models.lora import adapters_off
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
@@ -108,7 +109,7 @@ def check_place(model: PolicyModel, plan: ShardPlan, device: torch.device, title
         ModelError: It is not.
     """
     expected = "cpu" if plan.cpu_offload else device.type
-    for name, parameter in model.named_parameters():
+    for name, parameter in sharded_parameters(model).items():
         if parameter.requires_grad:
             raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
