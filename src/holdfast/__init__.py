@@ -1,8 +1,8 @@
 """Holdfast post-trains Hugging Face models on PyTorch FSDP2.
 
-`holdfast.sft(config, rows=..., model=...)`, `holdfast.dpo(config, rows=...)`, `holdfast.reward(config, rows=...)` and
-`holdfast.grpo(config, rows=..., rewards=...)` take the same trees as YAML files, with live objects. Names resolve on
-first use, so importing the package costs nothing.
+`holdfast.sft(config, rows=..., model=...)`, `holdfast.dpo(config, rows=...)`, `holdfast.reward(config, rows=...)`,
+`holdfast.grpo(config, rows=..., rewards=...)` and `holdfast.distill(config, rows=...)` take the same trees as YAML
+files, with live objects. Names resolve on first use, so importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.api import dpo, grpo, reward, sft
+    from holdfast.api import distill, dpo, grpo, reward, sft
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "dpo", "grpo", "reward", "sft"]
+__all__ = ["__version__", "distill", "dpo", "grpo", "reward", "sft"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"dpo", "grpo", "reward", "sft"}:
+    if name in {"distill", "dpo", "grpo", "reward", "sft"}:
         from holdfast import api
 
         return getattr(api, name)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Draft, Loaded, check, read
@@ -16,6 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World, joined
+from holdfast.recipes.distill import distill as run_distill
 from holdfast.recipes.dpo import dpo as run_dpo
 from holdfast.recipes.grpo import grpo as run_grpo
 from holdfast.recipes.reward import reward as run_reward
@@ -140,6 +142,31 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
     functions, sections = _live_rewards(rewards)
     live = Live(rows, model, tokenizer, objective, tuple(observers), functions)
     return _run(GRPOConfig, run_grpo, config, live, {"reward": sections} if sections else {})
+
+
+def distill(
+    config: DistillConfig | Mapping[str, Any] | str | Path,
+    *,
+    rows: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    observers: Sequence[Callable[..., object]] = (),
+) -> Outcome:
+    """Distil a teacher into a student in this process; under torchrun, as one of its ranks.
+
+    Args:
+        config: As in `sft`; `teacher.path` names the teacher's directory.
+        rows: As in `sft`; with `rollout.share: 1` they need no answers.
+        model: The student, as in `sft`.
+        tokenizer: As in `sft`.
+        observers: As in `sft`.
+
+    Raises:
+        UserError: What was asked for cannot work; nothing was written.
+        RunStopped: The run stopped before its end.
+    """
+    live = Live(rows, model, tokenizer, observers=tuple(observers))
+    return _run(DistillConfig, run_distill, config, live, {})
 
 
 def _run(

@@ -77,6 +77,14 @@ def grpo(run: RunFile, overrides: Overrides = None) -> None:
     raise typer.Exit(train("grpo", run, overrides or []))
 
 
+@app.command()
+def distill(run: RunFile, overrides: Overrides = None) -> None:
+    """Distillation of a teacher into a student, on rows or on what the student writes."""
+    from holdfast.cli.train import train
+
+    raise typer.Exit(train("distill", run, overrides or []))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],

@@ -26,6 +26,7 @@ PHASES = {
     "sft": ("data", "forward_backward", "optimizer"),
     "reward": ("data", "forward_backward", "optimizer"),
     "dpo": ("data", "forward_backward", "optimizer"),
+    "distill": ("data", "forward_backward", "optimizer"),
     "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
 }
 """What a step passes through, by verb."""

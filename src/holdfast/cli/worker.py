@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
@@ -41,6 +42,7 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
+    from holdfast.recipes.distill import distill
     from holdfast.recipes.dpo import dpo
     from holdfast.recipes.evaluation import evaluate_run
     from holdfast.recipes.grpo import grpo
@@ -57,6 +59,8 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
             outcome = dpo(config, base, world)
         case GRPOConfig():
             outcome = grpo(config, base, world)
+        case DistillConfig():
+            outcome = distill(config, base, world)
         case SFTConfig():
             outcome = sft(config, base, world)
         case _:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Loaded, from_mapping, load
@@ -13,16 +14,24 @@ from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.scorer import BradleyTerryConfig, ScorerConfig
 from holdfast.config.yaml12 import parse_file
 
-ROOTS: dict[str, type[TrainingConfig]] = {root.verb: root for root in (SFTConfig, DPOConfig, ScorerConfig, GRPOConfig)}
+ROOTS: dict[str, type[TrainingConfig]] = {
+    root.verb: root for root in (SFTConfig, DPOConfig, ScorerConfig, GRPOConfig, DistillConfig)
+}
 """Verb to root."""
 
 _OF_ROLLOUTS = {"rollout", "reward", "advantage"}
 _OF_PREFERENCES = {"preference"}
+_OF_DISTILLATIONS = {"teacher", "distill"}
 _OF_SCORERS = str(BradleyTerryConfig.model_fields["kind"].default)
 
 
 def verb_of(values: Mapping[str, Any]) -> str:
-    """Return the verb whose tree this is: rewards or rollouts make it a policy's, preferences DPO's or a scorer's."""
+    """Return the verb whose tree this is: a teacher makes it a distillation, rewards or rollouts a policy's.
+
+    Preferences make it DPO's or a scorer's.
+    """
+    if _OF_DISTILLATIONS & set(values):
+        return DistillConfig.verb
     if _OF_PREFERENCES & set(values):
         return ScorerConfig.verb if _OF_SCORERS in str(values["preference"]) else DPOConfig.verb
     return GRPOConfig.verb if _OF_ROLLOUTS & set(values) else SFTConfig.verb

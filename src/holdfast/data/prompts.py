@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.config.data import PromptDataConfig
+from holdfast.config.data import DataConfig, PromptDataConfig
 from holdfast.data.candidates import CandidateReader, Candidates
 from holdfast.data.chat import RowTokeniser, Tokenised
 from holdfast.data.exchange import Exchange
@@ -50,7 +50,7 @@ class PromptStream(BatchStream[Prompt, PromptBatch]):
 
 
 def prompt_tokeniser(
-    tokeniser: RowTokeniser, decode: Callable[[list[int]], str], config: PromptDataConfig, longest: int
+    tokeniser: RowTokeniser, decode: Callable[[list[int]], str], config: DataConfig, longest: int
 ) -> Callable[[Row, int, str, str], Tokenised[Prompt]]:
     """Return the function that turns rows into prompts.
 

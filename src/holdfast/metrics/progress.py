@@ -45,6 +45,7 @@ def summary(metrics: Mapping[str, float]) -> str:
         ("loss", "loss", "{:.4f}"),
         ("reward", "reward", "{:.3f}"),
         ("kl", "kl", "{:.4f}"),
+        ("divergence", "divergence", "{:.4f}"),
         ("entropy", "entropy", "{:.3f}"),
         ("completions/mean_length", "length", "{:.0f}"),
         ("mean_token_accuracy", "accuracy", "{:.3f}"),

@@ -6,7 +6,7 @@ touched outside it finds shards where it expects a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,6 +127,15 @@ class PolicyModel(nn.Module):
         with self.routers.watched() as seen:
             self.hidden_states(batch)
         return self.routers.tally(seen, batch)
+
+    @torch.no_grad()
+    def show_predictors(self, batch: Batch, look: Callable[[Tensor, Head], None]) -> None:
+        """Call `look` with the hidden states [N, H] that predict the scored tokens, and the head; keep nothing.
+
+        Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
+        """
+        hidden = self.hidden_states(batch).flatten(0, 1)
+        look(hidden.index_select(0, predictors(batch)), self._head())
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""

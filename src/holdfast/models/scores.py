@@ -28,7 +28,7 @@ from holdfast.types import Scores
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
 """(log-probabilities [n], entropy [n] or None, start, end) -> weighted loss terms [n] of tokens start..end-1"""
 
-_CACHE_ELEMENTS = 65_536
+CACHE_ELEMENTS = 65_536
 """Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
 
 
@@ -121,7 +121,8 @@ class _Chunk(NamedTuple):
     is_top: Tensor
 
 
-def _chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
+def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
+    """Return how many tokens are scored at once, where each takes one row of `vocabulary` logits."""
     if spec.chunk_tokens is not None:
         return spec.chunk_tokens
     room = 2**25 if device.type == "cpu" else 2**29
@@ -166,7 +167,7 @@ def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
         swept: tuple[Tensor, Tensor, Tensor] = _fused(_sweep)(logits, how.want_entropy)
         return swept
     tokens, vocabulary = logits.shape
-    rows = max(1, _CACHE_ELEMENTS // vocabulary if logits.device.type == "cpu" else tokens)
+    rows = max(1, CACHE_ELEMENTS // vocabulary if logits.device.type == "cpu" else tokens)
     parts = [_sweep(logits[start : start + rows], how.want_entropy) for start in range(0, tokens, rows)]
     maximum, normaliser, mean_log = (torch.cat(part) for part in zip(*parts, strict=True))
     return maximum, normaliser, mean_log
@@ -268,7 +269,7 @@ def _prepared(hidden: Tensor, head: Head, how: _How) -> tuple[Tensor, Head]:
 
 
 def _chunks(states: Tensor, head: Head, how: _How) -> Iterator[slice]:
-    size = _chunk_tokens(how.spec, head.weight.shape[0], states.device)
+    size = chunk_tokens(how.spec, head.weight.shape[0], states.device)
     for start in range(0, states.shape[0], size):
         yield slice(start, min(start + size, states.shape[0]))
 

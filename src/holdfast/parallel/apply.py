@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan
 
-FORWARD_METHODS = ("upstream_logprobs", "router_tally")
+FORWARD_METHODS = ("upstream_logprobs", "router_tally", "show_predictors")
 """Methods of the root, besides forward, that find its parameters gathered."""
 
 _KEPT_OPERATIONS = [

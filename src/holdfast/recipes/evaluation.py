@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.training.build import build_evaluation
+from holdfast.training.build_distillation import build_distillation_evaluation
 from holdfast.training.build_policy import build_policy_evaluation
 from holdfast.training.build_preference import build_preference_evaluation
 from holdfast.training.directory import run_directory
+from holdfast.training.distillation import evaluate_distilled
 from holdfast.training.evaluate import evaluate
 from holdfast.training.evaluate_policy import evaluate_policy
 from holdfast.training.preference import evaluate_preferences
@@ -34,6 +37,8 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
                 metrics = evaluate_policy(policy, "eval")
         case DPOConfig():
             metrics = evaluate_preferences(build_preference_evaluation(config, base, world), "eval")
+        case DistillConfig():
+            metrics = evaluate_distilled(build_distillation_evaluation(config, base, world), "eval")
         case SFTConfig():
             metrics = evaluate(build_evaluation(config, base, world), "eval")
         case _:

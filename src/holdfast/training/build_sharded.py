@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES
@@ -19,6 +20,7 @@ from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.scorer import ScoreModel, ValueModel
 from holdfast.models.selfcheck import check_forward
+from holdfast.models.student import StudentModel
 from holdfast.models.vision import image_side, towers_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
@@ -79,8 +81,16 @@ def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: Router
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
-    made = ValueModel if config.values else ScoreModel if config.scores else PolicyModel
+    made = _model_class(config)
     return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
+
+
+def _model_class(config: TrainingConfig) -> type[PolicyModel]:
+    if config.values:
+        return ValueModel
+    if config.scores:
+        return ScoreModel
+    return StudentModel if isinstance(config, DistillConfig) else PolicyModel
 
 
 def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:

@@ -75,7 +75,7 @@ def mismatch(mine: dict[int, Example], exchange: Exchange, max_length: int) -> C
     for received in exchange.swap(outgoing):
         answers |= received
     examples = {(sample_id, 0): _joined(mine[sample_id], answer, max_length) for sample_id, answer in answers.items()}
-    return Candidates(examples, _known(examples, exchange))
+    return Candidates(examples, known_of(examples, exchange))
 
 
 def _answer_start(example: Example) -> int:
@@ -98,7 +98,8 @@ def _joined(asked: Example, answer: Answer, max_length: int) -> Example:
     )
 
 
-def _known(examples: dict[tuple[int, int], Example], exchange: Exchange) -> list[Known]:
+def known_of(examples: dict[tuple[int, int], Example], exchange: Exchange) -> list[Known]:
+    """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
     facts = [
         Known(
             draw,

@@ -32,17 +32,23 @@ class PromptSet:
 
 
 @dataclass(kw_only=True)
-class PolicyEvaluation(Evaluation):
+class SamplingEvaluation(Evaluation):
+    """A model and an engine that samples from it."""
+
+    engine: RolloutEngine
+    published: int | None = None
+    """Updates behind the weights that the engine has; None before it has any."""
+
+
+@dataclass(kw_only=True)
+class PolicyEvaluation(SamplingEvaluation):
     """A policy, an engine that samples from it, and what scores its completions."""
 
     config: GRPOConfig
-    engine: RolloutEngine
     score: Score
     prompt_sets: Sequence[PromptSet]
     images: ImageSide | str
     """What turns the images of rows into tokens; or why there is nothing that does."""
-    published: int | None = None
-    """Updates behind the weights that the engine has; None before it has any."""
 
 
 @dataclass(kw_only=True)
@@ -60,14 +66,14 @@ class PolicyRun(PolicyEvaluation, Run):
         return self.companions.get(CRITIC)
 
 
-def publish(run: PolicyEvaluation) -> None:
+def publish(run: SamplingEvaluation) -> None:
     """Give the engine the policy's present weights; all ranks call this together."""
     if run.published != run.state.updates:
         run.engine.update_weights(live_tensors(run.policy), run.state.updates)
         run.published = run.state.updates
 
 
-def rest(run: PolicyEvaluation) -> None:
+def rest(run: SamplingEvaluation) -> None:
     """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
     if run.plan.sharded and run.published is not None:
         run.engine.sleep()

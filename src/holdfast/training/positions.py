@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.config.distill import DistillConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.errors import ConfigError
@@ -20,7 +21,7 @@ def check_positions(config: TrainingConfig, origin: Blueprint) -> str:
     key, tokens = _longest(config)
     if positions is None or tokens <= positions.count:
         return ""
-    name, samples = origin.family.name, isinstance(config, GRPOConfig)
+    name, samples = origin.family.name, _samples(config)
     if samples or positions.in_a_table:
         fix = "data.max_length or max_new_tokens" if samples else "data.max_length"
         override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
@@ -33,6 +34,10 @@ def check_positions(config: TrainingConfig, origin: Blueprint) -> str:
         "(max_position_embeddings): longer ones take it where it was never trained. If that is meant, say so in "
         "model.config_override (max_position_embeddings, rope_scaling); else lower data.max_length."
     )
+
+
+def _samples(config: TrainingConfig) -> bool:
+    return isinstance(config, GRPOConfig) or (isinstance(config, DistillConfig) and config.rollout is not None)
 
 
 def _longest(config: TrainingConfig) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from holdfast.models.adapters import adapters_of, adapters_off
 from holdfast.models.build import blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
@@ -79,7 +80,7 @@ def build_reference(policy: Evaluation, base: Path, live: Live, *, kind: str, wh
     reference.padded = policy.policy.padded
     reference.eval()
     with exchange.together():
-        _check_place(reference, plan, world.device)
+        check_place(reference, plan, world.device, "reference policy")
     _check_numbers(reference, policy, exchange)
     return reference
 
@@ -102,15 +103,26 @@ def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
         )
 
 
-def _check_place(reference: PolicyModel, plan: ShardPlan, device: torch.device) -> None:
+def check_place(model: PolicyModel, plan: ShardPlan, device: torch.device, title: str) -> None:
+    """See that a frozen model is frozen, and lies where its plan puts it.
+
+    Args:
+        model: Built.
+        plan: Its own.
+        device: Of the rank.
+        title: What messages call it.
+
+    Raises:
+        ModelError: It is not.
+    """
     expected = "cpu" if plan.cpu_offload else device.type
-    for name, parameter in reference.named_parameters():
+    for name, parameter in sharded_parameters(model).items():
         if parameter.requires_grad:
-            raise ModelError(f"The reference policy would be trained: {name} requires a gradient. Please report this.")
+            raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
-            raise ModelError(f"{name} of the reference policy is on {parameter.device.type}, not on {expected}.")
+            raise ModelError(f"{name} of the {title} is on {parameter.device.type}, not on {expected}.")
         if plan.sharded and not isinstance(parameter, DTensor):
-            raise ModelError(f"{name} of the reference policy is not sharded, although its plan says so.")
+            raise ModelError(f"{name} of the {title} is not sharded, although its plan says so.")
 
 
 @torch.no_grad()

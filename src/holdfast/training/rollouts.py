@@ -23,7 +23,7 @@ from holdfast.errors import RunStopped
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
-from holdfast.training.policy import PolicyEvaluation, PolicyRun, publish, rest
+from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, publish, rest
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
@@ -178,7 +178,7 @@ def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
 
 
 def sample_groups(
-    run: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Mapping[int, tuple[int, ...]]
+    run: SamplingEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Mapping[int, tuple[int, ...]]
 ) -> list[Group]:
     """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
 

@@ -1,0 +1,74 @@
+"""The tree of `holdfast distill`: what it accepts, what it refuses, and how its file is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.config.distill import DistillConfig
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import as_plain
+from holdfast.config.verbs import run_from_mapping, verb_of
+from holdfast.errors import ConfigError
+from tests.config.json_schema import accepts
+
+LEAST: dict[str, Any] = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}, "teacher": {"path": "t"}}
+SCHEMA = DistillConfig.model_json_schema()
+SAMPLED = {"loss": "sampled_reverse_kl"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"distill": {"loss": {"kind": "jsd", "beta": 0.1}, "temperature": 2.0, "sft_weight": 0.5}},
+        {"distill": {"loss": "reverse_kl"}, "teacher": {"path": "t", "kind": "offloaded", "dtype": "bfloat16"}},
+        {"rollout": {"share": 0.5, "max_new_tokens": 64}, "distill": {"sft_weight": 1.0}},
+        {"rollout": {"temperature": 0.8}, "distill": SAMPLED | {"temperature": 0.8}},
+    ],
+)
+def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
+    config = from_mapping(LEAST | change, DistillConfig)
+
+    assert accepts(SCHEMA, LEAST | change)
+    assert from_mapping(as_plain(config), DistillConfig) == config
+    assert type(run_from_mapping(as_plain(config))) is DistillConfig
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"teacher": {}}, "teacher.path"),
+        ({"distill": {"loss": {"kind": "jsd", "beta": 1.5}}}, "distill.loss.beta"),
+        ({"distill": {"loss": {"kind": "forward_kl", "beta": 0.5}}}, "distill.loss.beta"),
+        (
+            {"distill": SAMPLED},
+            "distill.loss: sampled_reverse_kl is an estimate on tokens that the student sampled, and ",
+        ),
+        ({"distill": SAMPLED, "rollout": {"share": 0.5}}, "and there is rollout.share=0.5; use reverse_kl"),
+        (
+            {"distill": SAMPLED, "rollout": {"temperature": 0.5}},
+            "distill.temperature: 1, but tokens are drawn at rollout",
+        ),
+        ({"distill": SAMPLED, "rollout": {"top_p": 0.9}}, "rollout.top_p: top_p draws from another distribution"),
+        ({"distill": {"sft_weight": 0.1}, "rollout": {}}, "distill.sft_weight: 0.1, but at rollout.share=1 no answer"),
+        ({"rollout": {"share": 0}}, "rollout.share"),
+        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens: 1024 leaves no room for a prompt"),
+        ({"rollout": {}, "data": {"path": "d", "packing": "wrapped"}}, "data.packing: wrapped cuts documents anywhere"),
+        ({"rollout": {}, "data": {"path": "d", "overlong": "split"}}, "data.overlong: split cuts answers"),
+        ({"rollout": {}, "data": {"path": "d", "train_on_prompt": True}}, "data.train_on_prompt: a rollout continues"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        from_mapping(LEAST | change, DistillConfig)
+
+    assert words in str(refused.value)
+
+
+def test_a_teacher_tells_the_verb_whoever_writes_the_texts() -> None:
+    assert verb_of(LEAST) == "distill"
+    assert verb_of(LEAST | {"rollout": {"max_new_tokens": 4}}) == "distill"
+    assert verb_of({"distill": {"loss": "jsd"}, "model": {"path": "m"}}) == "distill"
+    assert verb_of({key: value for key, value in LEAST.items() if key != "teacher"}) == "sft"

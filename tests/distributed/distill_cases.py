@@ -1,0 +1,153 @@
+"""What rank pools run: steps of a distillation, and what they did to a model; and the same with plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.config.verbs import run_from_mapping
+from holdfast.data.packing import unpack
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor
+from holdfast.recipes.distill import distill, distill_step
+from holdfast.training.build import Live
+from holdfast.training.build_distillation import build_distillation_run
+from holdfast.training.distillation import evaluate_distilled
+from holdfast.training.run import StepAbandoned
+from tests.distributed.preference_cases import descend, parameters_of
+from tests.oracle import distillation as oracle
+
+Text = tuple[list[int], list[bool]]
+"""Tokens, and which of them are trained."""
+
+
+def settings(student: Path, teacher: Path, /, **sections: Any) -> dict[str, Any]:
+    """Return a small run's tree; sections are merged over the defaults."""
+    tree: dict[str, Any] = {
+        "steps": 2,
+        "model": {"path": str(student), "dtype": "float64"},
+        "teacher": {"path": str(teacher)},
+        "data": {"path": "rows", "batch_size": 4, "max_length": 48, "shuffle": False},
+        "optim": {"kind": "sgd", "lr": 0.5, "schedule": "constant", "clip_norm": None},
+        "metrics": {"progress": "off"},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values if isinstance(values, dict) else values
+    return tree
+
+
+def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
+    """Train and return metrics, gradients, parameters, the texts of every step, and what became of the teacher."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    parameters = sharded_parameters(run.policy)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    gradients: list[dict[str, Any]] = []
+    texts: list[dict[int, Text]] = []
+
+    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
+        gradients.append(
+            {
+                names[id(parameter)]: full_tensor(parameter.grad).double().numpy().copy()
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            }
+        )
+
+    def read(module: Any, args: Any) -> None:
+        texts[-1] |= {one.sample_id: (one.tokens.tolist(), one.loss_mask.tolist()) for one in unpack(args[0])}
+
+    run.optimizer.register_step_pre_hook(keep)
+    run.policy.register_forward_pre_hook(read)
+    lines = []
+    for _ in range(steps):
+        texts.append({})
+        metrics = distill_step(run)
+        assert metrics is not None
+        lines.append(metrics)
+    teacher = sharded_parameters(run.teacher.model)
+    placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
+    held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
+    everyone = [
+        {number: text for part in run.exchange.gather(of_step) for number, text in part.items()} for of_step in texts
+    ]
+    return {
+        "lines": lines,
+        "gradients": gradients,
+        "parameters": {name: full_tensor(p).double().numpy().copy() for name, p in parameters.items()},
+        "texts": [[text for _, text in sorted(of_step.items())] for of_step in everyone],
+        "teacher": {name: full_tensor(value).numpy().copy() for name, value in teacher.items()},
+        "placed": placed,
+        "held": held,
+        "evaluated": evaluate_distilled(run, interrupted=lambda: False),
+    }
+
+
+def abandoned(world: World, tree: dict[str, Any], rows: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Leave a step while the student writes; return where the stream stood before and after, and the next loss."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    before = run.stream.state()
+    run.interrupted = lambda: world.rank == world.size - 1
+    with pytest.raises(StepAbandoned):
+        distill_step(run)
+    after = run.stream.state()
+    run.interrupted = lambda: False
+    line = distill_step(run)
+    assert line is not None
+    return before, after, line["loss"]
+
+
+def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:
+    """Run to the end as the command does."""
+    return distill(run_from_mapping(tree), Path(), world, Live(rows=rows)).metrics
+
+
+def by_hand(
+    student: Any, teacher: Any, texts: Sequence[Sequence[Text]], lr: float, *, sampled: bool = False, **loss: float
+) -> dict[str, Any]:
+    """Make the updates with plain transformers, a text at a time; `sampled` is the policy gradient on the texts."""
+    losses, gradients, divergences = [], [], []
+    for of_step in texts:
+        total: Any = 0.0
+        apart, count = 0.0, 0
+        for tokens, mask in of_step:
+            ids, trained = torch.tensor(tokens), torch.tensor(mask[1:])
+            own, targets = oracle.logits_of(student, ids)[trained], ids[1:][trained]
+            with torch.no_grad():
+                theirs = oracle.logits_of(teacher, ids)[trained]
+            if sampled:
+                chosen, said = (
+                    logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for logits in (own, theirs)
+                )
+                terms, divergence = (chosen - said).detach() * chosen, chosen - said
+            else:
+                terms, divergence = oracle.losses(own, theirs, targets, **loss)
+            total = total + terms.sum()
+            apart += float(divergence.detach().sum())
+            count += len(targets)
+        losses.append(float(total.detach()) / count)
+        divergences.append(apart / count)
+        gradients.append(descend(student, total / count, lr))
+    return {
+        "losses": divergences if sampled else losses,
+        "divergences": divergences,
+        "gradients": gradients,
+        "parameters": parameters_of(student),
+    }
+
+
+def texts_of(rows: Sequence[dict[str, str]], tokenizer: Any) -> list[Text]:
+    """Return rows as texts, without our own reading of rows."""
+    found = []
+    for row in rows:
+        prompt, answer = (tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in row)
+        tokens = [*prompt, *answer, tokenizer.eos_token_id]
+        found.append((tokens, (np.arange(len(tokens)) >= len(prompt)).tolist()))
+    return found
