@@ -34,6 +34,7 @@ TAKEN: list[dict[str, Any]] = [
     {"groups": {"flat": "resample", "between": {"reward": "exact", "low": 0.1, "high": 0.9}}},
     {"updates": {"mini_batches": 4, "passes": 2}},
     {"kl": {"coefficient": 0.05, "where": "reward"}, "reference": {"kind": "offloaded"}},
+    {"kl": {"coefficient": 0.05}, "reference": {"kind": "server", "url": "http://host:8000/v1", "bound": None}},
     {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
 ]
 
@@ -101,6 +102,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"kl": {"coefficient": 0.1}, "reference": {"kind": "adapter_off"}},
         "reference.kind: adapter_off is not the model",
+    ),
+    ({"reference": "server"}, "reference.url: required, and missing"),
+    ({"reference": {"kind": "server", "url": "host:8000"}}, "reference.url: 'host:8000' is no address"),
+    ({"reference": {"kind": "server", "url": "http://host:port/v1"}}, "reference.url: 'http://host:port/v1' is no"),
+    (
+        {"reference": {"kind": "server", "url": "http://host/v1", "api_key_variable": "sk-1 2"}},
+        "reference.api_key_variable: this is no name of a variable",
+    ),
+    (
+        {"reference": {"kind": "sharded", "url": "http://host/v1"}},
+        "reference.url: kind auto or none or adapter_off or sharded or offloaded has no such key; it belongs to kind "
+        "server",
+    ),
+    ({"reference": {"kind": "served"}}, "reference: there is no kind 'served'. Did you mean server?"),
+    (
+        {
+            "kl": {"coefficient": 0.1},
+            "reference": {"kind": "server", "url": "http://host/v1"},
+            "rollout": {"temperature": 0.7},
+        },
+        "reference.kind: a server tells log-probabilities at temperature 1, and rollout.temperature=0.7 is that of",
     ),
 ]
 

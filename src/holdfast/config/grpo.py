@@ -21,6 +21,7 @@ from holdfast.config.policy import (
     OffPolicyMaskConfig,
     PolicyObjective,
 )
+from holdfast.config.reference import Reference, ServerReferenceConfig
 from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig, UpdatesConfig
 from holdfast.config.runs import TrainingConfig
@@ -46,7 +47,7 @@ class GRPOConfig(TrainingConfig):
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = NoCorrectionConfig()
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: Reference = ReferenceConfig()
     updates: UpdatesConfig = UpdatesConfig()
     evaluation: PolicyEvaluationConfig = PolicyEvaluationConfig()
 
@@ -141,3 +142,13 @@ class GRPOConfig(TrainingConfig):
             )
         if self.reference.kind == "none" and self.kl.coefficient > 0:
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
+        yield from self._server()
+
+    def _server(self) -> Iterator[Mistake]:
+        temperature = self.rollout.temperature
+        if isinstance(self.reference, ServerReferenceConfig) and self.kl.coefficient > 0 and temperature != 1:
+            yield (
+                "reference.kind",
+                f"a server tells log-probabilities at temperature 1, and rollout.temperature={temperature:g} is that "
+                "of the policy; use sharded, or temperature: 1.0",
+            )

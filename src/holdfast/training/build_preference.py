@@ -15,6 +15,7 @@ import numpy as np
 
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.config.dpo import DPOConfig
+from holdfast.config.reference import ServerReferenceConfig
 from holdfast.data.assembly import Layout
 from holdfast.data.candidates import CandidateReader, Tokenise
 from holdfast.data.preferences import preferred_only
@@ -29,6 +30,7 @@ from holdfast.training.identity import tokenizer_hash, weights_mark
 from holdfast.training.losses import preference_objective
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
 from holdfast.training.reference import Reference, build_reference
+from holdfast.training.reference_server import NO_IMAGES
 from holdfast.training.reference_table import (
     COLUMN,
     ReferenceTable,
@@ -109,7 +111,7 @@ def _compared_policy(
 ) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
     exchange = measured.exchange
-    images = image_side_of(config, measured.origin)
+    images = _images(config, measured)
     layout = together(exchange, lambda: _layout(config, measured, images))
     plain = together(exchange, lambda: preference_tokeniser(measured.origin.tokenizer, config, base, images))
     tokenise: Tokenise[Example] = plain
@@ -121,13 +123,20 @@ def _compared_policy(
         layout = replace(layout, columns={COLUMN: np.float64})
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
-        reference = build_reference(measured, base, live, kind=config.reference.kind, why=why)
+        reference = build_reference(measured, base, live, config.reference, why=why)
     accept = together(exchange, lambda: row_filter(config, base))
     reading = SetReading(dict.fromkeys(data.evaluation, tokenise), accept, preferred_only(plain))
     sets = evaluation_sets(config, data, reading, exchange, layout)
     together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     parts = vars(measured) | {"config": config, "evaluation_sets": sets}
     return PreferenceEvaluation(**parts, layout=layout, reference=reference), tokenise
+
+
+def _images(config: DPOConfig, measured: Evaluation) -> ImageSide | str:
+    """Return what turns images into tokens; or why no row may have some."""
+    if isinstance(config.reference, ServerReferenceConfig) and config.preference.needs_reference:
+        return NO_IMAGES
+    return image_side_of(config, measured.origin)
 
 
 def _layout(config: DPOConfig, measured: Evaluation, images: ImageSide | str) -> Layout:
@@ -171,7 +180,7 @@ def _table(parts: _Parts, place: Path) -> ReferenceTable:
         assert table is not None
     else:
         why = "all rows, once"
-        reference = build_reference(measured, parts.base, parts.live, kind=config.reference.kind, why=why)
+        reference = build_reference(measured, parts.base, parts.live, config.reference, why=why)
         table = tabulate(measured, reference, _all_rows(parts))
         del reference
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
@@ -196,7 +205,9 @@ def _about(config: DPOConfig, measured: Evaluation, data: OpenedData) -> dict[st
     """Return hashes of all that the numbers depend on."""
     origin = measured.origin
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
-    precision = config.parallel.compute_dtype
+    precision: str = config.parallel.compute_dtype
+    if isinstance(config.reference, ServerReferenceConfig):
+        precision += f" server {config.reference.model}"
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     return {
