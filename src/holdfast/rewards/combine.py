@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from holdfast.config.reward import DropGroup, DropSample, FaultPolicy, FixedValue, Reward, RewardPoolConfig
-from holdfast.rewards.base import Outcome, Sample, Scored
+from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 
 _SHOWN = 80
 _DROPS: tuple[Literal["sample", "group"] | None, ...] = (None, "sample", "group")
@@ -26,6 +26,10 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
     if all(outcome.fault == "none" for outcome in outcomes):
         faults = judged[:1]
         total = _fixed(config.on_none) or 0.0
+    if not faults and not is_number(total):
+        heaviest = max(judged, key=lambda each: abs(each[0].weight))[0]
+        faults = [(heaviest, Outcome(fault="nan", message=f"and its weight make a sum of {total}"))]
+        total = _fixed(config.on_nan) or 0.0
     parts: dict[str, float | None] = {}
     metrics: dict[str, float] = {}
     for reward, outcome in judged:
