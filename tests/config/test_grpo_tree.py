@@ -58,6 +58,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rollout.group_size: 8, but advantage: pass_at_k compares at least 9",
     ),
     ({"rollout": {"temperature": 0}}, "rollout.temperature: 0 gives every completion of a group the same tokens"),
+    ({"rollout": {"temperature": 1e-30}}, "rollout.temperature: 1e-30 divides logits beyond the range of numbers"),
+    ({"rollout": {"stop": ["a", ""]}}, "rollout.stop: every text holds the empty one"),
     ({"rollout": {"top_k": 5, "min_p": 0.1}}, "rollout.top_k: top_k, min_p draws from another distribution"),
     ({"updates": {"mini_batches": 5}}, "updates.mini_batches: data.batch_size=32 prompts cannot be dealt to 5"),
     ({"objective": "gspo"}, "data.average: token_mean weighs sequences by their length"),

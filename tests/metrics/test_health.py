@@ -61,6 +61,8 @@ CASES = [
     pytest.param(column("frac_reward_zero_std", *[0.8] * 20), {}, [], id="groups at the border"),
     pytest.param(filtered(1, 1, 1, 1, 0, 1, 1, 1, 1, 1), {}, [(10, "nothing_learned")], id="all groups left out"),
     pytest.param([line | {"frac_reward_zero_std": 1.0} for line in filtered(1, 1)] * 2, {}, [], id="rewards alike"),
+    pytest.param(column("kto/desirable", 1, 1, 0, *[1] * 5), {}, [(8, "one_sided")], id="answers of one kind"),
+    pytest.param(column("kto/desirable", *[0.5] * 9), {}, [], id="answers of both kinds"),
     pytest.param(
         column("completions/clipped_ratio", 0.9, 0.1, *[0.31] * 5), {}, [(7, "truncation")], id="truncation lasts"
     ),

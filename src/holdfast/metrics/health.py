@@ -143,10 +143,21 @@ def _nothing_learned(config: HealthConfig, past: Past) -> str | None:
     )
 
 
+def _one_sided(config: HealthConfig, past: Past) -> str | None:
+    values = _last(past, "kto/desirable", config.lasting_steps)
+    if not values or min(values) != max(values) or values[-1] not in {0.0, 1.0}:
+        return None
+    return (
+        f"for {len(values)} steps {'every' if values[-1] else 'no'} answer was desirable, and nothing pulls the other "
+        "way. Look at the column label, or mix in rows of the other kind."
+    )
+
+
 _ALARMS: Mapping[str, Callable[[HealthConfig, Past], str | None]] = {
     "flat_reward": _flat_reward,
     "flat_groups": _flat_groups,
     "nothing_learned": _nothing_learned,
+    "one_sided": _one_sided,
     "truncation": _truncation,
     "low_entropy": _low_entropy,
     "reward_faults": _reward_faults,
