@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from holdfast.config.model import ModelConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
+from holdfast.models.adapter_settings import refuse_other_scale
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import (
     apply_overrides,
@@ -109,6 +110,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     if config.lora is not None:
         at = None if config.lora.path is None else locate(config.lora.path, config, base, weights=True)
         source = AdapterSource.of(source, model, config.lora, seed, at)
+        refuse_other_scale(at, config.lora)
     family = family_of(skeleton)
     packed = _choose_attention(model, family, config.attention, notes)
     return Blueprint(

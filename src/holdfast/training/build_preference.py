@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.build_sharded import image_side_of
-from holdfast.training.identity import tokenizer_hash, weights_mark
+from holdfast.training.identity import adapter_mark, tokenizer_hash, weights_mark
 from holdfast.training.losses import preference_objective
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
 from holdfast.training.reference import Reference, build_reference
@@ -173,7 +173,7 @@ def _table(parts: _Parts, place: Path) -> ReferenceTable:
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
-    about = _about(config, measured, parts.data)
+    about = _about(config, measured, parts.data, parts.base)
     known = exchange.agree(place.exists())
     if known:
         table = exchange.agree(together(exchange, lambda: load_table(place, about) if first else None))
@@ -201,13 +201,14 @@ def _all_rows(parts: _Parts) -> Iterator[SampleStream]:
         yield one_pass(parts.config, rows, exchange, parts.layout)
 
 
-def _about(config: DPOConfig, measured: Evaluation, data: OpenedData) -> dict[str, str]:
+def _about(config: DPOConfig, measured: Evaluation, data: OpenedData, base: Path) -> dict[str, str]:
     """Return hashes of all that the numbers depend on."""
     origin = measured.origin
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
+    precision += adapter_mark(config, base)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     return {

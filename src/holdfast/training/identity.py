@@ -20,6 +20,7 @@ from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
+from holdfast.models.origin import locate
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -57,6 +58,7 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
         model["model.lora"] = config.model.lora.model_dump_json()
     if _has_reference(config) or config.checkpoint.frozen == "skip":
         model["model.path"] = weights_mark(origin, config.seed)
+    model |= _adapter_of_reference(config, base)
     return {
         "data": data,
         "files": files,
@@ -111,6 +113,20 @@ def weights_mark(origin: Blueprint, seed: int) -> str:
         return f"random start of seed {seed}"
     files = sorted(origin.directory.glob("*.safetensors"))
     return hash_bytes("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
+
+
+def _adapter_of_reference(config: TrainingConfig, base: Path) -> dict[str, str]:
+    mark = adapter_mark(config, base) if _has_reference(config) else ""
+    return {"model.lora.path": mark} if mark else {}
+
+
+def adapter_mark(config: TrainingConfig, base: Path) -> str:
+    """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
+    lora = config.model.lora
+    if lora is None or lora.path is None:
+        return ""
+    files = sorted(locate(lora.path, config.model, base, weights=True).glob("*.safetensors"))
+    return hash_bytes("\n".join(hash_file(file) for file in files).encode())
 
 
 def _edges_hash(file: Path) -> str:
