@@ -36,6 +36,6 @@ def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
     for name, value in here.items():
         if there[name] != value:
             raise ModelError(
-                f"model.lora.{name} is {value}, and the adapter in {directory} was trained with {there[name]}, so that it "
+                f"model.lora.{name} is {value}, and the adapter in {directory} was trained with {there[name]}: it "
                 f"would count by another factor than then. Set model.lora.{name}: {there[name]}."
             )
