@@ -31,8 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 FREE_OF_TORCH = ("errors", "types", "config", "launch", "cli")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "safetensors", "tokenizers", "peft"}
-# The launcher and the ranks it starts; and a judge's key, the one secret that may not stand in a YAML.
-READS_THE_ENVIRONMENT = ("launch/", "parallel/mesh.py", "rewards/judge.py")
+# The launcher and the ranks it starts; and a server's key, the one secret that may not stand in a YAML.
+READS_THE_ENVIRONMENT = ("launch/", "parallel/mesh.py", "rewards/judge.py", "training/completion_server.py")
 
 
 def parts(path: str) -> tuple[str, ...]:
@@ -201,5 +201,5 @@ def test_a_look_into_the_environment_is_told_in_a_sentence(use: str) -> None:
     assert len(reads_environment(f"import os\n{use}\n", "training/fit.py")) == 1
     assert reads_environment(f"import os\n{use}\n", "launch/local.py") == []
     assert reads_environment("from os import environ\n", "data/files.py") == [
-        "data/files.py:1 may not use os.environ: only launch/, parallel/mesh.py, rewards/judge.py may"
+        f"data/files.py:1 may not use os.environ: only {', '.join(READS_THE_ENVIRONMENT)} may"
     ]

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
-from holdfast.config.base import kind_of
+from holdfast.config.base import kind_of, kinds_of
 from holdfast.config.tree import Held
 from holdfast.config.verbs import ROOTS
 
@@ -54,7 +54,7 @@ class Place:
         """The heading."""
         if not self.path:
             return "Top level"
-        return f"{self.path}, kind: {kind_of(self.section)}" if self.is_alternative else self.path
+        return f"{self.path}, kind: {', '.join(kinds_of(self.section))}" if self.is_alternative else self.path
 
     @property
     def anchor(self) -> str:
@@ -100,7 +100,7 @@ def held_text(held: Held, known: Mapping[type[BaseModel], Place]) -> str:
     if not held.is_union:
         place = known[held.sections[0]]
         return f"{'several: ' if held.several else ''}[{place.title}](#{place.anchor})"
-    kinds = [f"[`{kind_of(section)}`](#{known[section].anchor})" for section in held.sections]
+    kinds = [f"[`{kind}`](#{known[section].anchor})" for section in held.sections for kind in kinds_of(section)]
     return f"one of {', '.join(kinds)}"
 
 
@@ -124,7 +124,7 @@ def value_text(value: object) -> str:
 def rows(place: Place, known: Mapping[type[BaseModel], Place]) -> Iterator[str]:
     properties = place.section.model_json_schema()["properties"]
     for name, field in place.section.model_fields.items():
-        if place.is_alternative and name == "kind":
+        if place.is_alternative and name == "kind" and len(kinds_of(place.section)) == 1:
             continue
         held = Held((place.section,)).below(name)
         kind = held_text(held, known) if held.sections else type_text(properties[name])

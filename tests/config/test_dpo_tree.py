@@ -27,6 +27,7 @@ TAKEN: list[dict[str, Any]] = [
     {"preference": {"loss": "kto"}, "data": {"path": "d", "max_length": 4096}},
     {"reference": {"kind": "offloaded"}},
     {"reference": {"precompute": True, "cache": "file"}},
+    {"reference": {"kind": "server", "url": "https://host/v1", "precompute": True, "cache": "file"}},
     {"data": {"path": "d", "shared_prompt": "off", "unusable": "drop", "overlong": "refuse", "packing": "none"}},
     {"evaluation": {"sets": {"a": {"path": "x"}}, "completions": {"samples": 3}}},
 ]
@@ -63,6 +64,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"preference": {"loss": "kto"}, "reference": {"precompute": True}},
         "reference.precompute: kto measures the KL divergence on answers of other rows",
+    ),
+    (
+        {"reference": {"kind": "server", "url": "http://host/v1", "cache": "file"}},
+        "reference.cache: nothing is kept there unless",
     ),
     ({"reference": {"cache": "file"}}, "reference.cache: nothing is kept there unless reference.precompute is true"),
     (

@@ -40,6 +40,7 @@ TAKEN: list[dict[str, Any]] = [
         "advantage": {"kind": "gae", "gamma": 0.99, "lam": 1.0, "whiten": False},
         "critic": {"path": "v", "value_clip": None},
     },
+    {"kl": {"coefficient": 0.05}, "reference": {"kind": "server", "url": "http://host:8000/v1", "bound": None}},
     {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
 ]
 
@@ -63,6 +64,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rollout.group_size: 8, but advantage: pass_at_k compares at least 9",
     ),
     ({"rollout": {"temperature": 0}}, "rollout.temperature: 0 gives every completion of a group the same tokens"),
+    ({"rollout": {"temperature": 1e-30}}, "rollout.temperature: 1e-30 divides logits beyond the range of numbers"),
+    ({"rollout": {"stop": ["a", ""]}}, "rollout.stop: every text holds the empty one"),
     ({"rollout": {"top_k": 5, "min_p": 0.1}}, "rollout.top_k: top_k, min_p draws from another distribution"),
     ({"updates": {"mini_batches": 5}}, "updates.mini_batches: data.batch_size=32 prompts cannot be dealt to 5"),
     ({"objective": "gspo"}, "data.average: token_mean weighs sequences by their length"),
@@ -122,6 +125,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"kl": {"coefficient": 0.1}, "reference": {"kind": "adapter_off"}},
         "reference.kind: adapter_off is not the model",
+    ),
+    ({"reference": "server"}, "reference.url: required, and missing"),
+    ({"reference": {"kind": "server", "url": "host:8000"}}, "reference.url: 'host:8000' is no address"),
+    ({"reference": {"kind": "server", "url": "http://host:port/v1"}}, "reference.url: 'http://host:port/v1' is no"),
+    (
+        {"reference": {"kind": "server", "url": "http://host/v1", "api_key_variable": "sk-1 2"}},
+        "reference.api_key_variable: this is no name of a variable",
+    ),
+    (
+        {"reference": {"kind": "sharded", "url": "http://host/v1"}},
+        "reference.url: kind auto or none or adapter_off or sharded or offloaded has no such key; it belongs to kind "
+        "server",
+    ),
+    ({"reference": {"kind": "served"}}, "reference: there is no kind 'served'. Did you mean server?"),
+    (
+        {
+            "kl": {"coefficient": 0.1},
+            "reference": {"kind": "server", "url": "http://host/v1"},
+            "rollout": {"temperature": 0.7},
+        },
+        "reference.kind: a server tells log-probabilities at temperature 1, and rollout.temperature=0.7 is that of",
     ),
 ]
 

@@ -255,6 +255,10 @@ def test_adapters_go_on_from_a_directory_and_others_are_refused(pools: Any, llam
     tree["model"]["lora"] = LORA | {"path": adapter, "rank": 5}
     errors = pools(2).errors(look, tree, ROWS, 0)
     assert "holds other adapters than model.lora describes" in errors[0][1]
+    tree["model"]["lora"] = LORA | {"path": adapter, "alpha": 3.5}
+    errors = pools(2).errors(look, tree, ROWS, 0)
+    assert errors[0] == errors[1]
+    assert "model.lora.alpha is 3.5, and the adapter in " in errors[0][1]
 
 
 def test_adapters_of_another_base_are_refused_unless_they_are_asked_for(

@@ -42,6 +42,11 @@ def test_a_collapse_is_seen_within_steps() -> None:
     assert found == [(6, "flat_groups"), (9, "truncation"), (22, "flat_reward")]
 
 
+def filtered(*at_rest: float) -> list[dict[str, float]]:
+    counts = {"rollout/groups": 4.0, "rollout/trained_groups": 0.0, "frac_reward_zero_std": 0.25}
+    return [line | counts for line in column("optim/no_gradient", *at_rest)]
+
+
 CASES = [
     pytest.param(
         column("reward", *[0.1 * step for step in range(5)], *[0.5] * 20), {}, [(25, "flat_reward")], id="reward flat"
@@ -54,6 +59,10 @@ CASES = [
         id="groups flat",
     ),
     pytest.param(column("frac_reward_zero_std", *[0.8] * 20), {}, [], id="groups at the border"),
+    pytest.param(filtered(1, 1, 1, 1, 0, 1, 1, 1, 1, 1), {}, [(10, "nothing_learned")], id="all groups left out"),
+    pytest.param([line | {"frac_reward_zero_std": 1.0} for line in filtered(1, 1)] * 2, {}, [], id="rewards alike"),
+    pytest.param(column("kto/desirable", 1, 1, 0, *[1] * 5), {}, [(8, "one_sided")], id="answers of one kind"),
+    pytest.param(column("kto/desirable", *[0.5] * 9), {}, [], id="answers of both kinds"),
     pytest.param(
         column("completions/clipped_ratio", 0.9, 0.1, *[0.31] * 5), {}, [(7, "truncation")], id="truncation lasts"
     ),

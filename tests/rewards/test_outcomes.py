@@ -40,6 +40,7 @@ def test_a_number_of_any_kind_is_a_reward(start: Start, value: str, expected: fl
         ("float('nan')", "nan", "returned nan"),
         ("float('inf')", "nan", "returned inf"),
         ("10 ** 400", "nan", "returned inf"),
+        ("-2e30", "nan", "returned -2e+30, and rewards lie within +-1e30"),
         ("np.float64('nan')", "nan", "returned nan"),
         ("{'reward': float('nan')}", "nan", "returned nan"),
         ("None", "none", "returned None"),
@@ -87,6 +88,18 @@ def test_the_reward_is_the_weighted_sum(start: Start) -> None:
     found = pool.score([sample()])[0]
 
     assert (found.reward, found.parts) == (0.5 * 2 - 3, {"a": 2.0, "b": 3.0})
+
+
+def test_a_sum_beyond_all_bounds_is_no_reward(start: Start) -> None:
+    rewards = (user("my.py:a", weight=1e10), user("my.py:b"))
+    source = "def a(completion): return 1e30\ndef b(completion): return 3"
+
+    dropped = start(source, *rewards).score([sample()])[0]
+    valued = start(source, *rewards, on_nan={"value": -1.0}).score([sample()])[0]
+
+    assert (dropped.reward, dropped.fault, dropped.drop) == (None, "nan", "sample")
+    assert "reward a and its weight make a sum of 1e+40" in dropped.message
+    assert (valued.reward, valued.fault, valued.drop) == (-1.0, "nan", None)
 
 
 def test_none_beside_a_number_is_left_out_of_the_sum(start: Start) -> None:

@@ -99,16 +99,19 @@ class ByKind:
     default: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        members = {kind_of(model): handler.generate_schema(model) for model in get_args(source) or (source,)}
+        members: dict[str, CoreSchema] = {}
+        for model in get_args(source) or (source,):
+            members |= dict.fromkeys(kinds_of(model), handler.generate_schema(model))
         union = core_schema.tagged_union_schema(members, discriminator=self._chosen)
         return core_schema.no_info_before_validator_function(_as_section, union)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        members = dict(zip(schema["schema"]["choices"], handler(schema)["oneOf"], strict=True))
-        sections = [
-            member if kind == self.default else {**member, "required": ["kind"]} for kind, member in members.items()
-        ]
-        return {"oneOf": [{"enum": list(members), "type": "string"}, *sections]}
+        sections = []
+        for member in handler(schema)["oneOf"]:
+            kind = handler.resolve_ref_schema(member)["properties"]["kind"]
+            is_default = self.default in kind.get("enum", [kind.get("const")])
+            sections.append(member if is_default else {**member, "required": ["kind"]})
+        return {"oneOf": [{"enum": list(schema["schema"]["choices"]), "type": "string"}, *sections]}
 
     def _chosen(self, value: Any) -> str:
         found = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
@@ -134,6 +137,14 @@ def kind_of(model: type[BaseModel]) -> str | None:
     """Return the kind of a member of a tagged union; None for any other section."""
     field = model.model_fields.get("kind")
     return None if field is None else str(field.default)
+
+
+def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the kinds that a member of a tagged union stands for, its default first; none for any other section."""
+    field = model.model_fields.get("kind")
+    if field is None:
+        return ()
+    return tuple(dict.fromkeys([str(field.default), *map(str, get_args(field.annotation))]))
 
 
 def _as_section(value: Any) -> Any:

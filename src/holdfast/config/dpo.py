@@ -8,7 +8,7 @@ from typing import Literal
 from holdfast.config.base import Mistake
 from holdfast.config.data import DataConfig, PairAverage
 from holdfast.config.preference import PreferenceConfig
-from holdfast.config.rollout import ReferenceConfig
+from holdfast.config.reference import PairReference, PairReferenceConfig
 from holdfast.config.runs import TrainingConfig
 
 
@@ -42,29 +42,13 @@ class PairDataConfig(DataConfig):
                 yield key, f"{source.rows} is a shape of supervised rows; leave it out, the columns tell"
 
 
-class PairReferenceConfig(ReferenceConfig):
-    """Where the reference policy lives, and whether it is asked once for all."""
-
-    precompute: bool = False
-    """Score all rows once before the first step, keep the numbers in a file, and train without the reference in
-    memory. A later start finds the file."""
-    cache: str | None = None
-    """That file; default: `.NAME.reference` beside the run's directory. One that was made of other rows, or by another
-    model or tokenizer, is refused."""
-
-    def mistakes(self) -> Iterator[Mistake]:
-        """Yield a file that nothing is kept in."""
-        if self.cache is not None and not self.precompute:
-            yield "cache", "nothing is kept there unless reference.precompute is true; set it, or leave cache out"
-
-
 class DPOConfig(TrainingConfig):
     """Training on preferences: DPO and its kin."""
 
     verb = "dpo"
     data: PairDataConfig
     preference: PreferenceConfig
-    reference: PairReferenceConfig = PairReferenceConfig()
+    reference: PairReference = PairReferenceConfig()
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""

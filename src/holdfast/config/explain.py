@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast.config.base import kind_of
+from holdfast.config.base import kind_of, kinds_of
 from holdfast.config.tree import all_keys, key_path, section_at
 from holdfast.config.yaml12 import Document, KeyPath
 
@@ -120,7 +120,8 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     assert section is not None, "pydantic finds unknown keys in sections only"
     kinds = [str(kind_of(member)) for member in choice.sections if name in member.model_fields]
     if kinds:
-        return f"kind {kind_of(section)} has no such key; it belongs to kind {' and '.join(kinds)}"
+        own = " or ".join(kinds_of(section))
+        return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}"
     return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
 
 

@@ -23,6 +23,7 @@ from holdfast.config.policy import (
     OffPolicyMaskConfig,
     PolicyObjective,
 )
+from holdfast.config.reference import Reference, ServerReferenceConfig
 from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig, UpdatesConfig
 from holdfast.config.runs import TrainingConfig
@@ -50,7 +51,7 @@ class GRPOConfig(TrainingConfig):
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = NoCorrectionConfig()
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: Reference = ReferenceConfig()
     updates: UpdatesConfig = UpdatesConfig()
     evaluation: PolicyEvaluationConfig = PolicyEvaluationConfig()
 
@@ -146,6 +147,7 @@ class GRPOConfig(TrainingConfig):
             )
         if self.reference.kind == "none" and self.kl.coefficient > 0:
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
+        yield from self._server()
 
     def _critic(self) -> Iterator[Mistake]:
         gae, critic = isinstance(self.advantage, GAEAdvantageConfig), self.critic
@@ -174,3 +176,12 @@ class GRPOConfig(TrainingConfig):
         for key, wrong in critic_training(self, critic).storage_mistakes():
             if (key, wrong) not in known:
                 yield "critic.optim.kind", f"with {key}: {wrong}"
+
+    def _server(self) -> Iterator[Mistake]:
+        temperature = self.rollout.temperature
+        if isinstance(self.reference, ServerReferenceConfig) and self.kl.coefficient > 0 and temperature != 1:
+            yield (
+                "reference.kind",
+                f"a server tells log-probabilities at temperature 1, and rollout.temperature={temperature:g} is that "
+                "of the policy; use sharded, or temperature: 1.0",
+            )

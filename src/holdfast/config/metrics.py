@@ -19,7 +19,8 @@ class HealthConfig(Section):
     repeat_steps: PositiveInt = 50
     """Steps for which an alarm rests after it sounded."""
     lasting_steps: PositiveInt = 5
-    """Steps in a row that flat groups, truncation or low entropy last before they count."""
+    """Steps in a row that flat groups, truncation, low entropy, weights at rest or answers of one kind last before they
+    count."""
     flat_reward_steps: AtLeastTwo = 20
     """Steps in a row with one and the same mean reward."""
     flat_groups: Fraction = 0.8

@@ -21,6 +21,9 @@ from holdfast.config.base import (
 EngineKind = Literal["auto", "inprocess", "transformers"]
 
 
+_COLDEST = 1e-4
+
+
 class SamplingConfig(Section):
     """The distribution a token is drawn from, and where a completion ends."""
 
@@ -38,6 +41,17 @@ class SamplingConfig(Section):
     """Divides positive logits of tokens seen before and multiplies negative ones (arXiv:1909.05858, section 4.1)."""
     stop: list[str] = Field(default_factory=list)
     """Texts that end a completion; they belong to it."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what ends every completion at once, and a temperature that no precision holds."""
+        if "" in self.stop:
+            yield "stop", "every text holds the empty one, so each completion would end at its first token; remove it"
+        if 0 < self.temperature < _COLDEST:
+            yield (
+                "temperature",
+                f"{self.temperature:g} divides logits beyond the range of numbers; use 0 for the most probable token, "
+                f"or at least {_COLDEST:g}",
+            )
 
     def biases(self) -> list[str]:
         """Return the options that draw from another distribution than the policy's at this temperature."""
@@ -68,6 +82,7 @@ class RolloutConfig(SamplingConfig):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield sampling that has no distribution to learn from."""
+        yield from super().mistakes()
         if self.temperature == 0:
             yield "temperature", "0 gives every completion of a group the same tokens; use 1.0"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from holdfast.config.base import ByKind, kind_of
+from holdfast.config.base import ByKind, kinds_of
 from holdfast.config.yaml12 import KeyPath
 
 
@@ -38,7 +38,7 @@ class Held:
 
     def of_kind(self, kind: object) -> Held:
         """Return the member of a tagged union by its kind; a plain value if there is none."""
-        return Held(tuple(section for section in self.sections if kind_of(section) == kind))
+        return Held(tuple(section for section in self.sections if kind in kinds_of(section)))
 
     def chosen(self, value: Any) -> Held:
         """Return the member of a tagged union that a value of the file stands for."""

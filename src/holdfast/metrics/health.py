@@ -127,9 +127,37 @@ def _gradient_spike(config: HealthConfig, past: Past) -> str | None:
     )
 
 
+def _nothing_learned(config: HealthConfig, past: Past) -> str | None:
+    """Say that rollouts are left out whole; rewards that are all alike have an alarm of their own."""
+    values, line = _last(past, "optim/no_gradient", config.lasting_steps), past[-1]
+    if not values or min(values) < 1 or not line.get("rollout/groups") or line.get("frac_reward_zero_std") == 1:
+        return None
+    trained, groups = line.get("rollout/trained_groups", 0), line["rollout/groups"]
+    if trained:
+        why = "no completion of theirs counts: look at groups.truncated, advantage, and rewards without a number"
+    else:
+        why = "groups.between and groups.flat leave out all others: widen them, or choose other prompts"
+    return (
+        f"no weight has moved for {len(values)} steps. Of {groups:.0f} groups in the last one {trained:.0f} were kept, "
+        f"and {why}."
+    )
+
+
+def _one_sided(config: HealthConfig, past: Past) -> str | None:
+    values = _last(past, "kto/desirable", config.lasting_steps)
+    if not values or min(values) != max(values) or values[-1] not in {0.0, 1.0}:
+        return None
+    return (
+        f"for {len(values)} steps {'every' if values[-1] else 'no'} answer was desirable, and nothing pulls the other "
+        "way. Look at the column label, or mix in rows of the other kind."
+    )
+
+
 _ALARMS: Mapping[str, Callable[[HealthConfig, Past], str | None]] = {
     "flat_reward": _flat_reward,
     "flat_groups": _flat_groups,
+    "nothing_learned": _nothing_learned,
+    "one_sided": _one_sided,
     "truncation": _truncation,
     "low_entropy": _low_entropy,
     "reward_faults": _reward_faults,

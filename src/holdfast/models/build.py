@@ -21,6 +21,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import AdapterSource, check_base
+from holdfast.models.adapter_settings import refuse_other_scale
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import (
     apply_overrides,
@@ -139,12 +140,13 @@ def _with_adapters(  # noqa: PLR0913 - what they lie in, and what they start fro
     """Return a source of a model's tensors and of its adapters.
 
     Raises:
-        ModelError: Adapters to start from are others, or were trained beside other weights.
+        ModelError: Adapters to start from are others, count by another factor, or were trained beside other weights.
     """
     lora = config.lora
     assert lora is not None
     at = None if lora.path is None else locate(lora.path, config, base, weights=True)
     found = AdapterSource.of(source, model, lora, seed, at, storage_of(config)[1])
+    refuse_other_scale(at, lora)
     if found.stored is not None and directory is not None:
         check_base(directory, found.stored, lora)
     return found

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LARGEST = 1e30
+"""Magnitude above which a reward is no number to compare: its square, and sums of squares, would leave the range."""
+
 Fault = Literal["timeout", "error", "nan", "none"]
 
 
@@ -51,6 +54,11 @@ class Outcome:
     fault: Fault | None = None
     message: str = ""
     """Of a fault: a clause that follows the name of the reward."""
+
+
+def is_number(value: float) -> bool:
+    """Say whether a reward can be compared with others: it is finite, and not beyond `LARGEST`."""
+    return abs(value) <= LARGEST
 
 
 class CannotStart(Exception):  # noqa: N818 - the name says what happened

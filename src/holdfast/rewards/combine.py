@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from holdfast.config.reward import DropGroup, DropSample, FaultPolicy, FixedValue, Reward, RewardPoolConfig
-from holdfast.rewards.base import Outcome, Sample, Scored
+from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 
 _SHOWN = 80
 _DROPS: tuple[Literal["sample", "group"] | None, ...] = (None, "sample", "group")
@@ -26,18 +26,34 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
     if all(outcome.fault == "none" for outcome in outcomes):
         faults = judged[:1]
         total = _fixed(config.on_none) or 0.0
-    parts: dict[str, float | None] = {}
-    metrics: dict[str, float] = {}
-    for reward, outcome in judged:
-        parts[reward.label] = values[reward.label]
-        parts |= {f"{reward.label}/{name}": part for name, part in outcome.parts.items()}
-        metrics |= {f"{reward.label}/{name}": metric for name, metric in outcome.metrics.items()}
+    if not faults and not is_number(total):
+        faults, total = _beyond(judged, total), _fixed(config.on_nan) or 0.0
+    parts, metrics = _told(judged, values)
     if not faults:
         return Scored(total, parts, metrics)
     reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[1], config)))
     message = f"reward {reward.label} {outcome.message}; sample {sample.sample_id}: {sample.completion[:_SHOWN]!r}"
     drop = _DROPS[_severity(_policy(outcome, config))]
     return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
+
+
+def _told(
+    judged: Sequence[tuple[Reward, Outcome]], values: Mapping[str, float | None]
+) -> tuple[dict[str, float | None], dict[str, float]]:
+    """Return the parts and metrics of all rewards under their names."""
+    parts: dict[str, float | None] = {}
+    metrics: dict[str, float] = {}
+    for reward, outcome in judged:
+        parts[reward.label] = values[reward.label]
+        parts |= {f"{reward.label}/{name}": part for name, part in outcome.parts.items()}
+        metrics |= {f"{reward.label}/{name}": metric for name, metric in outcome.metrics.items()}
+    return parts, metrics
+
+
+def _beyond(judged: Sequence[tuple[Reward, Outcome]], total: float) -> list[tuple[Reward, Outcome]]:
+    """Return the fault of a sum that is no number, under the name of the reward that weighs most."""
+    heaviest = max(judged, key=lambda each: abs(each[0].weight))[0]
+    return [(heaviest, Outcome(fault="nan", message=f"and its weight make a sum of {total}"))]
 
 
 def _value(outcome: Outcome, config: RewardPoolConfig) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.rewards.base import Outcome
+from holdfast.rewards.base import Outcome, is_number
 
 VALUE_KEYS = ("reward", "overall", "score")
 """Keys of a dict that hold the reward, the first one present; EasyR1 writes `overall`, verl `score`."""
@@ -64,8 +64,9 @@ def _of_value(value: object) -> Outcome:
         kind = type(value).__name__
         shown = f" {_cut(repr(value))}" if isinstance(value, str | bytes) else ""
         return _error(f"returned a {kind}{shown}; a reward is a number, None or a dict")
-    if not math.isfinite(number):
-        return Outcome(fault="nan", message=f"returned {number}")
+    if not is_number(number):
+        why = ", and rewards lie within +-1e30" if math.isfinite(number) else ""
+        return Outcome(fault="nan", message=f"returned {number}{why}")
     return Outcome(number)
 
 

@@ -137,7 +137,7 @@ class RewardPool:
             self.close()  # KeyboardInterrupt: the answer is still under way, and nobody will read it
             raise
         if reply is None:
-            raise RunStopped(f"The reward processes died{self._how()}. Read {self.log_path}, then start the run again.")
+            raise RunStopped(f"The reward processes died{self._how()}. Read {self._log()}, then start the run again.")
         return [[Outcome(**outcome) for outcome in line] for line in json.loads(reply)]
 
     def _channels(self) -> tuple[int, int]:
@@ -180,6 +180,10 @@ class RewardPool:
             f"reward {building}: importing its file ended the process{self._how()}. Read {self.log_path}, and import "
             "the file in a Python of your own."
         )
+
+    def _log(self) -> str:
+        """Return where a reader finds the log: with the others it moves to a run directory that is made later."""
+        return str(self.log_path) if self.log_path.exists() else f"logs/{self.log_path.name} in the run's directory"
 
     def _how(self) -> str:
         assert self._process is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.reference import ServerReferenceConfig
 from holdfast.data.candidates import Tokenise
 from holdfast.data.chat import RowTokeniser
 from holdfast.data.prompts import prompt_tokeniser
@@ -21,6 +22,7 @@ from holdfast.training.engines import build_engine, stop_tokens
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
+from holdfast.training.reference_server import NO_IMAGES
 from holdfast.training.run import Evaluation
 from holdfast.training.sources import (
     Accept,
@@ -102,6 +104,8 @@ def _images(config: GRPOConfig, measured: Evaluation) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
     if config.rollout.record:
         return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
+    if isinstance(config.reference, ServerReferenceConfig) and config.kl.coefficient > 0:
+        return NO_IMAGES
     return image_side_of(config, measured.origin)
 
 
@@ -144,7 +148,7 @@ def _reference(config: GRPOConfig, base: Path, policy: Evaluation, live: Live) -
     kind, coefficient = config.reference.kind, config.kl.coefficient
     if kind == "none" or coefficient == 0:
         return None
-    return build_reference(policy, base, live, kind=kind, why=f"kl.coefficient={coefficient:g}")
+    return build_reference(policy, base, live, config.reference, why=f"kl.coefficient={coefficient:g}")
 
 
 def _prompts(

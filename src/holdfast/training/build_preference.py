@@ -15,6 +15,7 @@ import numpy as np
 
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.config.dpo import DPOConfig
+from holdfast.config.reference import ServerReferenceConfig
 from holdfast.data.assembly import Layout
 from holdfast.data.candidates import CandidateReader, Tokenise
 from holdfast.data.preferences import preferred_only
@@ -25,10 +26,11 @@ from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.build_sharded import image_side_of
-from holdfast.training.identity import tokenizer_hash, weights_mark
+from holdfast.training.identity import adapter_mark, tokenizer_hash, weights_mark
 from holdfast.training.losses import preference_objective
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
 from holdfast.training.reference import Reference, build_reference
+from holdfast.training.reference_server import NO_IMAGES
 from holdfast.training.reference_table import (
     COLUMN,
     ReferenceTable,
@@ -109,7 +111,7 @@ def _compared_policy(
 ) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
     exchange = measured.exchange
-    images = image_side_of(config, measured.origin)
+    images = _images(config, measured)
     layout = together(exchange, lambda: _layout(config, measured, images))
     plain = together(exchange, lambda: preference_tokeniser(measured.origin.tokenizer, config, base, images))
     tokenise: Tokenise[Example] = plain
@@ -121,13 +123,20 @@ def _compared_policy(
         layout = replace(layout, columns={COLUMN: np.float64})
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
-        reference = build_reference(measured, base, live, kind=config.reference.kind, why=why)
+        reference = build_reference(measured, base, live, config.reference, why=why)
     accept = together(exchange, lambda: row_filter(config, base))
     reading = SetReading(dict.fromkeys(data.evaluation, tokenise), accept, preferred_only(plain))
     sets = evaluation_sets(config, data, reading, exchange, layout)
     together(exchange, lambda: refuse_completions_with_images(config, sets, images))
     parts = vars(measured) | {"config": config, "evaluation_sets": sets}
     return PreferenceEvaluation(**parts, layout=layout, reference=reference), tokenise
+
+
+def _images(config: DPOConfig, measured: Evaluation) -> ImageSide | str:
+    """Return what turns images into tokens; or why no row may have some."""
+    if isinstance(config.reference, ServerReferenceConfig) and config.preference.needs_reference:
+        return NO_IMAGES
+    return image_side_of(config, measured.origin)
 
 
 def _layout(config: DPOConfig, measured: Evaluation, images: ImageSide | str) -> Layout:
@@ -164,14 +173,14 @@ def _table(parts: _Parts, place: Path) -> ReferenceTable:
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
-    about = _about(config, measured, parts.data)
+    about = _about(config, measured, parts.data, parts.base)
     known = exchange.agree(place.exists())
     if known:
         table = exchange.agree(together(exchange, lambda: load_table(place, about) if first else None))
         assert table is not None
     else:
         why = "all rows, once"
-        reference = build_reference(measured, parts.base, parts.live, kind=config.reference.kind, why=why)
+        reference = build_reference(measured, parts.base, parts.live, config.reference, why=why)
         table = tabulate(measured, reference, _all_rows(parts))
         del reference
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
@@ -192,11 +201,14 @@ def _all_rows(parts: _Parts) -> Iterator[SampleStream]:
         yield one_pass(parts.config, rows, exchange, parts.layout)
 
 
-def _about(config: DPOConfig, measured: Evaluation, data: OpenedData) -> dict[str, str]:
+def _about(config: DPOConfig, measured: Evaluation, data: OpenedData, base: Path) -> dict[str, str]:
     """Return hashes of all that the numbers depend on."""
     origin = measured.origin
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
-    precision = config.parallel.compute_dtype
+    precision: str = config.parallel.compute_dtype
+    if isinstance(config.reference, ServerReferenceConfig):
+        precision += f" server {config.reference.model}"
+    precision += adapter_mark(config, base)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     return {

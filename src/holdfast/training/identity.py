@@ -20,7 +20,7 @@ from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
-from holdfast.models.origin import files_mark
+from holdfast.models.origin import files_mark, locate
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -57,6 +57,7 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     model |= _adapters(config)
     if _starts_from_files(config):
         model["model.path"] = weights_mark(origin, config.seed)
+    model |= _adapter_of_reference(config, base)
     return {
         "data": data,
         "files": files,
@@ -126,6 +127,20 @@ def weights_mark(origin: Blueprint, seed: int) -> str:
     if origin.directory is None:
         return f"random start of seed {seed}"
     return files_mark(origin.directory)
+
+
+def _adapter_of_reference(config: TrainingConfig, base: Path) -> dict[str, str]:
+    mark = adapter_mark(config, base) if _has_reference(config) else ""
+    return {"model.lora.path": mark} if mark else {}
+
+
+def adapter_mark(config: TrainingConfig, base: Path) -> str:
+    """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
+    lora = config.model.lora
+    if lora is None or lora.path is None:
+        return ""
+    files = sorted(locate(lora.path, config.model, base, weights=True).glob("*.safetensors"))
+    return hash_bytes("\n".join(hash_file(file) for file in files).encode())
 
 
 def differences(then: Identity, now: Identity) -> dict[str, list[str]]:

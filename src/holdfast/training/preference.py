@@ -63,7 +63,21 @@ def evaluate_preferences(
 
 
 def with_margins(metrics: dict[str, float]) -> dict[str, float]:
-    """Add rewards/margins where single answers gave rewards of both kinds."""
-    sides = {name.removesuffix("chosen") for name in metrics if name.endswith("rewards/chosen")}
-    missing = sorted(side for side in sides if f"{side}margins" not in metrics)
-    return metrics | {f"{side}margins": metrics[f"{side}chosen"] - metrics[f"{side}rejected"] for side in missing}
+    """Add rewards/margins where single answers gave rewards of both kinds; leave out what speaks of no answer."""
+    found = {name: value for name, value in metrics.items() if name not in _of_nothing(metrics)}
+    for name in list(found):
+        side = name.removesuffix("rewards/chosen")
+        if name != side and f"{side}rewards/rejected" in found and f"{side}rewards/margins" not in found:
+            found[f"{side}rewards/margins"] = found[name] - found[f"{side}rewards/rejected"]
+    return found
+
+
+def _of_nothing(metrics: dict[str, float]) -> set[str]:
+    """Return the means over the other side's answers where all are desirable, or none is."""
+    empty = {1.0: "rejected", 0.0: "chosen"}
+    return {
+        f"{name.removesuffix('kto/desirable')}{what}/{empty[share]}"
+        for name, share in metrics.items()
+        if name.endswith("kto/desirable") and share in empty
+        for what in ("rewards", "logps")
+    }

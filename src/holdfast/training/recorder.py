@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,17 +106,22 @@ def read_record(directory: Path, step: int) -> Record:
     """Read what `record` wrote.
 
     Raises:
-        ConfigError: The step was not kept; the message names those that were.
+        ConfigError: The step was not kept, and the message names those that were; or what was kept is damaged.
     """
     path = record_path(directory, step)
     if not path.exists():
         kept = sorted(int(found.name[5:13]) for found in (directory / FOLDER).glob("step-*.jsonl.gz"))
         there = f"kept are steps {kept[0]} to {kept[-1]}" if kept else "none was kept; set rollout.record: true"
         raise ConfigError(f"{path} does not exist: {there}.")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        head, *lines = (json.loads(line) for line in file)
-    groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
-    return Record(head["step"], Path(head["base"]), head["metrics"], Rollout(groups, facts, facts, {}, ()))
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            head, *lines = (json.loads(line) for line in file)
+        groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
+        return Record(head["step"], Path(head["base"]), head["metrics"], Rollout(groups, facts, facts, {}, ()))
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({type(error).__name__}: {error}), so step {step} cannot be made again."
+        ) from error
 
 
 def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:

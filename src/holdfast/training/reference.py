@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.data.packing import pack, to_device
-from holdfast.data.weights import Share
+from holdfast.config.reference import ServerReferenceConfig
+from holdfast.config.rollout import ReferenceConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters import adapters_of, adapters_off
 from holdfast.models.build import blueprint
@@ -21,16 +21,19 @@ from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
+from holdfast.training.probe import probe_logprobs
+from holdfast.training.reference_server import ServerReference, connect
 from holdfast.training.run import Evaluation
 from holdfast.training.together import first_rank_first
-from holdfast.types import Batch, Example, LossSum, Scores
+from holdfast.types import Batch, LossSum, Scores
 
 _PROBE_TOKENS = 24
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Of a log-probability in nats."""
 
-Reference = Callable[..., LossSum | Scores]
+LocalReference = Callable[..., LossSum | Scores]
 """(batch, temperature=...) -> scores, without gradients"""
+Reference = LocalReference | ServerReference
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,25 @@ class AdapterOff:
         return scores
 
 
-def build_reference(policy: Evaluation, base: Path, live: Live, *, kind: str, why: str) -> Reference:
+def build_reference(
+    policy: Evaluation, base: Path, live: Live, section: ReferenceConfig | ServerReferenceConfig, *, why: str
+) -> Reference:
     """Return the reference policy.
 
     Args:
         policy: Freshly built: both hold the same numbers.
         base: The YAML's directory.
         live: Objects in the place of what the configuration names.
-        kind: adapter_off, sharded or offloaded; auto is the first where nothing but adapters is trained, else sharded.
+        section: Where it lives; auto is adapter_off where nothing but adapters is trained, else sharded.
         why: What needs it, for the user.
 
     Raises:
+        ConfigError: Its server cannot be used.
         ModelError: It is not the policy's twin: not frozen, on another device, sharded otherwise, or of other numbers.
     """
+    if isinstance(section, ServerReferenceConfig):
+        return connect(policy, section, why=why)
+    kind = section.kind
     config, world, exchange = policy.config, policy.world, policy.exchange
     lora = config.model.lora
     alone = lora is not None and not lora.train and lora.path is None
@@ -141,12 +150,4 @@ def _check_numbers(reference: PolicyModel, policy: Evaluation, exchange: Process
 def _probe(model: PolicyModel, policy: Evaluation) -> Tensor:
     vocabulary = int(policy.origin.skeleton.config.get_text_config().vocab_size)
     tokens = torch.arange(_PROBE_TOKENS).mul(7919).remainder(vocabulary).numpy()
-    example = Example(0, 0, tokens, tokens >= 0)
-    example.loss_mask[0] = False
-    batch = to_device(pack([example], [Share(1.0, 1.0)], padded=model.padded), policy.world.device)
-    was_training = model.training
-    model.eval()
-    scores = model(batch)
-    model.train(was_training)
-    assert isinstance(scores, Scores)
-    return scores.logprobs
+    return probe_logprobs(model, tokens, policy.world.device)

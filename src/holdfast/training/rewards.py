@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from holdfast.config.grpo import GRPOConfig
 from holdfast.config.reward import ModelRewardConfig, Reward, RewardPoolConfig
 from holdfast.models.reward_model import RewardModel
 from holdfast.parallel.mesh import World
-from holdfast.rewards.base import Outcome, Sample, Scored
+from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 from holdfast.rewards.combine import combine
 from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.pool import RewardPool
@@ -110,7 +109,7 @@ class Scorer:
 
 
 def _outcome(score: float) -> Outcome:
-    if math.isfinite(score):
+    if is_number(score):
         return Outcome(score)
     return Outcome(fault="nan", message=f"gave {score}")
 

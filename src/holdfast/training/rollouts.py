@@ -106,8 +106,20 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
         return None
     rollout = _joined(found, wanted)
     run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    run.said += _unknown_part(rollout.sampled, groups_config.between)
     _refuse_unscored(run, rollout)
     return rollout
+
+
+def _unknown_part(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
+    """Say so where groups are chosen by what no completion has; its first word alone is checked before step 1."""
+    known = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
+    if between is None or not known or between.reward in known:
+        return []
+    return [
+        f"warning: groups.between.reward: no completion of this step has {between.reward}, so every group is left out; "
+        f"they have {', '.join(known)}"
+    ]
 
 
 def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from holdfast.data.packing import to_device
 from holdfast.training.reference import Reference
+from holdfast.training.reference_server import ServerReference
 from holdfast.training.run import Evaluation
 from holdfast.types import Batch, MiniBatch, Scores
 
@@ -24,6 +25,8 @@ def scored(run: Evaluation, model: Reference, mini_batch: MiniBatch, name: str, 
         name: Of the column.
         entropy: Also add entropies.
     """
+    if isinstance(model, ServerReference):
+        return model.scored(mini_batch, name)
     batches = []
     for micro_batch in mini_batch.micro_batches:
         batch = to_device(micro_batch, run.world.device)

@@ -1,0 +1,41 @@
+"""What a directory in peft's format says beside its tensors: by how much its adapters count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from holdfast.config.lora import LoRAConfig
+from holdfast.errors import ModelError
+
+SETTINGS = "adapter_config.json"
+
+
+def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
+    """See that adapters to start from count by the factor they were trained with; tensors do not tell it.
+
+    Raises:
+        ModelError: They count by another one under `model.lora`, or their settings cannot be read.
+    """
+    if directory is None or not (directory / SETTINGS).exists():
+        return
+    file = directory / SETTINGS
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        stabilised, alone = bool(said.get("use_rslora", False)), dict(said.get("alpha_pattern") or {})
+        there = {"alpha": f"{said.get('lora_alpha', section.alpha):g}", "rank_stabilised": str(stabilised).lower()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = f"{file} is not what peft writes ({error})"
+        raise ModelError(f"model.lora.path: {why}. Save the adapter again.") from error
+    if alone:
+        raise ModelError(
+            f"model.lora.path: {file} gives {len(alone)} layers an alpha of their own ({next(iter(alone))}), and "
+            "model.lora has one for all. Merge this adapter into its model, and start from that."
+        )
+    here = {"alpha": f"{section.alpha:g}", "rank_stabilised": str(section.rank_stabilised).lower()}
+    for name, value in here.items():
+        if there[name] != value:
+            raise ModelError(
+                f"model.lora.{name} is {value}, and the adapter in {directory} was trained with {there[name]}: it "
+                f"would count by another factor than then. Set model.lora.{name}: {there[name]}."
+            )

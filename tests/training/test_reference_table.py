@@ -1,0 +1,45 @@
+"""A file of reference log-probabilities is what was written, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.training.reference_table import ReferenceTable, load_table, save_table
+
+ABOUT = {"model": "a1b2", "rows": "c3d4"}
+TABLE = ReferenceTable(np.array([[1, 2], [3, 2**63 + 5]], np.uint64), np.array([-1.5, -20.25]))
+
+
+def test_every_bit_that_flips_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "said"
+    save_table(TABLE, path, ABOUT)
+    whole = path.read_bytes()
+    assert load_table(path, ABOUT).logprobs.tolist() == [-1.5, -20.25]
+
+    unnoticed = []
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = load_table(path, ABOUT)
+        except ConfigError:
+            continue
+        if found.keys.tobytes() != TABLE.keys.tobytes() or found.logprobs.tolist() != TABLE.logprobs.tolist():
+            unnoticed.append(bit)
+
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("length", [0, 7, 100])
+def test_a_file_that_was_cut_is_refused(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "said"
+    save_table(TABLE, path, ABOUT)
+    path.write_bytes(path.read_bytes()[:length])
+
+    with pytest.raises(ConfigError, match="is not a whole file of reference log-probabilities"):
+        load_table(path, ABOUT)
