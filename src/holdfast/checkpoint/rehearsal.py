@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.errors import UserError
 from holdfast.optim.inert import inert_state
+from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.collectives import ProcessExchange
 
 Outline = dict[str, tuple[tuple[int, ...], str, bool]]
@@ -105,7 +106,7 @@ def rehearse(
     Args:
         storage: Where checkpoints will be.
         model: Sharded; or what of it will be saved.
-        optimizer: Built; its state may be empty.
+        optimizer: Built; it may have no state yet, for some parameters or all.
         ranks: The group that saves use.
         keep: Checkpoints that retention keeps; two more must fit.
         beside: What saves write besides tensors.
@@ -115,12 +116,12 @@ def rehearse(
         RehearsalFailed: On all ranks, with the parameter or file and what to do.
     """
     name = ranks.agree(fresh(REHEARSAL, "0"))
-    state = None
+    state: Optimizer | OptimizerState | None = None
     beside = beside or Beside()
     with ranks.together():
         held = model if isinstance(model, Held) else hold(model)
         if optimizer is not None:
-            state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
+            state = _expected(optimizer, held.parameters)
         snapshot = take(held, state, shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets)
     try:
         if shared and storage.renames:
@@ -139,6 +140,19 @@ def rehearse(
         if ranks.rank == 0:
             storage.remove(name)
     return report
+
+
+def _expected(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Optimizer | OptimizerState:
+    """Return the state that an optimizer will have after its next step, with zeros where it has none yet."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter, state in optimizer.state.items() if state}
+    if all(id(parameter) in known for parameter in held):
+        return optimizer
+    inert = inert_state(optimizer, parameters)
+    if not optimizer.state:
+        return inert
+    live = collect(optimizer, parameters)
+    return replace(live, tensors={**inert.tensors, **live.tensors}, values={**inert.values, **live.values})
 
 
 def _copy_seconds(snapshot: Snapshot) -> float:

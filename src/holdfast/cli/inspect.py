@@ -159,6 +159,8 @@ def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
 
     loaded = load_run(path, overrides)
     origin = blueprint(loaded.config.model, loaded.base, seed=loaded.config.seed)
+    later = {name: stage.at_step for stage in origin.stages for name in stage.names}
     for name, parameter in named_parameters(origin.model).items():
         shape = "x".join(str(size) for size in parameter.shape) or "scalar"
-        yield f"{name}  {shape}  {'trained' if parameter.requires_grad else 'frozen'}"
+        state = "trained" if parameter.requires_grad else "frozen"
+        yield f"{name}  {shape}  {f'frozen until step {later[name]} is done' if name in later else state}"
