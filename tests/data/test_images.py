@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a film": (
         {"messages": [turn("user", [{"type": "video", "video": "a.mp4"}]), ANSWER]},
-        r"photos row 3, message 0: a part of type video; Holdfast trains on text and images",
+        r"photos row 3, message 0, a video is a\.mp4; a video is a list of frames, and files of videos are not opened",
     ),
     "the model's own token in a text": (
         {"prompt": "<|image_pad|>", "completion": "a"},

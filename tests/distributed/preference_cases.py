@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,8 @@ class Seen:
     side: ImageSide
     tokenizer: Any
     max_length: int = MAX_LENGTH
+    upstream: Callable[[Example], dict[str, Any]] | None = None
+    """What transformers' own forward gets of a sequence, where it is not what `side` says."""
 
 
 def sequences_of(rows: Sequence[dict[str, Any]], seen: Seen | None = None) -> list[tuple[Example, ...]]:
@@ -148,6 +150,8 @@ def images_of(example: Example, tokens: Any, seen: Seen | None) -> dict[str, Any
     """Return what transformers' own forward gets of a sequence's images."""
     if seen is None or not example.model_inputs:
         return {}
+    if seen.upstream is not None:
+        return seen.upstream(example)
     given = seen.side.upstream_inputs(np.asarray(tokens), example.model_inputs)
     return {name: torch.as_tensor(values) for name, values in given.items()}
 

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.errors import UserError
 from holdfast.optim.inert import inert_state
-from holdfast.optim.state import OptimizerState
+from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.collectives import ProcessExchange
 
 Trained = tuple[Held, Optimizer | None]
@@ -110,7 +110,7 @@ def rehearse(
     Args:
         storage: Where checkpoints will be.
         model: Sharded; or what of it will be saved.
-        optimizer: Built; its state may be empty.
+        optimizer: Built; it may have no state yet, for some parameters or all.
         ranks: The group that saves use.
         keep: Checkpoints that retention keeps; two more must fit.
         beside: What saves write besides tensors.
@@ -149,8 +149,18 @@ def rehearse(
 
 
 def _state(held: Held, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
-    """Return an optimizer that has state, or the state that it will have."""
-    return optimizer if optimizer is None or optimizer.state else inert_state(optimizer, held.parameters)
+    """Return the state that an optimizer will have after its next step, with zeros where it has none yet."""
+    if optimizer is None:
+        return None
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter, state in optimizer.state.items() if state}
+    if all(id(parameter) in known for parameter in members):
+        return optimizer
+    inert = inert_state(optimizer, held.parameters)
+    if not optimizer.state:
+        return inert
+    live = collect(optimizer, held.parameters)
+    return replace(live, tensors={**inert.tensors, **live.tensors}, values={**inert.values, **live.values})
 
 
 def _copy_seconds(snapshot: Snapshot) -> float:

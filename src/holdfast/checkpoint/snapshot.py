@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -80,18 +80,25 @@ class Held:
     """Of trained parameters, where a run keeps some."""
 
 
-def hold(model: nn.Module, *, frozen: bool = True, averages: Mapping[str, Tensor] | None = None) -> Held:
+def hold(
+    model: nn.Module,
+    *,
+    frozen: bool = True,
+    averages: Mapping[str, Tensor] | None = None,
+    later: Collection[str] = (),
+) -> Held:
     """Find a model's tensors; modules that are gathered are resharded.
 
     Args:
         model: Sharded by FSDP2, or plain.
         frozen: Also those that are not trained.
         averages: Of trained parameters, to be saved beside them.
+        later: Frozen parameters that will be trained, and count as trained ones.
     """
     stored = {canonical_name(name) for name in model.state_dict()}
     buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
     parameters = sharded_parameters(model)
-    kept = {name: value for name, value in parameters.items() if frozen or value.requires_grad}
+    kept = {name: value for name, value in parameters.items() if frozen or value.requires_grad or name in later}
     return Held(
         kept,
         {name: buffer for name, buffer in buffers.items() if name in stored},

@@ -145,11 +145,14 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
 def _images(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
     """Return what turns images into tokens, without building a model."""
     from holdfast.models.build import configured
-    from holdfast.models.vision import image_side
+    from holdfast.models.origin import locate
+    from holdfast.models.vision import image_side, video_options
 
-    raw_config, processor = configured(config.model, base)
-    bounds = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
-    return image_side(processor, tokenizer, raw_config, **bounds)
+    model, data = config.model, config.data
+    raw_config, processor = configured(model, base)
+    directory = None if model.path is None else locate(model.path, model, base, weights=False)
+    bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    return image_side(processor, tokenizer, raw_config, **bounds, videos=video_options(data, directory))
 
 
 def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
@@ -159,6 +162,8 @@ def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
 
     loaded = load_run(path, overrides)
     origin = blueprint(loaded.config.model, loaded.base, seed=loaded.config.seed)
+    later = {name: stage.at_step for stage in origin.stages for name in stage.names}
     for name, parameter in named_parameters(origin.model).items():
         shape = "x".join(str(size) for size in parameter.shape) or "scalar"
-        yield f"{name}  {shape}  {'trained' if parameter.requires_grad else 'frozen'}"
+        state = "trained" if parameter.requires_grad else "frozen"
+        yield f"{name}  {shape}  {f'frozen until step {later[name]} is done' if name in later else state}"

@@ -61,6 +61,7 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
         "model.tokenizer=null",
         "model.image_processor=null",
         "model.freeze=[]",
+        "model.unfreeze=[]",
         "model.lora=null",
     ]
     loaded = load_run(path, [*here, *overrides])

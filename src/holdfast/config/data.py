@@ -110,9 +110,21 @@ class TextConfig(Section):
     image processor says."""
     max_images: PositiveInt | None = None
     """Most images of a row; a row with more is refused."""
+    video_fps: Positive = 2.0
+    """Frames that belong to one second of a video, where the row does not say: times and positions follow from it."""
+    video_min_pixels: PositiveInt | None = None
+    """As `min_pixels`, for the frames of videos: for each of them in Qwen2-VL and Qwen2.5-VL, for all together in
+    Qwen3-VL."""
+    video_max_pixels: PositiveInt | None = None
+    """As `max_pixels`, for frames of videos, counted in the same way."""
+    max_frames: PositiveInt | None = None
+    """Most frames of a video; a row with a longer one is refused."""
 
 
-IMAGE_FIELDS = frozenset({"image_dir", "min_pixels", "max_pixels", "max_images"})
+IMAGE_FIELDS = frozenset(
+    {"image_dir", "min_pixels", "max_pixels", "max_images"}
+    | {"video_fps", "video_min_pixels", "video_max_pixels", "max_frames"}
+)
 """Fields of a text section that say nothing of text."""
 
 _ORIGINS = ("path", "synthetic")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import Mistake, Pattern, PositiveInt, Section
+from holdfast.config.base import Mistake, OneOrSeveral, Pattern, PositiveInt, Section
 from holdfast.config.lora import LoRAConfig
 from holdfast.config.router import AutoRouterLoss, RouterLossConfig
 
@@ -22,6 +22,16 @@ class HeadConfig(Section):
     chunk_tokens: PositiveInt | None = None
     """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 32 MiB
     of float32 logits on the CPU, 512 MiB on a GPU."""
+
+
+class UnfreezeConfig(Section):
+    """Parameters that are frozen at first and trained later."""
+
+    at_step: PositiveInt
+    """Steps that are made without them; the one after these is the first that trains them."""
+
+    patterns: Annotated[list[Pattern], Field(min_length=1)]
+    """As in `model.freeze`, with its words; each must match something that is frozen until then."""
 
 
 class ModelConfig(Section):
@@ -66,6 +76,10 @@ class ModelConfig(Section):
     `vision_tower`, `projector` (between tower and language model), `language_model` (with its head), `embeddings`
     (with a head tied to them)."""
 
+    unfreeze: Annotated[list[UnfreezeConfig], OneOrSeveral()] = Field(default_factory=list)
+    """What of `freeze` is trained from some step on. Until then it has no gradient and no optimizer state, and it is
+    stored in `dtype` from the start."""
+
     lora: LoRAConfig | None = None
     """Train low-rank adapters and nothing else; needs `peft`. With `frozen_dtype: bfloat16` the model is kept in half
     the memory, and adapters stay in `dtype`."""
@@ -92,6 +106,13 @@ class ModelConfig(Section):
             yield "path", "no model is named; set path (a directory or hub name) or config (a random start)"
         if self.lora is not None and self.freeze:
             yield "freeze", "lora freezes everything but its adapters; name what else is trained in lora.train"
+        if self.lora is not None and self.unfreeze:
+            yield (
+                "unfreeze",
+                "lora trains its adapters for the whole run; name what else is trained in lora.train",
+            )
+        elif self.unfreeze and not self.freeze:
+            yield "unfreeze", "nothing is frozen at first; name in freeze what is to be trained only later"
         yield from self._of_random_starts()
 
     def _of_random_starts(self) -> Iterator[Mistake]:

@@ -24,6 +24,7 @@ from holdfast.data.plain_text import PlainTokeniser
 from holdfast.data.row_images import RowImages
 from holdfast.data.rows import Row
 from holdfast.data.template_file import PromptFormat, template_text
+from holdfast.data.videos import Video
 from holdfast.data.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.types import Example, Prompt
@@ -135,6 +136,11 @@ class RowTokeniser:
             DataError: The row has no prompt, its images cannot be read, or the template refuses it.
         """
         content = self._prompt(row, row_name)
+        if any(isinstance(image, Video) for image in content.images):
+            raise DataError(
+                f"{row_name} has a video, and completions are sampled from prompts of text and images. Remove the row, "
+                "or train on it by `holdfast sft` or `holdfast dpo`."
+            )
         images = self._images.prepared(content, row_name, whole=True)
         written = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)

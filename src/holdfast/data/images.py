@@ -1,14 +1,16 @@
-"""Images of rows: where they are named, how they are opened.
+"""Images and videos of rows: where they are named, how they are opened.
 
 A row names its images in a column `images` (or `image`), with `<image>` in its text for each; or inside the parts of
-its messages. Everything is brought to parts `{type: image}` and a list of what to open, as many as there are parts.
+its messages. Videos are lists of frames in a column `videos`, with `<video>` in the text, or inside parts.
+Everything is brought to parts `{type: image}` and `{type: video}` and one list of what to open, in the parts' order.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +18,24 @@ from typing import Any, TypeVar
 from holdfast.data.formats import Conversation, PlainText, PromptCompletion
 from holdfast.data.messages import Message
 from holdfast.data.rows import Row
+from holdfast.data.videos import Video, video_of
 from holdfast.errors import DataError
 
-PLACEHOLDER = "<image>"
-"""Stands for one image in the text of a row that has a column of images."""
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
+"""Stands for one image or video in the text of a row that has a column of them."""
 
-_COLUMNS = ("images", "image")
-_SOURCES = ("image", "path", "url", "bytes", "image_url")
-"""Keys of an image part that may hold the image."""
+_SOURCES = {"image": ("image", "path", "url", "bytes", "image_url"), "video": ("video", "frames", "path", "url")}
+"""Keys of a part that may hold what is to be opened."""
+
+Held = dict[str, list[Any]]
+"""What a row holds of each kind."""
 
 Content = Conversation | PromptCompletion | PlainText
 C = TypeVar("C", bound=Content)
 
 
 def place_images(content: C, row: Row, where: str, blind: str | None = None) -> C:
-    """Return the content with its images: one `{type: image}` part, or one placeholder, for each.
+    """Return the content with its images and videos: one part, or one placeholder, for each.
 
     Args:
         content: Of the row.
@@ -42,39 +47,53 @@ def place_images(content: C, row: Row, where: str, blind: str | None = None) -> 
         DataError: Placeholders and images do not match in number, a part is of another kind, or there are images and
             none can be trained on.
     """
-    given = _column(row, where)
-    if isinstance(content, Conversation):
-        messages, inside = _parsed(content.messages, where, splits_text=bool(given))
-        places = sum(_is_image(part) for message in messages for part in _parts(message))
-        content = replace(content, messages=messages)
-    else:
-        inside, places = [], _text_of(content).count(PLACEHOLDER) if given else 0
-    if blind is not None and (given or places):
+    given: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    content, places, inside = _located(content, where, [kind for kind in PLACEHOLDERS if given[kind]])
+    seen = [kind for kind in PLACEHOLDERS if given[kind] or kind in places]
+    if blind is not None and seen:
         raise DataError(
-            f"{where} has images. {blind}. Remove them; a column that holds none of the row's images can be given "
+            f"{where} has {seen[0]}s. {blind}. Remove them; a column that holds none of the row's images can be given "
             "another name, as in data.columns={other: image}."
         )
-    _refuse_mismatch(given, inside, places, where)
-    found = given or inside
-    return replace(content, images=tuple(found)) if found else content
+    found = {}
+    for kind in PLACEHOLDERS:
+        _refuse_mismatch(kind, given[kind], inside[kind], places.count(kind), where)
+        found[kind] = iter(_opened_later(given[kind] or inside[kind], kind, where))
+    return replace(content, images=tuple(next(found[kind]) for kind in places)) if places else content
 
 
-def _refuse_mismatch(given: Sequence[Any], inside: Sequence[Any], places: int, where: str) -> None:
+def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str], Held]:
+    """Return the content with bare parts, the kinds of its places in their order, and what its parts held."""
+    inside: Held = {kind: [] for kind in PLACEHOLDERS}
+    if not isinstance(content, Conversation):
+        return content, _marks(_text_of(content), named), inside
+    messages = _parsed(content.messages, where, inside, named)
+    places = [part["type"] for message in messages for part in _parts(message) if _is_image(part)]
+    return replace(content, messages=messages), places, inside
+
+
+def _opened_later(held: Sequence[Any], kind: str, where: str) -> list[Any]:
+    if kind == "image":
+        return list(held)
+    return [each if isinstance(each, Video) else video_of(each, f"{where}, video {n}") for n, each in enumerate(held)]
+
+
+def _refuse_mismatch(kind: str, given: Sequence[Any], inside: Sequence[Any], places: int, where: str) -> None:
     if inside and given:
         raise DataError(
-            f"{where} has a column of {len(given)} images, and its messages hold {len(inside)} themselves. Keep one of "
-            "the two."
+            f"{where} has a column of {len(given)} {kind}s, and its messages hold {len(inside)} themselves. Keep one "
+            "of the two."
         )
     found = len(given or inside)
     if places != found:
         raise DataError(
-            f"{where} has {found} image{'' if found == 1 else 's'} and places for {places}. Every image needs one "
-            f"{PLACEHOLDER} in the text, or one part {{type: image}} in a message, in the images' order."
+            f"{where} has {found} {kind}{'' if found == 1 else 's'} and places for {places}. Every {kind} needs one "
+            f"{PLACEHOLDERS[kind]} in the text, or one part {{type: {kind}}} in a message, in the {kind}s' order."
         )
 
 
 def images_up_to(conversation: Conversation, message: int) -> int:
-    """Return how many images the messages before this one hold."""
+    """Return how many images and videos the messages before this one hold."""
     return sum(_is_image(part) for earlier in conversation.messages[:message] for part in _parts(earlier))
 
 
@@ -82,11 +101,17 @@ def _text_of(content: PromptCompletion | PlainText) -> str:
     return content.prompt + content.completion if isinstance(content, PromptCompletion) else content.text
 
 
-def _column(row: Row, where: str) -> list[Any]:
-    """Return the images of the row's own column."""
-    named = [name for name in _COLUMNS if row.get(name) is not None]
-    if len(named) == len(_COLUMNS):
-        raise DataError(f"{where} has both a column 'images' and a column 'image'. Keep one of the two.")
+def _marks(text: str, kinds: Collection[str]) -> list[str]:
+    """Return the kinds of the placeholders in a text, in their order."""
+    return [found["kind"] for found in re.finditer("<(?P<kind>image|video)>", text) if found["kind"] in kinds]
+
+
+def _column(row: Row, kind: str, where: str) -> list[Any]:
+    """Return the images or videos of the row's own column."""
+    names = ("images", "image") if kind == "image" else ("videos",)
+    named = [name for name in names if row.get(name) is not None]
+    if len(named) > 1:
+        raise DataError(f"{where} has both a column '{kind}s' and a column '{kind}'. Keep one of the two.")
     if not named:
         return []
     value = row[named[0]]
@@ -100,57 +125,63 @@ def _parts(message: Message) -> Sequence[Any]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+    return isinstance(part, Mapping) and part.get("type") in PLACEHOLDERS
 
 
-def _parsed(messages: Sequence[Message], where: str, *, splits_text: bool) -> tuple[list[Message], list[Any]]:
-    """Return the messages with bare image parts, and what those parts held."""
+def _parsed(messages: Sequence[Message], where: str, inside: Held, named: Sequence[str]) -> list[Message]:
+    """Return the messages with bare parts, after moving what those parts held to `inside`.
+
+    Args:
+        messages: Of the row.
+        where: What an error calls it.
+        inside: By kind; filled.
+        named: Kinds that have a column, whose placeholders in texts become parts.
+    """
     parsed: list[Message] = []
-    inside: list[Any] = []
     for number, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, str) and splits_text and PLACEHOLDER in content:
-            parsed.append({**message, "content": _split(content)})
+        if isinstance(content, str) and _marks(content, named):
+            parsed.append({**message, "content": _split(content, named)})
         elif isinstance(content, Sequence) and not isinstance(content, str):
             parts = [_part(part, f"{where}, message {number}", inside) for part in content]
-            split = [piece for part in parts for piece in (_divided(part) if splits_text else [part])]
+            split = [piece for part in parts for piece in _divided(part, named)]
             parsed.append({**message, "content": split})
         else:
             parsed.append(message)
-    return parsed, inside
+    return parsed
 
 
-def _divided(part: Any) -> list[Any]:
-    is_text = isinstance(part, Mapping) and part.get("type") == "text" and PLACEHOLDER in str(part.get("text"))
-    return _split(part["text"]) if is_text else [part]
+def _divided(part: Any, named: Sequence[str]) -> list[Any]:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text" and _marks(str(part.get("text")), named)
+    return _split(part["text"], named) if is_text else [part]
 
 
-def _split(text: str) -> list[dict[str, Any]]:
+def _split(text: str, named: Sequence[str]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split(PLACEHOLDER)):
-        if number:
-            parts.append({"type": "image"})
-        if piece:
+    for piece in re.split(f"(<(?:{'|'.join(named)})>)", text):
+        if piece[1:-1] in named and piece == PLACEHOLDERS[piece[1:-1]]:
+            parts.append({"type": piece[1:-1]})
+        elif piece:
             parts.append({"type": "text", "text": piece})
     return parts
 
 
-def _part(part: Any, where: str, inside: list[Any]) -> Any:
+def _part(part: Any, where: str, inside: Held) -> Any:
     """Return one part without the columns that other parts have, and without its image, which goes to `inside`."""
     if not isinstance(part, Mapping):
         return part
     part = {key: value for key, value in part.items() if value is not None}
-    kind = part.get("type", "text" if "text" in part else None)
-    if kind in {"video", "audio", "input_audio"}:
-        raise DataError(f"{where}: a part of type {kind}; Holdfast trains on text and images. Remove the row.")
-    if kind not in {"image", "image_url"}:
+    kind = {"image_url": "image"}.get(part.get("type", ""), part.get("type", "text" if "text" in part else None))
+    if kind in {"audio", "input_audio", "video_url"}:
+        raise DataError(f"{where}: a part of type {kind}; Holdfast trains on text, images and videos. Remove the row.")
+    if kind not in PLACEHOLDERS:
         return part
-    held = next((part[key] for key in _SOURCES if key in part), None)
+    held = next((part[key] for key in _SOURCES[kind] if key in part), None)
     if isinstance(held, Mapping) and "url" in held:
         held = held["url"]
     if held is not None:
-        inside.append(held)
-    return {"type": "image"}
+        inside[kind].append(video_of(held, f"{where}, a video", part.get("fps")) if kind == "video" else held)
+    return {"type": kind}
 
 
 @dataclass(frozen=True)

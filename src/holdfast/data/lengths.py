@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,27 @@ from holdfast.errors import DataError
 from holdfast.types import Example
 
 
+class Grid(NamedTuple):
+    """Tokens of features that lie side by side, by frame, row and column."""
+
+    offset: int
+    """Of its first token, from the beginning of its image or video."""
+    frames: int
+    rows: int
+    columns: int
+    interval: float
+    """Positions from one frame to the next."""
+
+
 @dataclass(frozen=True)
 class ImageSpan:
-    """The tokens of one image, and what the model gets of it. It is kept whole or left out."""
+    """The tokens of one image or video, and what the model gets of it. It is kept whole or left out."""
 
     start: int
     end: int
     inputs: Mapping[str, NDArray[Any]]
+    grids: tuple[Grid, ...] = ()
+    """Of a video; an image's follows from its inputs."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +97,16 @@ def _split(stretch: Stretch, limit: int, row_name: str) -> list[Stretch]:
         if end <= start:
             (longest,) = [span for span in stretch.images if span.start == start]
             raise DataError(
-                f"{row_name} has an image of {longest.end - longest.start} tokens, more than data.max_length={limit}, "
-                "and an image cannot be split. Raise data.max_length, or lower data.max_pixels."
+                f"{row_name} has {_word(longest)} of {longest.end - longest.start} tokens, more than "
+                f"data.max_length={limit}, and that cannot be split. Raise data.max_length, or lower data.max_pixels."
             )
         pieces.append(_piece(stretch, start, end))
         start = end
     return pieces
+
+
+def _word(span: ImageSpan) -> str:
+    return "a video" if span.grids else "an image"
 
 
 def _whole_images(stretch: Stretch, end: int) -> int:
@@ -99,7 +117,7 @@ def _whole_images(stretch: Stretch, end: int) -> int:
 
 def _piece(stretch: Stretch, start: int, end: int) -> Stretch:
     images = tuple(
-        ImageSpan(span.start - start, span.end - start, span.inputs)
+        replace(span, start=span.start - start, end=span.end - start)
         for span in stretch.images
         if start <= span.start and span.end <= end
     )

@@ -192,7 +192,8 @@ def _common_head(sides: Sequence[Stretch]) -> int:
 
 
 def _same_image(one: ImageSpan, other: ImageSpan) -> bool:
-    return one is other or all(np.array_equal(values, other.inputs[name]) for name, values in one.inputs.items())
+    same = all(np.array_equal(values, other.inputs[name]) for name, values in one.inputs.items())
+    return one is other or (same and one.grids == other.grids)
 
 
 def _first_difference(sides: Sequence[Stretch]) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.lengths import ImageSpan, Stretch, example_of
-from holdfast.data.vision_families import FAMILIES, Inputs, VisionFamily
+from holdfast.data.lengths import Grid, ImageSpan, Stretch, example_of
+from holdfast.data.videos import VideoOptions, frame_size, patches_of, seconds_of
+from holdfast.data.vision_families import FAMILIES, Inputs, VideoFamily, VisionFamily, video_token
 from holdfast.errors import DataError, ModelError
 from holdfast.types import Example
 
@@ -29,6 +30,8 @@ class Prepared:
     tokens: tuple[int, ...]
     """What stands in the place of its placeholder: image tokens, and between tiles what tells them apart."""
     inputs: Inputs
+    grids: tuple[Grid, ...] = ()
+    """Of a video."""
 
 
 class ImageSide:
@@ -43,6 +46,7 @@ class ImageSide:
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        videos: VideoOptions | None = None,
     ) -> None:
         """Take a model's parts.
 
@@ -52,6 +56,7 @@ class ImageSide:
             tokenizer: Knows the family's image token.
             config: The model's configuration.
             min_pixels, max_pixels: Bounds of the size an image is brought to; None keeps the processor's.
+            videos: What holds for videos.
 
         Raises:
             ModelError: The parts do not belong together.
@@ -63,6 +68,9 @@ class ImageSide:
         self._options: dict[str, Any] = {} if self.family.tiles is None else {"return_row_col_info": True}
         if min_pixels is not None or max_pixels is not None:
             self._options["size"] = _bounds(self.family, name, processor, min_pixels, max_pixels)
+        self._videos = videos or VideoOptions()
+        self.video_id = _video_id(self.family, tokenizer, config)
+        self.marks = [token for token in (self.image_id, video_token(self.family, config)) if token is not None]
 
     @cached_property
     def stand_in(self) -> dict[str, NDArray[Any]]:
@@ -91,6 +99,58 @@ class ImageSide:
                 "together."
             )
         return Prepared(self._written(made, count), inputs)
+
+    def prepare_video(self, frames: Sequence[Any], fps: float | None, where: str) -> Prepared:
+        """Return the tokens and inputs of one video.
+
+        Raises:
+            DataError: The model takes none, or not this one.
+        """
+        video = self.family.video
+        if video is None or self.video_id is None:
+            raise DataError(f"{where}: {self.why_no_videos()}. Remove the row.")
+        sizes = sorted({(frame.width, frame.height) for frame in frames})
+        if len(sizes) > 1:
+            (one, other) = (f"{width}x{height}" for width, height in sizes[:2])
+            raise DataError(f"{where} has frames of {one} and of {other} pixels. Bring all of them to one size.")
+        unit = self._processor.patch_size * self._processor.merge_size
+        try:
+            size = frame_size(video, len(frames), *sizes[0], unit, self._video_bounds())
+        except ValueError as error:
+            raise DataError(f"{where} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
+        inputs = patches_of(frames, self._processor, size)
+        tokens, grids = self._video_tokens(video, inputs, len(frames), self._videos.fps if fps is None else fps)
+        return Prepared(tokens, inputs, grids)
+
+    def _video_tokens(
+        self, video: VideoFamily, inputs: Inputs, frames: int, fps: float
+    ) -> tuple[tuple[int, ...], tuple[Grid, ...]]:
+        """Return what stands for a video, and where the features in it lie."""
+        merge, span = self._processor.merge_size, self._processor.temporal_patch_size
+        count, rows, columns = (int(side) for side in inputs["image_grid_thw"][0] // [1, merge, merge])
+        assert self.video_id is not None
+        if not video.written_times:
+            pace = self._config.vision_config.tokens_per_second * span / fps if video.in_seconds else 1.0
+            return (self.video_id,) * (count * rows * columns), (Grid(0, count, rows, columns, pace),)
+        written = video.placeholder.replace(video.token, video.token * (rows * columns))
+        text = "".join(video.written_times.format(time) + written for time in seconds_of(frames, fps, span))
+        tokens = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        starts = [place for place, token in enumerate(tokens) if token == self.video_id][:: rows * columns]
+        return tokens, tuple(Grid(start, 1, rows, columns, 1.0) for start in starts)
+
+    def why_no_videos(self) -> str:
+        """Return why no row may have a video; "" where it may."""
+        if self.video_id is not None:
+            return ""
+        if self.family.video is None:
+            return f"{self.name} is trained on text and images, and on no videos"
+        return f"the tokenizer has no {self.family.video.token} with the id that the model marks videos by"
+
+    def _video_bounds(self) -> tuple[int, int]:
+        given = self._videos
+        size = dict(self._processor.size) if given.size is None else given.size
+        low = size["shortest_edge"] if given.min_pixels is None else given.min_pixels
+        return low, size["longest_edge"] if given.max_pixels is None else given.max_pixels
 
     def _inputs(self, made: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         found = {name: np.asarray(made[name]) for name in self.family.inputs}
@@ -121,8 +181,8 @@ class ImageSide:
         return re.sub(rf"(?P<quote>['\"]){mark}(?P=quote)|{mark}", rewrite, template)
 
     def places(self, tokens: Sequence[int]) -> int:
-        """Return how many images these tokens, not yet expanded, have a place for."""
-        return sum(token == self.image_id for token in tokens)
+        """Return how many images and videos these tokens, not yet expanded, have a place for."""
+        return sum(token in (self.image_id, self.video_id) for token in tokens)
 
     def expanded(self, stretch: Stretch, images: Sequence[Prepared]) -> Stretch:
         """Put each image's tokens in the place of its placeholder; none of them is trained."""
@@ -131,12 +191,17 @@ class ImageSide:
         spans: list[ImageSpan] = []
         following = iter(images)
         for token, is_trained in zip(stretch.tokens, stretch.trained, strict=True):
-            if token != self.image_id:
+            if token not in (self.image_id, self.video_id):
                 tokens.append(token)
                 trained.append(is_trained)
                 continue
             image = next(following)
-            spans.append(ImageSpan(len(tokens), len(tokens) + len(image.tokens), image.inputs))
+            if (token == self.image_id) == bool(image.grids):
+                raise DataError(
+                    "images and videos stand in the text in another order than in the row; the chat template has to "
+                    "keep theirs"
+                )
+            spans.append(ImageSpan(len(tokens), len(tokens) + len(image.tokens), image.inputs, image.grids))
             tokens.extend(image.tokens)
             trained.extend([False] * len(image.tokens))
         return Stretch(tokens, trained, tuple(spans))
@@ -170,21 +235,30 @@ def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDAr
     """Return [3, L] positions: time, row and column for image tokens, three equal numbers for text.
 
     An image of h x w features begins at the position p that a text token would have had: its features are at
-    (p, p + row, p + column), and what follows it goes on at p + max(h, w).
+    (p, p + row, p + column), and what follows it goes on at p + max(h, w). So is each frame of a video; where those
+    lie side by side, frame f is at p + floor(f * interval) on the first axis.
     """
     parts: list[NDArray[np.int64]] = []
     place = position = 0
     for span in images:
-        text = np.arange(position, position + span.start - place)
-        parts.append(np.broadcast_to(text, (3, text.size)))
-        position += text.size
-        frames, height, width = (int(size) for size in span.inputs["image_grid_thw"][0])
-        grid = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
-        parts.append(grid + position)
-        position += max(height, width) // merge
-        place = span.end
+        for grid in span.grids or (_grid_of(span, merge),):
+            start = span.start + grid.offset
+            text = np.arange(position, position + start - place)
+            parts.append(np.broadcast_to(text, (3, text.size)))
+            position += text.size
+            block = np.indices((grid.frames, grid.rows, grid.columns)).reshape(3, -1)
+            # transformers multiplies in float32, and so decides whether 2.9999 becomes 2 or 3.
+            block[0] = (block[0].astype(np.float32) * np.float32(grid.interval)).astype(np.int64)
+            parts.append(block + position)
+            position += max(grid.rows, grid.columns)
+            place = start + block.shape[1]
     rest = np.arange(position, position + length - place)
     return np.concatenate([*parts, np.broadcast_to(rest, (3, rest.size))], axis=1).astype(np.int64)
+
+
+def _grid_of(span: ImageSpan, merge: int) -> Grid:
+    frames, height, width = (int(size) for size in span.inputs["image_grid_thw"][0])
+    return Grid(0, frames, height // merge, width // merge, 1.0)
 
 
 def going_on(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -203,6 +277,13 @@ def _image_id(family: VisionFamily, name: str, tokenizer: Any, config: Any) -> i
             "model's own tokenizer."
         )
     return int(found)
+
+
+def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:
+    """Return the token that marks videos; None where model and tokenizer have none in common."""
+    wanted = video_token(family, config)
+    known = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
+    return known if known is not None and known == wanted else None
 
 
 def _refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 Inputs = Mapping[str, NDArray[Any]]
 """What the model gets of one image, by the name of its argument; images of a batch are joined along dimension 0."""
+
+
+@dataclass(frozen=True)
+class VideoFamily:
+    """How one family writes videos. Its tower takes them as it takes images, with more than one frame in the grid."""
+
+    placeholder: str = "<|vision_start|><|video_pad|><|vision_end|>"
+    token: str = "<|video_pad|>"
+    bounds_whole: bool = False
+    """Whether bounds of pixels are for all frames together, and not for each."""
+    in_seconds: bool = False
+    """Whether positions on the axis of time go by the clock (`tokens_per_second`) and not by patches."""
+    written_times: str = ""
+    """What stands before each patch of frames, with the seconds in it; "" where nothing does."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,8 @@ class VisionFamily:
     it made small; 0 rows mean that it was not cut. None where an image is one piece."""
     takes_pixel_budget: bool = False
     """Whether the size an image is brought to depends on its own, between two bounds."""
+    video: VideoFamily | None = None
+    """None where videos are not known."""
 
 
 def _grid_tokens(processor: Any, _: Any, inputs: Inputs) -> int:
@@ -58,7 +74,10 @@ _QWEN = VisionFamily(
     token_types="mm_token_type_ids",
     turns_by_grid=True,
     takes_pixel_budget=True,
+    video=VideoFamily(),
 )
+_QWEN_SECONDS = replace(_QWEN, video=VideoFamily(in_seconds=True))
+_QWEN_WRITTEN = replace(_QWEN, video=VideoFamily(bounds_whole=True, written_times="<{:.1f} seconds>"))
 
 
 def _square_features(config: Any, inputs: Inputs) -> int:
@@ -120,12 +139,17 @@ _IDEFICS3 = VisionFamily(
 
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
+    "qwen2_5_vl": _QWEN_SECONDS,
+    "qwen3_vl": _QWEN_WRITTEN,
+    "qwen3_vl_moe": _QWEN_WRITTEN,
     "llava": _LLAVA,
     "gemma3": _GEMMA3,
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
 }
 """By transformers' model_type."""
+
+
+def video_token(family: VisionFamily, config: Any) -> int | None:
+    """Return the id that a model's configuration marks videos by; None where it knows none."""
+    return None if family.video is None else getattr(config, "video_token_id", None)

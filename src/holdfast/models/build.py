@@ -8,7 +8,6 @@ that every materialised model is filled from and compared with.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +31,14 @@ from holdfast.models.configuration import (
 )
 from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
+from holdfast.models.freezing import Stage, freeze, timetable
 from holdfast.models.lora import add_adapters
-from holdfast.models.names import named_parameters
 from holdfast.models.origin import load_tokenizer, locate, read_config
 from holdfast.models.random_start import RandomSource
 from holdfast.models.safetensors_files import StoredTensors
 from holdfast.models.scorer import LAYER, ScorerSource, is_scorer, one_score, without_output_layer
 from holdfast.models.skeleton import maker, on_meta, reference_buffers
-from holdfast.models.vision import FREEZE_PRESETS, load_image_processor, set_attention
+from holdfast.models.vision import load_image_processor, set_attention
 from holdfast.models.weights_in import LiveSource, StoredSource, WeightSource
 
 
@@ -68,6 +67,8 @@ class Blueprint:
     """What a user should read at start."""
     image_processor: Any = None
     """transformers' image processor; None for a model that reads text alone."""
+    stages: tuple[Stage, ...] = ()
+    """What is frozen at first, in the order in which it is trained later."""
 
 
 def blueprint(  # noqa: PLR0913 - what a model can be made of
@@ -105,7 +106,8 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
-    freeze(model, config.freeze)
+    stages = freeze(model, config.freeze, config.unfreeze)
+    notes += timetable(stages, model)
     drawn = seed if scorer or directory is None else None
     source, used = _source(skeleton, live, directory, (old_vocabulary, new_vocabulary), drawn)
     if config.lora is not None:
@@ -125,6 +127,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         packed,
         tuple(notes),
         load_image_processor(config, raw_config, places),
+        stages,
     )
 
 
@@ -303,38 +306,6 @@ def _notes(config: ModelConfig, old_vocabulary: int, new_vocabulary: int) -> lis
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code from {config.path} runs in this process")
     return notes
-
-
-def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Turn off gradients of parameters whose canonical name matches, or which one of the words means.
-
-    Raises:
-        ModelError: A pattern matches nothing, or nothing is left to train.
-    """
-    import difflib
-
-    parameters = named_parameters(model)
-    for pattern in patterns:
-        matched = _matching(model, pattern, parameters)
-        if not matched:
-            near = difflib.get_close_matches(pattern, parameters, n=2, cutoff=0.3) or list(parameters)[:2]
-            raise ModelError(
-                f"model.freeze: {pattern!r} matches no parameter. Names look like {', '.join(near)}; print all of them "
-                "with `holdfast model parameters RUN.yaml`. Words of their own: "
-                f"{', '.join((*FREEZE_PRESETS, 'embeddings'))}."
-            )
-        for name in matched:
-            parameters[name].requires_grad_(False)
-    if patterns and not any(value.requires_grad for value in parameters.values()):
-        raise ModelError(f"model.freeze {patterns} leaves no parameter to train.")
-
-
-def _matching(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    if pattern == "embeddings":
-        own = {id(value) for value in model.get_input_embeddings().parameters()}
-        return [name for name, value in parameters.items() if id(value) in own]
-    pattern = FREEZE_PRESETS.get(pattern, pattern)
-    return [name for name in parameters if re.search(pattern, name)]
 
 
 def set_storage(model: nn.Module, dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.data.vision_families import FAMILIES
+from holdfast.data.vision_families import FAMILIES, video_token
 from holdfast.errors import ModelError
 from holdfast.models.scores import HeadSpec
 
@@ -29,6 +29,7 @@ class Family:
     """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
     why_not_packed: str = ""
     image_token_id: int | None = None
+    video_token_id: int | None = None
     """The token that features of images take the place of, where images of the family are known."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
@@ -65,8 +66,15 @@ def family_of(model: nn.Module) -> Family:
         packs=not reason,
         why_not_packed=reason,
         image_token_id=int(config.image_token_id) if str(config.model_type) in FAMILIES else None,
+        video_token_id=_video_token(config),
         image_tokens=_image_tokens(config),
     )
+
+
+def _video_token(config: Any) -> int | None:
+    vision = FAMILIES.get(str(config.model_type))
+    found = None if vision is None else video_token(vision, config)
+    return None if found is None else int(found)
 
 
 def _image_tokens(config: Any) -> tuple[str, int] | None:

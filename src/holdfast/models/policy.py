@@ -143,7 +143,7 @@ class PolicyModel(nn.Module):
         if batch.stands_in:
             inputs = {"inputs_embeds": self._embedded_beside(batch)}
         elif batch.model_inputs:
-            tokens = self._without_chosen_images(batch)
+            tokens = self._with_one_image_token(batch)
             inputs = {"input_ids": tokens, **batch.model_inputs}
             if self.family.image_tokens is not None:
                 argument, token = self.family.image_tokens
@@ -168,16 +168,19 @@ class PolicyModel(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _without_chosen_images(self, batch: Batch) -> Tensor:
-        """Return the tokens, with another one where the policy chose an image token itself.
+    def _with_one_image_token(self, batch: Batch) -> Tensor:
+        """Return the tokens, with the image token where features go, of videos too, and nowhere else.
 
-        There is no image for it, and transformers' models count. It ends its completion, so nothing reads it there.
-        Tokens of an image are never trained, which tells the two apart.
+        The tower runs once over images and videos: ranks that have both would call it more often than others, and wait
+        for them for ever. For an image token that the policy chose itself there is no image, and transformers' models
+        count. It ends its completion, so nothing reads it there. Tokens of an image are never trained, which tells the
+        two apart.
         """
-        token = self.family.image_token_id
+        token, video = self.family.image_token_id, self.family.video_token_id
         if token is None:
             return batch.tokens
-        return batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
+        tokens = batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
+        return tokens if video is None else tokens.masked_fill(~batch.loss_mask & (tokens == video), token)
 
     def _embedded_beside(self, batch: Batch) -> Tensor:
         """Return the tokens' embeddings, after running the tower on inputs that belong to no sequence.

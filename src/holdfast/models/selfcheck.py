@@ -123,7 +123,8 @@ def _documents(vocabulary: int, images: ImageSide | None) -> tuple[Example, Exam
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1])]
     if images is not None:
-        texts = [np.where(tokens == images.image_id, (tokens + 1) % vocabulary, tokens) for tokens in texts]
+        plain = next(token for token in range(vocabulary) if token not in images.marks)
+        texts = [np.where(np.isin(tokens, images.marks), plain, tokens) for tokens in texts]
     found = []
     for index, tokens in enumerate(texts):
         if images is None:

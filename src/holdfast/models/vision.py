@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.config.data import TextConfig
 from holdfast.config.model import ModelConfig
+from holdfast.data.videos import VideoOptions
 from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+VIDEO_FILE = "video_preprocessor_config.json"
 
 FREEZE_PRESETS: Mapping[str, str] = {
     "vision_tower": r"^model\.(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.|vision_model\.)",
@@ -84,7 +87,8 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}.") from None
     found: dict[str, Any] | None = values.get("image_processor", values)
-    return found if found and ("image_processor_type" in found or file.name == PROCESSOR_FILES[0]) else None
+    own = file.name in {PROCESSOR_FILES[0], VIDEO_FILE}
+    return found if found and ("image_processor_type" in found or own) else None
 
 
 def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> Any:
@@ -105,8 +109,14 @@ def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> A
     )
 
 
-def image_side(
-    processor: Any, tokenizer: Any, config: Any, *, min_pixels: int | None = None, max_pixels: int | None = None
+def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
+    processor: Any,
+    tokenizer: Any,
+    config: Any,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    videos: VideoOptions | None = None,
 ) -> ImageSide | str:
     """Return what turns images into tokens, or a sentence that says why there is none.
 
@@ -120,4 +130,17 @@ def image_side(
             f"The directory of the {config.model_type} model has no {PROCESSOR_FILES[0]}, which says how images become "
             "patches"
         )
-    return ImageSide(config.model_type, processor, tokenizer, config, min_pixels=min_pixels, max_pixels=max_pixels)
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    return ImageSide(config.model_type, processor, tokenizer, config, **bounds, videos=videos)
+
+
+def video_options(text: TextConfig, directory: Path | None) -> VideoOptions:
+    """Return what holds for videos: the section's words, and sizes from the model's own file for videos.
+
+    Raises:
+        ModelError: There is such a file, and it is no JSON.
+    """
+    file = None if directory is None else directory / VIDEO_FILE
+    size = (_settings_in(file) or {}).get("size") if file is not None and file.exists() else None
+    known = isinstance(size, Mapping) and {"shortest_edge", "longest_edge"} <= size.keys()
+    return VideoOptions(text.video_fps, text.video_min_pixels, text.video_max_pixels, size if known else None)

@@ -14,10 +14,10 @@ from holdfast.data.assembly import Layout
 from holdfast.data.stream import BatchStream
 from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.metrics.throughput import ModelCost, peak_flops
+from holdfast.metrics.throughput import peak_flops
 from holdfast.models.build import blueprint
-from holdfast.models.names import named_parameters
 from holdfast.objectives.base import Objective
+from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
@@ -44,6 +44,7 @@ from holdfast.training.sources import (
     training_stream,
 )
 from holdfast.training.together import first_rank_first, open_exchange, together
+from holdfast.training.unfreezing import cost_of
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,18 @@ def parts_of_run(
     exchange, world = started.exchange, measured.world
     total = planned_steps(config, stream.steps_per_epoch())
     together(exchange, lambda: _check_end(config, total))
+    together(exchange, lambda: _check_stages(measured, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
+    parameters = sharded_parameters(measured.policy)
+    optimizer = optimizer_of(config.optim, base, parameters, exchange, vocabulary_of(measured.policy))
+    unfreezing = Unfreezing(measured.origin.stages, optimizer, parameters)
     return {
-        "averages": averages_of(config.optim, sharded_parameters(measured.policy)),
-        "optimizer": optimizer_of(
-            config.optim, base, sharded_parameters(measured.policy), exchange, vocabulary_of(measured.policy)
-        ),
+        "optimizer": optimizer,
+        "unfreezing": unfreezing,
+        "averages": averages_of(config.optim, parameters),
         "stream": stream,
         "total_steps": total,
-        "cost": _cost(measured),
+        "cost": cost_of(measured.policy, measured.origin),
         "peak_flops": _peak_flops(config, world),
         "source_names": tuple(source.name for source in started.data.training),
         "observers": started.observers,
@@ -213,14 +217,13 @@ def _check_end(config: TrainingConfig, total: int | None) -> None:
         )
 
 
-def _cost(parts: Evaluation) -> ModelCost:
-    text, plan = parts.origin.skeleton.config.get_text_config(), parts.plan
-    unused, routers = {True: 0.0, False: 0.0}, parts.policy.routers
-    if routers is not None:
-        for name, value in named_parameters(parts.policy).items():
-            unused[value.requires_grad] += routers.unused(name, value.shape)
-    trained, frozen = plan.trainable - unused[True], plan.parameters - plan.trainable - unused[False]
-    return ModelCost(trained, frozen, text.num_hidden_layers, text.hidden_size)
+def _check_stages(parts: Evaluation, total: int | None) -> None:
+    late = [stage for stage in parts.origin.stages if total is not None and stage.at_step >= total]
+    if late and not parts.config.dry_run:
+        raise ConfigError(
+            f"model.unfreeze: {late[0].at_step} steps come before what is unfrozen then, and the run makes {total}, so "
+            "nothing would train it. Lower at_step, or train longer."
+        )
 
 
 def _peak_flops(config: TrainingConfig, world: World) -> float | None:

@@ -12,6 +12,7 @@ from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.objectives.value import ValueLoss
+from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
@@ -56,6 +57,7 @@ def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Ru
             "policy's are packed. Set data.packing: none."
         )
     parameters = sharded_parameters(model)
+    optimizer = optimizer_of(section.optim, base, parameters, exchange, vocabulary_of(model))
     return Run(
         config=config,
         world=run.world,
@@ -66,7 +68,8 @@ def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Ru
         objective=ValueLoss(section.value_clip),
         evaluation_sets=(),
         directory=run.directory,
-        optimizer=optimizer_of(section.optim, base, parameters, exchange, vocabulary_of(model)),
+        optimizer=optimizer,
+        unfreezing=Unfreezing((), optimizer, parameters),
         averages=None,
         stream=run.stream,
         total_steps=run.total_steps,

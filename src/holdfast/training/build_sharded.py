@@ -21,7 +21,7 @@ from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.scorer import ScoreModel, ValueModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.models.student import StudentModel
-from holdfast.models.vision import image_side, towers_of
+from holdfast.models.vision import image_side, towers_of, video_options
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import materialise
@@ -119,6 +119,7 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
         origin.original_config,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
+        videos=video_options(config.data, origin.directory),
     )
 
 

@@ -53,7 +53,7 @@ class Checkpoints:
         self._session: Session | None = None
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
-        self._rehearsed: Report | None = None
+        self._rehearsed: dict[int, Report] = {}
 
     def __enter__(self) -> Checkpoints:
         """Take the directory, and put the run where its newest verified checkpoint left it.
@@ -89,6 +89,7 @@ class Checkpoints:
             run.policy,
             frozen=self._config.frozen == "save",
             averages=run.averages.tensors if run.averages is not None else None,
+            later=run.unfreezing.names,
         )
         self._beside = {name: hold(each.policy) for name, each in run.companions.items()}
         try:
@@ -188,9 +189,19 @@ class Checkpoints:
             run.state.observers = run.exchange.agree(run.state.observers)
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
             keep = config.keep.last + _extra(config)
-            self._rehearsed = report = rehearse(
-                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside, companions=self._others()
+            others = self._others()
+            report = rehearse(
+                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside, companions=others
             )
+            self._rehearsed = {run.state.step: report}
+            for step in run.unfreezing.after(run.state.step):
+                with run.unfreezing.as_after(step, now=run.state.step):
+                    held = self._held
+                    if run.averages is not None:
+                        held = replace(held, averages=run.averages.to_come(held.parameters))
+                    self._rehearsed[step] = rehearse(
+                        self._storage, held, optimizer, self._ranks, keep=keep, beside=beside, companions=others
+                    )
             self._drill(requests)
         words = report.describe(
             ranks=run.world.size,
@@ -223,23 +234,28 @@ class Checkpoints:
                 "run would lose its last steps. Look for signal.signal and pthread_sigmask in your code and libraries."
             )
 
-    def check_first_step(self, requests: StopRequests) -> None:
-        """Drill again, and rehearse again if the optimizer's real state is other than what was rehearsed.
+    def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
+        """After the first step, and the first that trains more: drill, and rehearse what is other than was rehearsed.
+
+        Returns:
+            The save that this had to wait for.
 
         Raises:
             RehearsalFailed: As `rehearse`.
         """
-        run, before = self._run, self._rehearsed
+        run, before = self._run, self._rehearsed.pop(step, None)
         if before is None:
-            return
-        self._rehearsed = None
+            return []
         self._drill(requests)  # by now the user's losses and models have run
         if self._config.contents != "full":
-            return
+            return []
         now = outline(self._with_companions(take(self._held, run.optimizer)))
-        if any(run.exchange.gather(now != before.outline)):
-            keep, others = self._config.keep.last, self._others()
-            rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=keep, companions=others)
+        if not any(run.exchange.gather(now != before.outline)):
+            return []
+        saved = self.collect()  # a save in flight uses the same ranks
+        keep, others = self._config.keep.last, self._others()
+        rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=keep, companions=others)
+        return saved
 
     def _others(self) -> dict[str, Trained]:
         """Return what is saved of models that are trained beside the run's own."""

@@ -102,7 +102,6 @@ class _Loop(Generic[R]):
 
     def _train(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
-        first = run.state.step
         run.clock.read()  # what came before is no part of the first step's time
         while not run.finished:
             run.world.failure.at_step(run.state.step)
@@ -113,8 +112,7 @@ class _Loop(Generic[R]):
                 if line is None:
                     return None
                 self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
-                if done == first:
-                    self.checkpoints.check_first_step(self.requests)
+                self.journal.saved(self.checkpoints.check_step_after(done, self.requests))
                 event = StepEvent(run.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)

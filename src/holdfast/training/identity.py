@@ -21,6 +21,7 @@ from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
 from holdfast.models.build import Blueprint
 from holdfast.models.origin import files_mark, locate
+from holdfast.models.vision import VIDEO_FILE
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -87,7 +88,14 @@ def _images(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
     if origin.image_processor is None:
         return {}
     settings = {key: value for key, value in origin.image_processor.to_dict().items() if not key.startswith("_")}
-    bounds = {"data.min_pixels": config.data.min_pixels, "data.max_pixels": config.data.max_pixels}
+    bounds: dict[str, Any] = {"data.min_pixels": config.data.min_pixels, "data.max_pixels": config.data.max_pixels}
+    videos = ("video_fps", "video_min_pixels", "video_max_pixels")
+    fields = type(config.data).model_fields
+    # Only what was set: checkpoints from before there were videos go on.
+    bounds |= {f"data.{key}": value for key in videos if (value := getattr(config.data, key)) != fields[key].default}
+    file = None if origin.directory is None else origin.directory / VIDEO_FILE
+    if file is not None and file.exists():
+        bounds["video processor"] = hash_file(file)
     text = json.dumps(settings, sort_keys=True, default=str)
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 

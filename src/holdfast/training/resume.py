@@ -28,6 +28,7 @@ from holdfast.training.identity import differences
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
 from holdfast.training.state import TrainState
+from holdfast.training.unfreezing import unfreeze
 
 _MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "preference.", "parallel.", "critic.")
 
@@ -41,6 +42,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
     config = run.config.checkpoint
     with run.exchange.together():
         _check_identity(run, storage, choice)
+    unfreeze(run, choice.manifest.step)
     loaded = load(
         storage,
         choice.name,

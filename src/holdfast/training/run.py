@@ -18,6 +18,7 @@ from holdfast.models.build import Blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
+from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
@@ -77,6 +78,8 @@ class Run(Evaluation):
     optimizer: Optimizer
     averages: Averages | None
     """Of the trained weights, if the run keeps some."""
+    unfreezing: Unfreezing
+    """What is frozen at first and trained later."""
     stream: BatchStream[Any, Any]
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""

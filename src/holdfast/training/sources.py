@@ -296,6 +296,12 @@ def refuse_completions_with_images(
     for held_out in sets:
         for example in held_out.read_prompts(options.samples):
             prompt, _ = split_at_answer(example)
+            if images.video_id is not None and images.video_id in example.tokens:
+                raise DataError(
+                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name}, which has a "
+                    "video; completions are sampled from prompts of text and images. Remove the row, or remove "
+                    "evaluation.completions: the loss and mean_token_accuracy of the set stay."
+                )
             if images.image_id in example.tokens[len(prompt) :]:
                 raise DataError(
                     f"evaluation.completions would complete row {example.sample_id} of {held_out.name}, whose answer "

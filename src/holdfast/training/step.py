@@ -22,6 +22,7 @@ from holdfast.parallel.collectives import reduce_sums
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.routing import load_metrics, loads_before
 from holdfast.training.run import Run
+from holdfast.training.unfreezing import unfreeze
 from holdfast.types import Batch, LossSum, MiniBatch
 
 
@@ -99,6 +100,7 @@ def _update(
     state.updates += 1
     if ends_step:
         state.step += 1
+        unfreeze(run, state.step)
         run.updating = False
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
