@@ -24,6 +24,7 @@ from holdfast.optim.state import (
     names_of,
     qualified_name,
 )
+from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.materialise import local_part
 
 
@@ -100,7 +101,7 @@ def plan_model(
         if key not in stored:
             _plan_missing(plan, name, parameters.get(name), partial, declared)
         elif key not in live:
-            _allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
+            allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
         elif tuple(live[key].shape) != stored[key].shape:
             plan.refused.append(f"{name} is {list(stored[key].shape)} there and {list(live[key].shape)} here")
         else:
@@ -109,7 +110,7 @@ def plan_model(
             if name in parameters and trained != stored[key].requires_grad:
                 patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
                 words = "frozen then and is trained now" if trained else "trained then and is frozen now"
-                _allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+                allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
 
 
 def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
@@ -117,7 +118,7 @@ def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial
     if partial and parameter is not None and not parameter.requires_grad:
         plan.kept += 1
     else:
-        _allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+        allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
 def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
@@ -125,7 +126,7 @@ def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declare
     name = key.removeprefix(MODEL)
     if wanted.dtype != live.dtype:
         here = str(live.dtype).removeprefix("torch.")
-        _allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
+        allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
 
 
 def plan_averages(
@@ -143,7 +144,7 @@ def plan_averages(
             if stored
             else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
         )
-        _allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
+        allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
         return
     for key in sorted(stored & live.keys()):
         if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
@@ -186,10 +187,13 @@ def plan_optimizer(
         plan.hyperparameters, refused = matched_hyperparameters(live, saved)
         plan.refused += refused
     layouts = _Layouts(optimizer, parameters)
+    wrapped = manifest.optimizer.get("wrapped", {})
     for key, entry in manifest.tensors.items():
-        name = key.removeprefix(OPTIM).rpartition(".")[0]
+        name, _, slot = key.removeprefix(OPTIM).rpartition(".")
         if not key.startswith(OPTIM) or name not in held:
             continue  # the parameter's own deviation was declared, or refused above
+        if slot.rpartition(BETWEEN)[0] in wrapped.get(name, {}):
+            continue  # a part of a tensor that is planned as a whole
         plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
 
 
@@ -239,10 +243,10 @@ def _plan_members(
             continue
         if name in saved:
             what = f"{name} was updated by the checkpoint's optimizer and is not by this one"
-            _allow(plan, declared.freeze, name, what, "resume.freeze")
+            allow(plan, declared.freeze, name, what, "resume.freeze")
         else:
             what = f"{name} is updated by this optimizer and was not by the checkpoint's"
-            _allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
+            allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -250,7 +254,8 @@ def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 
-def _allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+def allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+    """Note a deviation, as one that was declared for this name or as one that is refused."""
     if any(re.search(pattern, name) for pattern in patterns):
         plan.deviations.append(f"{what} ({flag})")
     else:

@@ -44,6 +44,7 @@ from holdfast.checkpoint.verification import (
     patiently,
     read_manifest,
 )
+from holdfast.checkpoint.wrapped_state import WrappedPlan, made_again, plan_wrapped
 from holdfast.optim.state import OptimizerState, names_of, restore
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
@@ -94,7 +95,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
-    plan = Plan()
+    plan, wrapped = Plan(), WrappedPlan()
     with ranks.together():
         plan_model(plan, model, parameters, manifest, declared)
         if averages is not None:
@@ -102,12 +103,16 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         if optimizer is not None:
             from_checkpoint = hyperparameters == "checkpoint"
             plan_optimizer(plan, optimizer, parameters, manifest, declared, hyperparameters=from_checkpoint)
+            wrapped = plan_wrapped(plan, optimizer, parameters, manifest, declared)
         if plan.refused:
             raise CheckpointMismatch(refusal(f"{storage.root}/{name}", plan.refused))
     tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
     small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
+    state: list[OptimizerState] = []
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, mesh_of(model)))
+        if optimizer is not None:
+            state.append(made_again(_optimizer_state(tensors, optimizer, parameters, manifest), wrapped, parameters))
     rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
     _fill(model_tensors(model), parameters, averages or {}, tensors)
@@ -115,7 +120,8 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     if plan.kept:
         notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
-        notes += _restore_optimizer(tensors, optimizer, parameters, manifest, plan)
+        restore(optimizer, parameters, state[0])
+        notes += _take_hyperparameters(optimizer, plan)
     return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
 
 
@@ -258,13 +264,12 @@ def _axes(mesh: Mapping[str, int]) -> dict[str, int]:
     return {axis: size for axis, size in mesh.items() if size > 1}
 
 
-def _restore_optimizer(
+def _optimizer_state(
     read: Mapping[str, Tensor],
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
-    plan: Plan,
-) -> list[str]:
+) -> OptimizerState:
     assert manifest.optimizer is not None
     tensors: dict[str, dict[str, Tensor]] = {}
     for key, staged in read.items():
@@ -278,8 +283,11 @@ def _restore_optimizer(
     names = names_of(optimizer, parameters)
     known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
-    saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
-    restore(optimizer, parameters, saved)
+    return OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
+
+
+def _take_hyperparameters(optimizer: Optimizer, plan: Plan) -> list[str]:
+    """Set what the plan takes from the checkpoint; return what differs."""
     for group, taken in zip(optimizer.param_groups, plan.hyperparameters or (), strict=False):
         group.update(taken)
     whose = "this run's value" if plan.hyperparameters is None else "the checkpoint's value"

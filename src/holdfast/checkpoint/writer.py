@@ -35,10 +35,11 @@ from holdfast.checkpoint.dcp_files import (
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import Described, Snapshot, describe, outline
+from holdfast.checkpoint.snapshot import OPTIM, Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState
+from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
 
 Reached = Callable[[str], None]
@@ -147,12 +148,16 @@ def _reason(error: BaseException) -> str:
 
 def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
     """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have."""
-    mine = (outline(snapshot), json.dumps(snapshot.shared, sort_keys=True, default=repr), snapshot.contents)
+    wrapped = {} if snapshot.optimizer is None else _wrapped(snapshot.optimizer)
+    shared = json.dumps(snapshot.shared, sort_keys=True, default=repr)
+    mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents)
     everyone = ranks.gather(mine)
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs[0] != everyone[0][0]:
             raise SaveFailed(_first_difference(everyone[0][0], theirs[0], rank))
-        if theirs[1:] != everyone[0][1:]:
+        if theirs[1] != everyone[0][1]:
+            raise SaveFailed(_first_difference(json.loads(everyone[0][1]), json.loads(theirs[1]), rank))
+        if theirs[2:] != everyone[0][2:]:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
@@ -161,9 +166,16 @@ def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
     for name in sorted({*first, *other}):
         if first.get(name) != other.get(name):
+            both = f"{first.get(name, 'absent')} and {other.get(name, 'absent')}"
+            if name.startswith(OPTIM) and BETWEEN in name:
+                return (
+                    f"ranks 0 and {rank} disagree on {name}, a part of optimizer state of a class of its own: {both}. "
+                    "The optimizer decides by the size of a rank's shard whether it quantises, and these shards "
+                    "differ. Use optim.kind: adamw_8bit, which decides for all ranks alike, or other ranks."
+                )
             return (
-                f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')} "
-                "(shape, dtype, trained). Every rank must build the same model and optimizer."
+                f"ranks 0 and {rank} disagree on {name}: {both} (shape, dtype, trained). Every rank must build the "
+                "same model and optimizer."
             )
     raise AssertionError("the two differ")
 
@@ -281,6 +293,7 @@ def _manifest(
         deviations=about.deviations,
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
+        format=2 if snapshot.optimizer is not None and snapshot.optimizer.wrapped else 1,
     )
 
 
@@ -309,7 +322,11 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
             for group in optimizer.groups
         ],
         "values": {name: dict(keys) for name, keys in optimizer.values.items()},
-    }
+    } | ({"wrapped": _wrapped(optimizer)} if optimizer.wrapped else {})
+
+
+def _wrapped(optimizer: OptimizerState) -> dict[str, Any]:
+    return {name: {key: record.as_plain() for key, record in keys.items()} for name, keys in optimizer.wrapped.items()}
 
 
 def merge(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:

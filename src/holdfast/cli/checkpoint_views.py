@@ -83,6 +83,7 @@ def _number(value: float | None) -> str:
 def description(place: str) -> Iterator[str]:
     """Yield what a checkpoint says of itself."""
     from holdfast.checkpoint import find
+    from holdfast.checkpoint.wrapped_state import records
 
     found = find.one(place)
     manifest = found.manifest
@@ -97,6 +98,9 @@ def description(place: str) -> Iterator[str]:
     yield f"{len(manifest.tensors)} tensors ({_pairs(dtypes)}), {trained} trained parameters"
     if manifest.optimizer is not None:
         yield f"optimizer {manifest.optimizer['kind']}"
+        slots = [each for slots in records(manifest).values() for each in slots.values()]
+        for kind, count in Counter(each["class"] for each in slots).items():
+            yield f"  {count} tensors of its state are {kind}, in parts"
     for name, others in manifest.ties.items():
         yield f"tied: {name} = {', '.join(others)}"
     if not manifest.finite:
