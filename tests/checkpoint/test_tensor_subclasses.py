@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from holdfast import checkpoint
 from holdfast.checkpoint.compare import differences
-from holdfast.checkpoint.dcp_files import read_dcp_metadata
+from holdfast.checkpoint.dcp_files import chunk_from, read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.find import one
 from holdfast.checkpoint.manifest import NAME, Manifest, parse
@@ -72,7 +72,7 @@ def rows_of_all(contents: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in contents.items() if not name.endswith("/qmap")}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "8bit"), (4, "8bit"), (4, "4bit"), (4, "own"), (1, "own")])
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "8bit"), (4, "8bit"), (4, "4bit"), (4, "own"), (1, "own"), (1, "fp8")])
 def test_other_shards_whose_edges_fall_on_blocks_hold_the_same_bits(
     pools: Any, runs: Any, ranks: int, kind: str
 ) -> None:
@@ -93,17 +93,17 @@ def test_a_checkpoint_of_other_shards_differs_in_no_tensor(pools: Any, runs: Any
 
 
 def test_edges_within_blocks_are_refused_with_one_paragraph_and_nothing_changes(pools: Any, runs: Any) -> None:
-    path, _ = runs(2, "8bit")
+    path, _ = runs(2, "8bit, 68 rows")
 
-    found = pools(3).run(try_to_load, "8bit", path)
+    found = pools(4).run(try_to_load, "8bit, 68 rows", path)
 
-    assert found == [found[0]] * 3
+    assert found == [found[0]] * 4
     assert found[0]["error"][0] == "CheckpointMismatch"
     assert found[0]["same"]
     assert (
-        f"state exp_avg of {UP} is a torchao.optim.subclass_8bit.OptimState8bit that 2 shards were saved of, and "
-        "shards of 43 rows cut its blocks, which are 4 rows each, so it cannot come back bit for bit; dequantise it "
-        "and quantise it anew (allow it with resume.cast)"
+        "state exp_avg of blocks.0.side.weight is a torchao.optim.subclass_8bit.OptimState8bit that 2 shards were "
+        "saved of, and shards of 17 rows cut its blocks, which are 2 rows each, so it cannot come back bit for bit; "
+        "dequantise it and quantise it anew (allow it with resume.cast)"
     ) in found[0]["error"][1]
 
 
@@ -117,7 +117,7 @@ def test_a_scale_that_each_shard_has_of_its_own_is_refused_on_other_shards(pools
     assert "each shard has a scale of its own" in found["error"][1]
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(3, "8bit"), (1, "own, whole")])
+@pytest.mark.parametrize(("ranks", "kind"), [(4, "8bit, 68 rows"), (1, "own, whole")])
 def test_a_declared_cast_quantises_the_same_numbers_anew(pools: Any, runs: Any, ranks: int, kind: str) -> None:
     path, _ = runs(2, kind)
     saved = pools(2).run(numbers_of, kind, path, [])[0]
@@ -125,15 +125,16 @@ def test_a_declared_cast_quantises_the_same_numbers_anew(pools: Any, runs: Any, 
     found = pools(ranks).run(numbers_of, kind, path, ["."])[0]
 
     assert saved["notes"] == ()
-    assert [note for note in found["notes"] if note.endswith("(resume.cast)") and UP in note]
+    cast = "blocks.0.side.weight" if ranks == 4 else UP
+    assert [note for note in found["notes"] if note.endswith("(resume.cast)") and cast in note]
     assert found["numbers"].keys() == saved["numbers"].keys()
     for name, numbers in found["numbers"].items():
         before = saved["numbers"][name]
         # Half the widest gap between neighbours of the dynamic 8-bit table is 0.7% of a block's largest number.
         assert float((numbers - before).abs().max()) <= 0.008 * float(before.abs().max())
-    assert float(found["numbers"][f"{UP} {'exp_avg' if kind == '8bit' else 'average'}"].abs().max()) > 0
-    # Of 43 rows of 64 elements, which are no whole blocks, the optimizer keeps plain numbers.
-    assert found["kinds"] == ({"Tensor"} if kind == "8bit" else {"Scaled", "Tensor"})
+    assert float(found["numbers"][f"{cast} {'exp_avg' if ranks == 4 else 'average'}"].abs().max()) > 0
+    # Of 17 rows of 128 elements, which are no whole blocks, the optimizer keeps plain numbers.
+    assert found["kinds"] == ({"Tensor", "OptimState8bit"} if ranks == 4 else {"Scaled"})
 
 
 @pytest.mark.parametrize("part", ["codes", "scale", "qmap"])
@@ -146,7 +147,9 @@ def test_a_flipped_byte_is_named_by_its_part(runs: Any, tmp_path: Path, part: st
     info = next(info for index, info in places.items() if index.fqn == key)
     file = copy / "dcp" / info.relative_path
     data = bytearray(file.read_bytes())
-    data[info.offset + info.length // 2] ^= 1
+    numbers = chunk_from(bytes(data[info.offset : info.offset + info.length]))
+    assert numbers is not None
+    data[data.index(numbers.numpy().tobytes(), info.offset)] ^= 1
     file.write_bytes(data)
 
     with pytest.raises(CheckpointCorrupt, match=f"Damaged tensors: {key}"):

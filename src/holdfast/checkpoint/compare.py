@@ -42,10 +42,8 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
 def _tensor_difference(
     first: StoredCheckpoint, second: StoredCheckpoint, key: str, one: TensorEntry, two: TensorEntry
 ) -> str | None:
-    if one.shape[:1] != two.shape[:1] and one.dtype == two.dtype and _per_shard(first, key) and _per_shard(second, key):
-        rows = [*first.read(key), *second.read(key)]
-        if len({hash_tensor(row) for row in rows}) == 1:
-            return None  # a table that every shard has, however many they are
+    if one.shape[:1] != two.shape[:1] and _same_table(first, second, key):
+        return None
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return f"{key} is {one.dtype} {list(one.shape)} and {two.dtype} {list(two.shape)}"
     if one.chunks == two.chunks:
@@ -54,6 +52,13 @@ def _tensor_difference(
         return f"{key} has other numbers"
     same = hash_of(first, key) == hash_of(second, key)
     return None if same else f"{key} has other numbers"
+
+
+def _same_table(first: StoredCheckpoint, second: StoredCheckpoint, key: str) -> bool:
+    """Return whether a tensor is a table that every shard has alike, in both, however many shards they are."""
+    if not (_per_shard(first, key) and _per_shard(second, key)):
+        return False
+    return len({hash_tensor(row) for row in (*first.read(key), *second.read(key))}) == 1
 
 
 def _per_shard(checkpoint: StoredCheckpoint, key: str) -> bool:

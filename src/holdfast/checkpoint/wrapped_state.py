@@ -20,7 +20,7 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared, Plan, Wanted, allow
 from holdfast.checkpoint.snapshot import OPTIM
 from holdfast.optim.inert import inert_state
-from holdfast.optim.state import OptimizerState, names_of, put_together, qualified_name, whole_of
+from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
 from holdfast.optim.wrapped import (
     BETWEEN,
     LISTED,
@@ -70,24 +70,31 @@ def plan_wrapped(
     stored = records(manifest)
     if not stored or manifest.optimizer is None or manifest.optimizer["kind"] != qualified_name(optimizer):
         return planned
-    names = names_of(optimizer, parameters)
-    held = {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}
-    if any(each["class"] not in LISTED for slots in stored.values() for each in slots.values()):
+    wanted = _wanted(optimizer, parameters, stored)
+    if any(plain["class"] not in LISTED for _, _, plain in wanted):
         planned.made_here = inert_state(optimizer, parameters)
-    for name in sorted(held & stored.keys()):
-        for slot, plain in sorted(stored[name].items()):
-            made_by = _class_of(plain["class"], planned.made_here)
-            if made_by is None:
-                plan.refused.append(
-                    f"state {slot} of {name} is a {plain['class']}, which this run's optimizer does not make and "
-                    "nothing here knows; it is not imported"
-                )
-                continue
-            record = _checked(plain, made_by, manifest, name, slot)
-            _plan_one(plan, planned, record, name, slot, parameters[name].data, manifest, declared)
+    for name, slot, plain in wanted:
+        made_by = _class_of(plain["class"], planned.made_here)
+        if made_by is None:
+            plan.refused.append(
+                f"state {slot} of {name} is a {plain['class']}, which this run's optimizer does not make and nothing "
+                "here knows; it is not imported"
+            )
+            continue
+        record = _checked(plain, made_by, manifest, name, slot)
+        _plan_one(plan, planned, record, name, slot, parameters[name].data, manifest, declared)
     if planned.cast and planned.made_here is None:
         planned.made_here = inert_state(optimizer, parameters)
     return planned
+
+
+def _wanted(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, str, Any]]:
+    """Return parameter, state key and record of what the optimizer updates."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = sorted(name for name in stored if name in parameters and id(parameters[name]) in updated)
+    return [(name, slot, plain) for name in held for slot, plain in sorted(stored[name].items())]
 
 
 def _class_of(kind: str, made_here: OptimizerState | None) -> type[Tensor] | None:

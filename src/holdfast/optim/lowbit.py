@@ -34,6 +34,8 @@ class LowBitAdamW(Optimizer):
         ConfigError: torchao is not installed.
     """
 
+    option: ClassVar[str]
+    """Its `optim.kind`."""
     module: ClassVar[str]
     state_class: ClassVar[str]
     block: ClassVar[int]
@@ -51,7 +53,7 @@ class LowBitAdamW(Optimizer):
         *,
         compile_update: bool = False,
     ) -> None:
-        self._zeros = getattr(torchao_module(self.module, "An optimizer of 8 or 4 bits"), self.state_class).zeros
+        self._zeros = getattr(torchao_module(self.module, f"optim.kind: {self.option}"), self.state_class).zeros
         self._update: Callable[..., None] = compiled(_update) if compile_update else _update
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -96,19 +98,22 @@ class LowBitAdamW(Optimizer):
 class AdamW8bit(LowBitAdamW):
     """Moments in 8 bits with a table of values, in blocks of 256: 2.03 bytes per element for both."""
 
-    module, state_class, block = "torchao.optim.subclass_8bit", "OptimState8bit", 256
+    option, block = "adamw_8bit", 256
+    module, state_class = "torchao.optim.subclass_8bit", "OptimState8bit"
 
 
 class AdamW4bit(LowBitAdamW):
     """Moments in 4 bits, in blocks of 128: 1.06 bytes per element for both."""
 
-    module, state_class, block = "torchao.optim.subclass_4bit", "OptimState4bit", 128
+    option, block = "adamw_4bit", 128
+    module, state_class = "torchao.optim.subclass_4bit", "OptimState4bit"
 
 
 class AdamWFP8(LowBitAdamW):
     """Moments in float8_e4m3fn, in blocks of 256: 2.03 bytes per element for both."""
 
-    module, state_class, block, signs = "torchao.optim.subclass_fp8", "OptimStateFp8", 256, False
+    option, block, signs = "adamw_fp8", 256, False
+    module, state_class = "torchao.optim.subclass_fp8", "OptimStateFp8"
 
 
 def _update(
