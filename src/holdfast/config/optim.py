@@ -155,9 +155,8 @@ class _LowBit(_Optim):
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    compile: bool | None = None
-    """Compile the update: less memory and time per step, but minutes for the first one on a CPU. Default: where
-    parameters are on a GPU."""
+    compile: bool = False
+    """Compile the update, for less memory and time per step on a GPU. On a CPU the first step then takes minutes."""
 
 
 class AdamW8bitConfig(_LowBit):

@@ -56,13 +56,12 @@ def build_optimizer(
         case AdamWBF16Config():
             return AdamWBF16(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         case AdamW8bitConfig() | AdamW4bitConfig() | AdamWFP8Config():
-            on_gpu = all(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
             return LOW_BIT[config.kind](
                 groups,
                 lr=config.lr,
                 betas=config.betas,
                 eps=config.eps,
-                compile_update=on_gpu if config.compile is None else config.compile,
+                compile_update=config.compile,
             )
         case SGDConfig():
             return torch.optim.SGD(
