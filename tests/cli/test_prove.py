@@ -65,3 +65,20 @@ def test_a_kill_that_leaves_nothing_to_compute_again_is_refused(
 
     assert done.code == 2
     assert "--kill-at 5 must lie between 2 and --steps 4." in done.err
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_quantised_moments_and_averages_goes_on_identically(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    tree["model"] = {"config": TINY | {"hidden_size": 64, "intermediate_size": 128}, "tokenizer": "builtin:characters"}
+    tree["optim"] = {"kind": "adamw_8bit", "lr": 0.01, "ema": {"decay": 0.9}}
+
+    done = prove(warm, tmp_path, tree, "--steps", "6", "--kill-at", "5")
+
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == "identical"
+    # One layer has 12 trained tensors: weights and averages, a counter, and two moments, whole or in three parts each.
+    tensors = re.search(r"state of step 6: (\d+) tensors", done.out)
+    assert tensors is not None, done.out
+    assert int(tensors[1]) > 12 * (1 + 1 + 1 + 2)

@@ -105,12 +105,14 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("optim: adam", "optim: there is no kind 'adam'. Did you mean adamw? Kinds: adamw, adamw_bf16, sgd, muon, "
-                        "path"),
-        ("optim: {kind: lion}", "optim: there is no kind 'lion'. Kinds: adamw, adamw_bf16, sgd, muon, path"),
+        ("optim: adam", "optim: there is no kind 'adam'. Did you mean adamw? Kinds: adamw, adamw_bf16, "
+                        "adamw_8bit, adamw_4bit, adamw_fp8, sgd, muon, path"),
+        ("optim: {kind: lion}", "optim: there is no kind 'lion'. Kinds: adamw, adamw_bf16, "
+                                "adamw_8bit, adamw_4bit, adamw_fp8, sgd, muon, path"),
         ("optim: {momentum: 0.9}", "optim.momentum: kind adamw has no such key; it belongs to kind sgd and muon"),
         ("optim: {kind: sgd, betas: [0.9, 0.9]}", "optim.betas: kind sgd has no such key; it belongs to kind adamw "
-                                                  "and adamw_bf16 and muon"),
+                                                  "and adamw_bf16 and adamw_8bit and adamw_4bit "
+                                                  "and adamw_fp8 and muon"),
         ("optim: {schedule: {kind: constant, final_ratio: 0.1}}", "optim.schedule.final_ratio: kind constant has no "
                                                                   "such key; it belongs to kind linear and cosine "
                                                                   "and wsd"),
@@ -156,7 +158,8 @@ optim: {kind: adm}
         "run.yaml:8: data.batch_size: 0 should be greater than or equal to 1",
         "run.yaml:10: steps: 'many' should be a whole number",
         "run.yaml:11: seed: set twice, first on line 9; keep one of them",
-        "run.yaml:12: optim: there is no kind 'adm'. Did you mean adamw? Kinds: adamw, adamw_bf16, sgd, muon, path",
+        "run.yaml:12: optim: there is no kind 'adm'. Did you mean adamw? Kinds: adamw, adamw_bf16, adamw_8bit, "
+        "adamw_4bit, adamw_fp8, sgd, muon, path",
         "command line (launch.rnks=2): launch.rnks: unknown key; did you mean ranks?",
         "command line (nonsense): this is no override; write section.key=value, for example optim.lr=2e-6",
     ]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.matching import Declared, Plan, Wanted, allow, plan_model, plan_optimizer
+from holdfast.checkpoint.matching import Declared, Plan, Wanted, allow
 from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.trained import Hyperparameters, Planned, optimizer_state, plan_trained
+from holdfast.optim.state import OptimizerState
 from holdfast.parallel.materialise import sharded_parameters
 
 COMPANIONS = "companions"
@@ -79,8 +81,8 @@ def plan_companions(
     companions: Mapping[str, Companion],
     manifest: Manifest,
     declared: Declared,
-    hyperparameters: Literal["live", "checkpoint"],
-) -> dict[str, Plan]:
+    hyperparameters: Hyperparameters,
+) -> dict[str, Planned]:
     """Plan what companions take, and note in the model's plan what they refuse; those without a plan stay as they are.
 
     Args:
@@ -90,7 +92,7 @@ def plan_companions(
         declared: What may differ; patterns are searched in a companion's own names.
         hyperparameters: As in `reader.load`.
     """
-    found: dict[str, Plan] = {}
+    found: dict[str, Planned] = {}
     for name in sorted({*companions, *(manifest.optimizer or {}).get(COMPANIONS, {})}):
         part = part_of(manifest, name)
         if name not in companions:
@@ -99,15 +101,22 @@ def plan_companions(
             allow(plan, declared.add, name, f"the checkpoint has no {name}, and this run has one", "resume.add")
         else:
             model, optimizer = companions[name]
-            theirs = found[name] = Plan()
-            parameters, taken = sharded_parameters(model), hyperparameters == "checkpoint"
-            plan_model(theirs, model, parameters, part, declared)
-            plan_optimizer(theirs, optimizer, parameters, part, declared, hyperparameters=taken)
-            plan.refused += [f"{name}: {line}" for line in theirs.refused]
-            plan.deviations += [f"{name}: {line}" for line in theirs.deviations]
+            theirs = found[name] = Planned()
+            plan_trained(theirs, model, sharded_parameters(model), optimizer, part, declared, hyperparameters)
+            plan.refused += [f"{name}: {line}" for line in theirs.plan.refused]
+            plan.deviations += [f"{name}: {line}" for line in theirs.plan.deviations]
     return found
 
 
-def wanted_of(plans: Mapping[str, Plan]) -> dict[str, Wanted]:
+def companion_state(
+    name: str, companion: Companion, planned: Planned, manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> OptimizerState:
+    """Return the state of a companion's optimizer, as `optimizer_state` does."""
+    model, optimizer = companion
+    own, part = own_tensors(tensors, name), part_of(manifest, name)
+    return optimizer_state(own, optimizer, sharded_parameters(model), part, planned.wrapped)
+
+
+def wanted_of(plans: Mapping[str, Planned]) -> dict[str, Wanted]:
     """Return what companions take, under the names of the DCP."""
-    return {_key(name, key): each for name, plan in plans.items() for key, each in plan.wanted.items()}
+    return {_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.wanted.items()}

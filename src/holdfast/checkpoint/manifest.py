@@ -15,7 +15,8 @@ from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+"""The newest format that is read: 2 has optimizer state of classes of its own, which 1 would take for plain tensors."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Sorts behind `manifest`, so that the file ends with its hash."""
@@ -69,7 +70,7 @@ class Manifest:
     """Under the names of the DCP inside: model.<parameter> and optim.<parameter>.<key>"""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
-    """Class, groups and values that are no tensors."""
+    """Class, groups, values that are no tensors, and what tensors of classes of their own are besides their parts."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axis name to size."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +87,8 @@ class Manifest:
     """Of data, user files, tokenizer and template."""
     seconds: float = 0.0
     """How long the save took until here."""
-    format: int = FORMAT
+    format: int = 1
+    """The oldest that says everything: most checkpoints can be read by earlier versions."""
 
     def to_json(self) -> bytes:
         """Return the file's bytes."""

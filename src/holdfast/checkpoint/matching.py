@@ -24,6 +24,7 @@ from holdfast.optim.state import (
     names_of,
     qualified_name,
 )
+from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.materialise import local_part
 
 
@@ -186,10 +187,13 @@ def plan_optimizer(
         plan.hyperparameters, refused = matched_hyperparameters(live, saved)
         plan.refused += refused
     layouts = _Layouts(optimizer, parameters)
+    wrapped = manifest.optimizer.get("wrapped", {})
     for key, entry in manifest.tensors.items():
-        name = key.removeprefix(OPTIM).rpartition(".")[0]
+        name, _, slot = key.removeprefix(OPTIM).rpartition(".")
         if not key.startswith(OPTIM) or name not in held:
             continue  # the parameter's own deviation was declared, or refused above
+        if slot.rpartition(BETWEEN)[0] in wrapped.get(name, {}):
+            continue  # a part of a tensor that is planned as a whole
         plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
 
 
@@ -251,7 +255,7 @@ def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
-    """Note a deviation, which a pattern of a user's allows, or else refuses."""
+    """Note a deviation, as one that was declared for this name or as one that is refused."""
     if any(re.search(pattern, name) for pattern in patterns):
         plan.deviations.append(f"{what} ({flag})")
     else:

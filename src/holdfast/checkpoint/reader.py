@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.companions import Companion, own_tensors, part_of, plan_companions, wanted_of
+from holdfast.checkpoint.companions import Companion, companion_state, own_tensors, plan_companions, wanted_of
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.direct import read_parts
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
@@ -29,14 +29,12 @@ from holdfast.checkpoint.matching import (
     Plan,
     Wanted,
     plan_averages,
-    plan_model,
-    plan_optimizer,
     poisoned,
     refusal,
-    saved_groups,
 )
-from holdfast.checkpoint.snapshot import AVERAGE, OPTIM, Snapshot, chunk_of, like, mesh_of, model_tensors
+from holdfast.checkpoint.snapshot import AVERAGE, Snapshot, chunk_of, like, mesh_of, model_tensors
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.trained import Hyperparameters, Planned, optimizer_state, plan_trained, set_optimizer
 from holdfast.checkpoint.verification import (
     check_names,
     damage,
@@ -45,7 +43,7 @@ from holdfast.checkpoint.verification import (
     patiently,
     read_manifest,
 )
-from holdfast.optim.state import OptimizerState, names_of, restore
+from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
 
@@ -97,29 +95,32 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
-    planned: list[tuple[Plan, dict[str, Plan]]] = []
+    everything: list[tuple[Planned, dict[str, Planned]]] = []
     with ranks.together():
         live = _Live(model, parameters, optimizer, averages, companions)
-        planned.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
-    plan, beside = planned[0]
-    wanted = plan.wanted | wanted_of(beside)
+        everything.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
+    own, beside = everything[0]
+    wanted = own.plan.wanted | wanted_of(beside)
     tensors = _tensors(wanted, storage, name, manifest, ranks, verify=verified is None)
     small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
+    states: dict[str, OptimizerState] = {}
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, mesh_of(model)))
+        if optimizer is not None:
+            states[""] = optimizer_state(tensors, optimizer, parameters, manifest, own.wrapped)
+        for each, theirs in beside.items():
+            states[each] = companion_state(each, (companions or {})[each], theirs, manifest, tensors)
     rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
     _fill(model_tensors(model), parameters, averages or {}, tensors)
-    notes = list(plan.deviations)
-    if plan.kept:
-        notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
+    notes = list(own.plan.deviations)
+    if own.plan.kept:
+        notes.append(f"{own.plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
-        notes += _restore_optimizer(tensors, optimizer, parameters, manifest, plan)
+        notes += set_optimizer(optimizer, parameters, states[""], own.plan)
     for each, theirs in beside.items():
-        notes += [
-            f"{each}: {note}" for note in _fill_companion(each, (companions or {})[each], theirs, manifest, tensors)
-        ]
-    return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
+        notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
+    return Loaded(manifest, shared, rank_state, tuple(notes), tuple(own.plan.deviations))
 
 
 class _Live(NamedTuple):
@@ -133,25 +134,22 @@ class _Live(NamedTuple):
 
 
 def _planned(
-    live: _Live, manifest: Manifest, declared: Declared, hyperparameters: Literal["live", "checkpoint"], where: str
-) -> tuple[Plan, dict[str, Plan]]:
+    live: _Live, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, where: str
+) -> tuple[Planned, dict[str, Planned]]:
     """Return what the model takes, and what its companions do.
 
     Raises:
         CheckpointMismatch: Something does not fit.
     """
-    plan, beside = Plan(), dict[str, Plan]()
-    plan_model(plan, live.model, live.parameters, manifest, declared)
+    own, beside = Planned(), dict[str, Planned]()
+    plan_trained(own, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
     if live.averages is not None:
-        plan_averages(plan, live.averages, manifest, declared)
-    if live.optimizer is not None:
-        taken = hyperparameters == "checkpoint"
-        plan_optimizer(plan, live.optimizer, live.parameters, manifest, declared, hyperparameters=taken)
+        plan_averages(own.plan, live.averages, manifest, declared)
     if live.companions is not None:
-        beside = plan_companions(plan, live.companions, manifest, declared, hyperparameters)
-    if plan.refused:
-        raise CheckpointMismatch(refusal(where, plan.refused))
-    return plan, beside
+        beside = plan_companions(own.plan, live.companions, manifest, declared, hyperparameters)
+    if own.plan.refused:
+        raise CheckpointMismatch(refusal(where, own.plan.refused))
+    return own, beside
 
 
 @torch.no_grad()
@@ -169,12 +167,12 @@ def _fill(
         local_part(average).copy_(local_part(tensors.get(AVERAGE + name, parameters[name].data)))
 
 
-def _fill_companion(
-    name: str, companion: Companion, plan: Plan, manifest: Manifest, tensors: Mapping[str, Tensor]
+def _set_companion(
+    name: str, companion: Companion, plan: Plan, tensors: Mapping[str, Tensor], state: OptimizerState
 ) -> list[str]:
-    own, parameters = own_tensors(tensors, name), sharded_parameters(companion.model)
-    _fill(model_tensors(companion.model), parameters, {}, own)
-    return _restore_optimizer(own, companion.optimizer, parameters, part_of(manifest, name), plan)
+    parameters = sharded_parameters(companion.model)
+    _fill(model_tensors(companion.model), parameters, {}, tensors)
+    return [f"{name}: {note}" for note in set_optimizer(companion.optimizer, parameters, state, plan)]
 
 
 def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:
@@ -299,31 +297,3 @@ def _small(
 def _axes(mesh: Mapping[str, int]) -> dict[str, int]:
     """Return the axes that divide anything."""
     return {axis: size for axis, size in mesh.items() if size > 1}
-
-
-def _restore_optimizer(
-    read: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    manifest: Manifest,
-    plan: Plan,
-) -> list[str]:
-    assert manifest.optimizer is not None
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for key, staged in read.items():
-        if key.startswith(OPTIM):
-            name, _, slot = key.removeprefix(OPTIM).rpartition(".")
-            local = local_part(staged)
-            counter = local.ndim == 0  # where it belongs is the optimizer's business
-            tensors.setdefault(name, {})[slot] = (
-                local if counter else like(staged, local.to(local_part(parameters[name].data).device))
-            )
-    names = names_of(optimizer, parameters)
-    known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-    values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
-    saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
-    restore(optimizer, parameters, saved)
-    for group, taken in zip(optimizer.param_groups, plan.hyperparameters or (), strict=False):
-        group.update(taken)
-    whose = "this run's value" if plan.hyperparameters is None else "the checkpoint's value"
-    return [f"optimizer: {change}; {whose} is used" for change in plan.changes]

@@ -231,7 +231,8 @@ def describe(snapshot: Snapshot) -> Described:
         dtype = str(tensor.dtype).removeprefix("torch.")
         found[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
         if finite and local.is_floating_point() and local.numel():
-            finite = bool(torch.isfinite(torch.stack(torch.aminmax(local))).all())
+            compared = local.float() if local.dtype.itemsize == 1 else local  # 8-bit floats have no order in torch
+            finite = bool(torch.isfinite(torch.stack(torch.aminmax(compared))).all())
     return Described(found, finite)
 
 

@@ -33,6 +33,7 @@ from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
+from holdfast.checkpoint.wrapped_state import records
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.models.adapter_files import PEFT_PREFIX
@@ -42,6 +43,7 @@ from holdfast.models.lora import add_adapters
 from holdfast.models.merging import Join, joins_of
 from holdfast.models.scorer import LAYER
 from holdfast.optim.tagged import decode
+from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
 
 STORED_HEADERS = "stored_headers.json"
@@ -317,6 +319,10 @@ def _whole_state(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         if key.startswith(OPTIM):
             name, _, slot = key.removeprefix(OPTIM).rpartition(".")
             state.setdefault(name, {})[slot] = checkpoint.read(key)
+    for name, slots in records(manifest).items():
+        for slot, record in slots.items():
+            parts = {part: state[name].pop(f"{slot}{BETWEEN}{part}") for part in record["parts"]}
+            state[name][slot] = {"class": record["class"], "record": dict(record), "parts": parts}
     groups: list[dict[str, Any]] = []
     if manifest.optimizer is not None:
         for name, values in manifest.optimizer["values"].items():

@@ -36,10 +36,11 @@ from holdfast.checkpoint.dcp_files import (
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import Described, Snapshot, describe, outline
+from holdfast.checkpoint.snapshot import OPTIM, Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState
+from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
 
 Reached = Callable[[str], None]
@@ -148,25 +149,42 @@ def _reason(error: BaseException) -> str:
 
 def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
     """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have."""
-    mine = (outline(snapshot), json.dumps(snapshot.shared, sort_keys=True, default=repr), snapshot.contents)
+    wrapped = {
+        f"{number} {name}": keys
+        for number, state in enumerate(_states(snapshot))
+        for name, keys in _wrapped(state).items()
+    }
+    shared = json.dumps(snapshot.shared, sort_keys=True, default=repr)
+    mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents)
     everyone = ranks.gather(mine)
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs[0] != everyone[0][0]:
             raise SaveFailed(_first_difference(everyone[0][0], theirs[0], rank))
-        if theirs[1:] != everyone[0][1:]:
+        if theirs[1] != everyone[0][1]:
+            first, other = (_by_parameter(json.loads(each)) for each in (everyone[0][1], theirs[1]))
+            raise SaveFailed(_first_difference(first, other, rank))
+        if theirs[2:] != everyone[0][2:]:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
 
 
+def _by_parameter(wrapped: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{whose} {name}".strip(): keys for whose, names in wrapped.items() for name, keys in names.items()}
+
+
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
-    for name in sorted({*first, *other}):
-        if first.get(name) != other.get(name):
-            return (
-                f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')} "
-                "(shape, dtype, trained). Every rank must build the same model and optimizer."
-            )
-    raise AssertionError("the two differ")
+    differing = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+    part = next((name for name in differing if name.startswith(OPTIM) and BETWEEN in name), None)
+    name = part or differing[0]
+    said = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')}"
+    if part is not None:
+        return (
+            f"{said}. It is a part of optimizer state of a class of its own: the optimizer decides by the size of a "
+            "rank's shard whether it quantises, and these differ. Use optim.kind: adamw_8bit, which decides for all "
+            "ranks alike, or another number of ranks."
+        )
+    return f"{said} (shape, dtype, trained). Every rank must build the same model and optimizer."
 
 
 def _prepare(storage: Storage, staging: str, final: str) -> None:
@@ -282,6 +300,7 @@ def _manifest(
         deviations=about.deviations,
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
+        format=2 if any(state.wrapped for state in _states(snapshot).values()) else 1,
     )
 
 
@@ -309,6 +328,12 @@ def _optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
     return _described(snapshot.optimizer) | ({COMPANIONS: beside} if beside else {})
 
 
+def _states(snapshot: Snapshot) -> dict[str, OptimizerState]:
+    """Return the state of every optimizer that is saved, by the name of its companion; "" is the model's own."""
+    own = {} if snapshot.optimizer is None else {"": snapshot.optimizer}
+    return own | dict(snapshot.companions)
+
+
 def _described(optimizer: OptimizerState) -> dict[str, Any]:
     return {
         "kind": optimizer.kind,
@@ -317,7 +342,11 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
             for group in optimizer.groups
         ],
         "values": {name: dict(keys) for name, keys in optimizer.values.items()},
-    }
+    } | ({"wrapped": _wrapped(optimizer)} if optimizer.wrapped else {})
+
+
+def _wrapped(optimizer: OptimizerState) -> dict[str, Any]:
+    return {name: {key: record.as_plain() for key, record in keys.items()} for name, keys in optimizer.wrapped.items()}
 
 
 def merge(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:

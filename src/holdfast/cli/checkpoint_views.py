@@ -95,8 +95,7 @@ def description(place: str) -> Iterator[str]:
     trained = sum(entry.requires_grad for entry in manifest.tensors.values())
     dtypes = Counter(entry.dtype for entry in manifest.tensors.values())
     yield f"{len(manifest.tensors)} tensors ({_pairs(dtypes)}), {trained} trained parameters"
-    if manifest.optimizer is not None:
-        yield f"optimizer {manifest.optimizer['kind']}"
+    yield from _optimizer(manifest)
     for name, others in manifest.ties.items():
         yield f"tied: {name} = {', '.join(others)}"
     if not manifest.finite:
@@ -107,6 +106,16 @@ def description(place: str) -> Iterator[str]:
         yield f"  {name} {_number(value)}"
     for name, entry in sorted(manifest.tensors.items()):
         yield f"  {name} {entry.dtype} {list(entry.shape)}"
+
+
+def _optimizer(manifest: Manifest) -> Iterator[str]:
+    from holdfast.checkpoint.wrapped_state import records
+
+    if manifest.optimizer is not None:
+        yield f"optimizer {manifest.optimizer['kind']}"
+        slots = [each for slots in records(manifest).values() for each in slots.values()]
+        classes = Counter(each["class"] for each in slots).items()
+        yield from (f"  {count} tensors of its state are {kind}, in parts" for kind, count in classes)
 
 
 def _pairs(values: Any) -> str:

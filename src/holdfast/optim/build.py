@@ -10,15 +10,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.config.optim import AdamWBF16Config, AdamWConfig, MuonConfig, SGDConfig
+from holdfast.config.optim import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWBF16Config,
+    AdamWConfig,
+    AdamWFP8Config,
+    LowBitConfig,
+    MuonConfig,
+    SGDConfig,
+)
 from holdfast.errors import ConfigError
 from holdfast.optim.adamw_bf16 import AdamWBF16
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
+from holdfast.optim.lowbit import AdamW4bit, AdamW8bit, AdamWFP8
 from holdfast.optim.muon import ADAMW, MUON, Muon
+
+LOW_BIT = {"adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit, "adamw_fp8": AdamWFP8}
 
 
 def build_optimizer(
-    config: AdamWConfig | AdamWBF16Config | SGDConfig | MuonConfig,
+    config: AdamWConfig | AdamWBF16Config | LowBitConfig | SGDConfig | MuonConfig,
     parameters: Mapping[str, nn.Parameter],
     vocabulary: Collection[str] = (),
 ) -> Optimizer:
@@ -31,7 +43,7 @@ def build_optimizer(
 
     Raises:
         ModelError: Nothing is trained.
-        ConfigError: An entry of `groups` has no parameter.
+        ConfigError: An entry of `groups` has no parameter, or a package is missing.
     """
     plans = plan_groups(config, parameters)
     if isinstance(config, MuonConfig):
@@ -43,6 +55,14 @@ def build_optimizer(
             return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         case AdamWBF16Config():
             return AdamWBF16(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        case AdamW8bitConfig() | AdamW4bitConfig() | AdamWFP8Config():
+            return LOW_BIT[config.kind](
+                groups,
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+                compile_update=config.compile,
+            )
         case SGDConfig():
             return torch.optim.SGD(
                 groups,

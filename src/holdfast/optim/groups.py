@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.config.optim import OptimConfig, ParameterGroupConfig
@@ -138,7 +138,11 @@ def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
     """Give every group its own peak times the schedule's factor; return the rate by stem, without the rest's."""
     rates = {}
     for group in optimizer.param_groups:
-        group["lr"] = group[PEAK] * factor
+        rate = group[PEAK] * factor
+        if isinstance(group["lr"], Tensor):  # torchao's own optimizers accept nothing else
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
         if group[STEM] != REST:
-            rates[group[STEM]] = group["lr"]
+            rates[group[STEM]] = rate
     return rates

@@ -1,7 +1,8 @@
-"""What an optimizer's state will be: its names, shapes, dtypes and sharding, learned from stand-ins."""
+"""What an optimizer's state will be: its names, shapes, dtypes, classes and sharding, learned from stand-ins."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,35 +13,77 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from holdfast.optim.state import OptimizerState, groups_of, names_of, plain, qualified_name, tagged
+from holdfast.optim.state import Collected, OptimizerState, groups_of, names_of
+from holdfast.parallel.materialise import odd_class
 
 State = dict[str, Any]
 
+_LARGE = 8192
+"""Elements of a shard, at least as many as tensors have from which on optimizers quantise."""
+
 
 def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state the optimizer will have after its first step, with zeros in it; the optimizer is not touched.
+    """Return the state the optimizer will have after its first step, of zeros; the optimizer is not touched.
 
     What it will hold is learned from a copy of its class and hyper-parameters that takes one step on small parameters
-    of the same dtypes, numbers of dimensions and shardings. All ranks call this together.
+    of the same dtypes, numbers of dimensions and shardings. Where a larger one gets state of a class of its own, whose
+    parts follow rules that only the class knows, the copy steps on parameters of the real shapes, one after the other.
+    All ranks call this together.
     """
     names = names_of(optimizer, parameters)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    values: dict[str, dict[str, Any]] = {}
+    found = Collected(optimizer)
     for group in optimizer.param_groups:
         known: dict[tuple[Any, ...], tuple[torch.Size, State]] = {}
+        exact: dict[tuple[Any, ...], State] = {}
         for parameter in group["params"]:
             name, kind = names[id(parameter)], (parameter.ndim, parameter.dtype, parameter.numel() == 1)
-            if kind not in known:
-                small = stand_in(parameter)
-                known[kind] = small.shape, _state_after_one_step(optimizer, group, small)
-            shape, state = known[kind]
+            if _wraps(optimizer, group, parameter, known):
+                shape = (parameter.shape, parameter.dtype)
+                if shape not in exact:
+                    twin = nn.Parameter(zeros(parameter.shape, parameter))
+                    exact[shape] = _state_after_one_step(optimizer, group, twin)
+                state = {key: _as_zeros(value) for key, value in exact[shape].items()}
+            else:
+                small, learned = known[kind]
+                state = {
+                    key: _grown(value, small, parameter) if isinstance(value, Tensor) else value
+                    for key, value in learned.items()
+                }
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    plain(value, f"state {key!r} of {name}", optimizer)
-                    tensors.setdefault(name, {})[str(key)] = _grown(value, shape, parameter)
-                else:
-                    values.setdefault(name, {})[str(key)] = tagged(value, f"state {key!r} of {name}", optimizer)
-    return OptimizerState(qualified_name(optimizer), groups_of(optimizer, names), tensors, values)
+                found.add(name, str(key), value, parameter)
+    return found.state(groups_of(optimizer, names))
+
+
+def _wraps(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    known: dict[tuple[Any, ...], tuple[torch.Size, State]],
+) -> bool:
+    """Return whether state of such parameters, small ones or large ones, is of a class of its own."""
+    kind = (parameter.ndim, parameter.dtype, parameter.numel() == 1)
+    for size in ("small", "large"):
+        if size == "large" and (kind[-1] or type(optimizer).__module__.startswith("torch.optim.")):
+            return False  # torch's own never quantise
+        key = kind if size == "small" else (*kind, size)
+        if key not in known:
+            twin = stand_in(parameter) if size == "small" else _large_stand_in(parameter)
+            known[key] = twin.shape, _state_after_one_step(optimizer, group, twin)
+        if any(isinstance(value, Tensor) and odd_class(value) is not None for value in known[key][1].values()):
+            return True
+    return False
+
+
+def _as_zeros(value: Any) -> Any:
+    """Return zeros in place of a plain tensor; those of classes of their own stay as zero gradients made them."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) and odd_class(value) is None else value
+
+
+def _large_stand_in(parameter: Tensor) -> nn.Parameter:
+    """Return a parameter of zeros with many elements on every rank, in a number that blocks of any usual size fit."""
+    inner = (8,) * (parameter.ndim - 2) + (64,) * min(1, parameter.ndim - 1)
+    rows = _shards(parameter) * -(-_LARGE // math.prod(inner))
+    return nn.Parameter(zeros((rows, *inner)[: parameter.ndim], parameter))
 
 
 def stand_in(parameter: Tensor) -> nn.Parameter:
@@ -48,12 +91,15 @@ def stand_in(parameter: Tensor) -> nn.Parameter:
 
     Its sides differ, so that a state's sides tell which of the parameter's they follow, and every rank has some rows.
     """
-    shards = 1
-    if isinstance(parameter, DTensor):
-        axes = [axis for axis, place in enumerate(parameter.placements) if isinstance(place, Shard)]
-        shards = max([parameter.device_mesh.size(axis) for axis in axes], default=1)
-    sides = (2 * max(shards, 2) - 1, *range(4, 4 + 2 * parameter.ndim, 2))[: parameter.ndim]
+    sides = (2 * max(_shards(parameter), 2) - 1, *range(4, 4 + 2 * parameter.ndim, 2))[: parameter.ndim]
     return nn.Parameter(zeros((1,) * parameter.ndim if parameter.numel() == 1 else sides, parameter))
+
+
+def _shards(parameter: Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    axes = [axis for axis, place in enumerate(parameter.placements) if isinstance(place, Shard)]
+    return max([parameter.device_mesh.size(axis) for axis in axes], default=1)
 
 
 def zeros(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

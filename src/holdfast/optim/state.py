@@ -2,7 +2,8 @@
 
 torch's own routines materialise state by stepping the optimizer, cast it to the parameter's dtype, need clean
 gradients, and fill `optimizer.state` with empty entries when it is indexed. Here state is only iterated, keyed by
-canonical name, kept in its own dtype, and absent state stays absent.
+canonical name, kept in its own dtype, and absent state stays absent. State of a class of its own, as quantised state
+is, is kept as the plain tensors that it is made of (optim/wrapped.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UserError
 from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged import UnknownType, decode, encode
-from holdfast.parallel.materialise import odd_class
+from holdfast.optim.wrapped import BETWEEN, NotSeparable, Wrapped, placed_like, take_apart
+from holdfast.parallel.materialise import local_part, odd_class
 
 _OF_THE_RUN = frozenset({PEAK, STEM, "name"})
 NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}
@@ -49,6 +52,9 @@ class OptimizerState:
     """Parameter name -> state key -> tensor, sharded like the parameter or replicated"""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameter name -> state key -> tagged JSON, for state that is no tensor"""
+    wrapped: Mapping[str, Mapping[str, Wrapped]] = field(default_factory=dict)
+    """Parameter name -> state key -> what a tensor of a class of its own is, besides its parts; these are among the
+    tensors, under <state key>/<part>"""
 
 
 def qualified_name(value: object) -> str:
@@ -85,18 +91,45 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
         UnsavableOptimizer: Something in it cannot be written down.
     """
     names = names_of(optimizer, parameters)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    values: dict[str, dict[str, Any]] = {}
+    found = Collected(optimizer)
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None or not state:  # empty entries are left behind by whoever indexed the state
             continue
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors.setdefault(name, {})[str(key)] = plain(value, f"state {key!r} of {name}", optimizer)
-            else:
-                values.setdefault(name, {})[str(key)] = tagged(value, f"state {key!r} of {name}", optimizer)
-    return OptimizerState(qualified_name(optimizer), groups_of(optimizer, names), tensors, values)
+            found.add(name, str(key), value, parameter)
+    return found.state(groups_of(optimizer, names))
+
+
+@dataclass
+class Collected:
+    """An optimizer's state while it is read."""
+
+    optimizer: Optimizer
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wrapped: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
+
+    def add(self, name: str, key: str, value: Any, parameter: Tensor) -> None:
+        """Take one value of a parameter's state.
+
+        Raises:
+            UnsavableOptimizer: It cannot be written down.
+        """
+        what = f"state {key!r} of {name}"
+        if not isinstance(value, Tensor):
+            self.values.setdefault(name, {})[key] = tagged(value, what, self.optimizer)
+        elif odd_class(value) is None:
+            self.tensors.setdefault(name, {})[key] = value
+        else:
+            record, parts = separated(value, parameter, what, self.optimizer)
+            self.wrapped.setdefault(name, {})[key] = record
+            mine = self.tensors.setdefault(name, {})
+            mine |= {f"{key}{BETWEEN}{part}": tensor for part, tensor in parts.items()}
+
+    def state(self, groups: tuple[GroupState, ...]) -> OptimizerState:
+        """Return all of it."""
+        return OptimizerState(qualified_name(self.optimizer), groups, self.tensors, self.values, self.wrapped)
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[GroupState, ...]:
@@ -122,7 +155,11 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
     """Put state back, in its own dtypes; parameters without saved state keep what their optimizer was built with.
 
     Live gradients do not matter, and hyper-parameters stay as they are. Tensors of `saved` become the optimizer's own.
+
+    Raises:
+        NotSeparable: A tensor of a class of its own cannot be made again; nothing was changed.
     """
+    saved = put_together(saved, parameters)
     known = saved.tensors.keys() | saved.values.keys()
     names = {id(parameter): name for name, parameter in parameters.items()}
     # In the order of parameters, the same on every rank: somebody may gather what they find here.
@@ -234,16 +271,54 @@ def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
         ) from None
 
 
-def plain(value: Tensor, what: str, optimizer: Optimizer) -> Tensor:
-    """Return a tensor that can be saved as it is.
+def separated(value: Tensor, parameter: Tensor, what: str, optimizer: Optimizer) -> tuple[Wrapped, dict[str, Tensor]]:
+    """Return what a tensor of a class of its own is, and its parts.
 
     Raises:
-        UnsavableOptimizer: It is of a class of its own, whose parts would be lost.
+        UnsavableOptimizer: It cannot be taken apart, or is one shard that nothing says is one.
     """
-    kind = odd_class(value)
-    if kind is not None:
+    where = f"{qualified_name(optimizer)} cannot be saved: {what} is a {odd_class(value)}"
+    if not isinstance(value, DTensor) and tuple(value.shape) == tuple(local_part(parameter).shape) != tuple(
+        parameter.shape
+    ):
         raise UnsavableOptimizer(
-            f"{qualified_name(optimizer)} cannot be saved: {what} is a {kind}, a subclass of torch.Tensor whose parts "
-            "would be lost. Use an optimizer that keeps its state in plain tensors, of whatever dtype."
+            f"{where} of the shape of one shard, beside a sharded parameter. Keep it in a DTensor with the placements "
+            "of the parameter, as DTensor.from_local makes one."
         )
-    return value
+    try:
+        record, parts = take_apart(value)
+        if record.shards == 1 or record.shape == tuple(parameter.shape):
+            return record, parts
+        why = "sharded, and of another shape than its parameter"
+    except (NotSeparable, UnknownType) as error:
+        why = str(error)
+    raise UnsavableOptimizer(
+        f"{where}, {why}; its parts would be lost. Use an optimizer that keeps its state in plain tensors, of whatever "
+        "dtype, or in a class that can be taken apart."
+    )
+
+
+def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
+    """Return the state with its parts put together, each class as it was; nothing live changes.
+
+    Raises:
+        NotSeparable: A class does not accept its parts.
+    """
+    tensors = {name: dict(keys) for name, keys in saved.tensors.items()}
+    for name, records in saved.wrapped.items():
+        for key, record in records.items():
+            mine = {part: tensors[name].pop(f"{key}{BETWEEN}{part}") for part in record.parts}
+            tensors[name][key] = whole_of(record, mine, parameters[name].data)
+    return OptimizerState(saved.kind, saved.groups, tensors, saved.values)
+
+
+def whole_of(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor) -> Tensor:
+    """Return one tensor of a class of its own in its parameter's sharding, made of this rank's parts.
+
+    Raises:
+        NotSeparable: Its class does not accept them.
+    """
+    sharded = isinstance(parameter, DTensor) and record.shape == tuple(parameter.shape)
+    shape = local_part(parameter).shape if sharded else record.shape
+    local = record.put_together({part: local_part(tensor) for part, tensor in parts.items()}, shape)
+    return placed_like(parameter, local, record.shape) if sharded else local

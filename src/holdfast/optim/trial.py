@@ -194,7 +194,7 @@ def _copied(saved: OptimizerState) -> OptimizerState:
     tensors = {
         name: {slot: value.detach().clone() for slot, value in state.items()} for name, state in saved.tensors.items()
     }
-    return OptimizerState(saved.kind, saved.groups, tensors, saved.values)
+    return OptimizerState(saved.kind, saved.groups, tensors, saved.values, saved.wrapped)
 
 
 def _copy(value: nn.Parameter) -> nn.Parameter:

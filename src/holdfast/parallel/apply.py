@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,18 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
             _set_always_on(module)
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(policy, method)
+
+
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function compiled for every shape it is called with."""
+
+    def call(*args: Any) -> None:
+        # One program for each shape of a model's parameters: more than torch allows by default.
+        with torch._dynamo.utils.disable_cache_limit():
+            program(*args)
+
+    program = torch.compile(function, fullgraph=True, dynamic=False)
+    return call
 
 
 def keep_recording(module: nn.Module) -> None:

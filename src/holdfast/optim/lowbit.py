@@ -1,0 +1,155 @@
+"""AdamW whose two moments are kept in 8 or 4 bits per element, in torchao's classes.
+
+A moment is cut in blocks of equal size, each with a scale of its own: Dettmers et al. (arXiv:2110.02861), section 2,
+for 8 bits; Li et al. (arXiv:2309.01507) for 4. Deviations: a tensor is quantised only where every rank's rows are whole
+blocks, so that all ranks keep the same class; the update runs operation by operation unless it is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
+from holdfast.parallel.apply import compiled
+from holdfast.parallel.materialise import local_part
+
+SMALLEST = 4096
+"""Elements below which a tensor's moments stay as they are, as in Dettmers et al."""
+
+
+class LowBitAdamW(Optimizer):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on shards, with quantised moments.
+
+    State per parameter: step (float32 scalar), exp_avg, exp_avg_sq (quantised, or in the parameter's dtype where blocks
+    do not fit). The update uses the moments before they are quantised again.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+
+    option: ClassVar[str]
+    """Its `optim.kind`."""
+    module: ClassVar[str]
+    state_class: ClassVar[str]
+    block: ClassVar[int]
+    """Elements that share a scale."""
+    signs: ClassVar[bool] = True
+    """Whether the class has a table of its own for what is never negative."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        compile_update: bool = False,
+    ) -> None:
+        self._zeros = getattr(torchao_module(self.module, f"optim.kind: {self.option}"), self.state_class).zeros
+        self._update: Callable[..., None] = compiled(_update) if compile_update else _update
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = self._moment(parameter, signed=True)
+            state["exp_avg_sq"] = self._moment(parameter, signed=False)
+        assert parameter.grad is not None
+        state["step"] += 1
+        step, (beta1, beta2), rate = float(state["step"]), group["betas"], float(group["lr"])
+        # As tensors, since a compiled update would be compiled again for every other number.
+        factors = torch.tensor(
+            [1 - rate * group["weight_decay"], rate / (1 - beta1**step), math.sqrt(1 - beta2**step)],
+            dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32,
+        )
+        moments = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad.detach())
+        self._update(weight, gradient, moments, tuple(factors.unbind()), (beta1, beta2), group["eps"])
+
+    def _moment(self, parameter: Tensor, *, signed: bool) -> Tensor:
+        local = local_part(parameter.detach())
+        if not _fits(parameter, self.block):
+            made = torch.zeros_like(local)
+        else:
+            sign = (signed,) if self.signs else ()
+            made = self._zeros(local.shape, *sign, self.block, local.device, dtype=parameter.dtype)
+        return placed_like(parameter, made, parameter.shape)
+
+
+class AdamW8bit(LowBitAdamW):
+    """Moments in 8 bits with a table of values, in blocks of 256: 2.03 bytes per element for both."""
+
+    option, block = "adamw_8bit", 256
+    module, state_class = "torchao.optim.subclass_8bit", "OptimState8bit"
+
+
+class AdamW4bit(LowBitAdamW):
+    """Moments in 4 bits, in blocks of 128: 1.06 bytes per element for both."""
+
+    option, block = "adamw_4bit", 128
+    module, state_class = "torchao.optim.subclass_4bit", "OptimState4bit"
+
+
+class AdamWFP8(LowBitAdamW):
+    """Moments in float8_e4m3fn, in blocks of 256: 2.03 bytes per element for both."""
+
+    option, block, signs = "adamw_fp8", 256, False
+    module, state_class = "torchao.optim.subclass_fp8", "OptimStateFp8"
+
+
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor, Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    (first, second), (decay, rate, correction) = moments, factors
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    gradient = gradient.to(wide)
+    mean = _numbers(first, wide).lerp(gradient, 1 - betas[0])
+    square = _numbers(second, wide).lerp(gradient.square(), 1 - betas[1])
+    first.copy_(mean)
+    second.copy_(square)
+    weight.copy_(weight.to(wide) * decay - rate * mean / (square.sqrt() / correction + eps))
+
+
+def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a moment stands for; `to` alone would give a quantised one another face."""
+    return (moment if type(moment) is Tensor else moment.dequantize()).to(dtype)
+
+
+def _local(moment: Tensor) -> Tensor:
+    """Return this rank's part; `to_local` would make a quantised one anew."""
+    return moment._local_tensor if isinstance(moment, DTensor) else moment
+
+
+def _fits(parameter: Tensor, block: int) -> bool:
+    """Return whether every rank's rows are whole blocks, and there are enough of them to be worth it."""
+    if parameter.numel() < SMALLEST or not parameter.ndim:
+        return False
+    shards = shards_of(parameter)
+    most = -(-parameter.shape[0] // shards)
+    least = parameter.shape[0] - (shards - 1) * most
+    row = parameter.numel() // parameter.shape[0]
+    return least > 0 and all(rows * row % block == 0 for rows in (most, least))

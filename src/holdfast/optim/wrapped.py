@@ -1,0 +1,282 @@
+"""Tensors of classes of their own, as quantised state is, taken apart into plain tensors and put together again.
+
+Such a class says by `__tensor_flatten__` which plain tensors it is made of and what else it needs. Each of them is
+stored as a tensor of its own, in its own dtype, along the rows of what it stands for:
+
+    rows          one stored row speaks of `every` rows of the whole: numbers, and scales of blocks that end with rows
+    of a shard    one stored row per shard: tables, and scales of a whole tensor
+
+so that every part is sharded as the whole is, and other shards can be cut wherever blocks end. A checkpoint names
+classes, and never makes one: those of LISTED are imported, others have to be among what the run's own optimizer makes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.optim.tagged import decode, encode
+from holdfast.parallel.materialise import odd_class
+
+BETWEEN = "/"
+"""Between the key of a state and the name of a part: optim.<parameter>.exp_avg/codes."""
+
+LISTED: Mapping[str, frozenset[str]] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": frozenset({"qmap"}),
+    "torchao.optim.subclass_4bit.OptimState4bit": frozenset({"qmap"}),
+    "torchao.optim.subclass_fp8.OptimStateFp8": frozenset(),
+}
+"""Classes that a checkpoint may ask for by name, with the parts that do not follow rows."""
+
+_SHAPE = "shape of the shard"
+
+
+class NotSeparable(HoldfastError):  # noqa: N818 - the name says what is wrong
+    """A tensor's class hides what it is made of, or is sharded in a way that its parts cannot follow."""
+
+
+class Part(NamedTuple):
+    """How one inner tensor is stored."""
+
+    every: int
+    """Rows of the whole that one stored row speaks of; 0: it holds what one shard has."""
+    split: int = 1
+    """Rows of the inner tensor in one stored row; above 1 they are its next dimension."""
+
+    def stored(self, inner: Tensor) -> Tensor:
+        """Return an inner tensor as it is stored."""
+        if not self.every:
+            return inner.unsqueeze(0)
+        return inner if self.split == 1 else inner.reshape(-1, self.split, *inner.shape[1:])
+
+    def inner(self, stored: Tensor) -> Tensor:
+        """Return the inner tensor of what was stored of one shard."""
+        if not self.every:
+            return stored[0]
+        return stored if self.split == 1 else stored.reshape(-1, *stored.shape[2:])
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What a tensor is besides its parts; the same on every rank."""
+
+    made_by: type[Tensor]
+    context: Any
+    """Tagged JSON, with the shape of the shard left open."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dtype: str
+    """That it shows."""
+    shards: int
+    """Among which it was divided."""
+    parts: Mapping[str, Part]
+
+    @property
+    def kind(self) -> str:
+        """Qualified name of its class."""
+        return f"{self.made_by.__module__}.{self.made_by.__qualname__}"
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return it JSON-ready."""
+        return {
+            "class": self.kind,
+            "context": self.context,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "shards": self.shards,
+            "parts": {name: list(part) for name, part in self.parts.items()},
+        }
+
+    def rows_per_shard(self, shards: int) -> int:
+        """Return the rows of the first shards; the last ones may have fewer."""
+        return -(-self.shape[0] // shards) if self.shape else 1
+
+    def shape_of(self, shard: int, shards: int) -> tuple[int, ...]:
+        """Return the shape of one shard."""
+        if shards == 1:
+            return self.shape
+        rows = self.rows_per_shard(shards)
+        return (max(0, min(rows, self.shape[0] - shard * rows)), *self.shape[1:])
+
+    def why_not_cut(self, shards: int) -> str | None:
+        """Return why its blocks do not lie whole in so many shards; None if they do."""
+        rows = self.rows_per_shard(shards)
+        if shards == 1:
+            return None
+        if not self.shape or rows * (shards - 1) >= self.shape[0]:
+            return f"{shards} shards leave a rank without rows of it"
+        cut = max((part.every for part in self.parts.values() if part.every and rows % part.every), default=0)
+        return f"shards of {rows} rows cut its blocks, which are {cut} rows each" if cut else None
+
+    def put_together(self, parts: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """Return the tensor of one shard, made of its parts as they are stored.
+
+        Raises:
+            NotSeparable: Its class does not accept them.
+        """
+        try:
+            inner = {name: part.inner(parts[name]) for name, part in self.parts.items()}
+            context = decode(_closed(self.context, shape))
+            size = torch.Size(shape)
+            kind: Any = self.made_by
+            made = kind.__tensor_unflatten__(inner, context, size, torch.empty(size, device="meta").stride())
+        except Exception as error:  # the class may raise anything
+            raise NotSeparable(f"{self.kind} cannot be made again: {type(error).__name__}: {error}") from error
+        if type(made) is not self.made_by or tuple(made.shape) != tuple(shape):
+            raise NotSeparable(f"{self.kind} made again is a {type(made).__qualname__} of shape {list(made.shape)}")
+        whole: Tensor = made
+        return whole
+
+
+def from_plain(plain: Mapping[str, Any], made_by: type[Tensor]) -> Wrapped:
+    """Return what `as_plain` wrote."""
+    parts = {str(name): Part(int(every), int(split)) for name, (every, split) in plain["parts"].items()}
+    shape = tuple(int(side) for side in plain["shape"])
+    return Wrapped(made_by, plain["context"], shape, str(plain["dtype"]), int(plain["shards"]), parts)
+
+
+def listed_class(kind: str) -> type[Tensor] | None:
+    """Return a class of LISTED; None for any other, which is not looked for.
+
+    Raises:
+        ConfigError: Its package is not installed, or too old.
+    """
+    if kind not in LISTED:
+        return None
+    module, _, name = kind.rpartition(".")
+    found: type[Tensor] = getattr(torchao_module(module, f"state of class {kind}"), name)
+    return found
+
+
+def torchao_module(name: str, what: str) -> Any:
+    """Import a module of torchao.
+
+    Raises:
+        ConfigError: It is not installed, or too old.
+    """
+    # On import it tells of kernels for GPUs that are not here, and of forms that Python and torch would have otherwise.
+    logs = [logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")]
+    levels = [log.level for log in logs]
+    try:
+        for log in logs:
+            log.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs torchao: pip install 'holdfast[lowbit]' ({error}).") from error
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
+
+
+def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
+    """Return what a tensor is, and its parts as they are stored; they share its memory.
+
+    Raises:
+        NotSeparable: Its class has no `__tensor_flatten__`, or its parts are no plain tensors.
+    """
+    local: Any = value._local_tensor if isinstance(value, DTensor) else value
+    kind = odd_class(value)
+    if not hasattr(local, "__tensor_flatten__"):
+        raise NotSeparable("a subclass of torch.Tensor that does not say by __tensor_flatten__ what it is made of")
+    names, context = local.__tensor_flatten__()
+    inner: dict[str, Tensor] = {name: getattr(local, name) for name in names}
+    for name, each in inner.items():
+        if type(each) is not Tensor or each.layout is not torch.strided:
+            raise NotSeparable(f"made of other than plain tensors: its {name} is a {type(each).__qualname__}")
+    shards = shards_of(value)
+    fixed = LISTED.get(kind or "")
+    parts = {name: _part(name, each, local, fixed) for name, each in inner.items()}
+    dtype = str(value.dtype).removeprefix("torch.")
+    record = Wrapped(type(local), _opened(context, tuple(local.shape)), tuple(value.shape), dtype, shards, parts)
+    stored = {name: _placed(name, part, part.stored(inner[name]), value, shards) for name, part in parts.items()}
+    return record, stored
+
+
+def shards_of(value: Tensor) -> int:
+    """Return among how many ranks the rows of a tensor are divided.
+
+    Raises:
+        NotSeparable: Something else than its rows is.
+    """
+    if not isinstance(value, DTensor):
+        return 1
+    shards = 1
+    for axis, place in enumerate(value.placements):
+        size = value.device_mesh.size(axis)
+        if type(place) is Shard and place.dim == 0 and shards == 1:
+            shards = size
+        elif not isinstance(place, Replicate) and size > 1:
+            raise NotSeparable(f"sharded as {value.placements}, where its parts cannot follow")
+    return shards
+
+
+def placed_like(like: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return local memory as a tensor of a shape in another one's sharding; nothing is moved or checked."""
+    if not isinstance(like, DTensor):
+        return local
+    size = torch.Size(shape)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _part(name: str, inner: Tensor, local: Tensor, fixed: frozenset[str] | None) -> Part:
+    """Return how an inner tensor is stored, by what it is known to follow, or seems to."""
+    rows = local.shape[0] if local.ndim else 0
+    if not inner.ndim or not rows or not inner.numel() or name in (fixed or ()):
+        return Part(0)
+    blocks = inner.ndim == 1 and local.numel() % inner.numel() == 0
+    if fixed is None and inner.shape[0] != rows and not blocks:
+        return Part(0)
+    common = math.gcd(rows, inner.shape[0])
+    return Part(rows // common, inner.shape[0] // common)
+
+
+def _placed(name: str, part: Part, stored: Tensor, value: Tensor, shards: int) -> Tensor:
+    """Return a part as this rank's rows of the whole part."""
+    if not part.every:
+        return placed_like(value, stored, (shards, *stored.shape[1:]))
+    whole = value.shape[0] // part.every
+    rows = -(-whole // shards)
+    mine = stored.shape[0]
+    if value.shape[0] % part.every or mine > rows or (mine < rows and mine != whole - (shards - 1) * rows):
+        raise NotSeparable(f"sharded so that blocks of its {name} do not end where shards do")
+    return placed_like(value, stored, (whole, *stored.shape[1:]))
+
+
+def _opened(context: Any, shape: tuple[int, ...]) -> Any:
+    """Return a context's written form, with a mark in place of the shape of the shard, which ranks need not share."""
+    if isinstance(context, tuple | list) and shape and tuple(context) == shape:
+        form = "size" if isinstance(context, torch.Size) else "tuple" if isinstance(context, tuple) else "list"
+        return {_SHAPE: form}
+    if type(context) is list:
+        return [_opened(item, shape) for item in context]
+    if type(context) is tuple:
+        return {"tuple": [_opened(item, shape) for item in context]}
+    if type(context) is dict:
+        return {"dict": [[encode(key), _opened(item, shape)] for key, item in context.items()]}
+    return encode(context)
+
+
+def _closed(context: Any, shape: Sequence[int]) -> Any:
+    if isinstance(context, list):
+        return [_closed(item, shape) for item in context]
+    if not isinstance(context, dict):
+        return context
+    if _SHAPE in context:
+        form = context[_SHAPE]
+        return list(shape) if form == "list" else {form: list(shape)}
+    return {tag: _closed(content, shape) for tag, content in context.items()}
