@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.data.packing import pack, to_device
@@ -77,7 +77,7 @@ def build_reference(policy: Evaluation, base: Path, live: Live, *, kind: str, wh
     reference.padded = policy.policy.padded
     reference.eval()
     with exchange.together():
-        _check_place(reference, plan, world.device)
+        check_place(reference, plan, world.device)
     _check_numbers(reference, policy, exchange)
     return reference
 
@@ -95,14 +95,20 @@ def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
         )
 
 
-def _check_place(reference: PolicyModel, plan: ShardPlan, device: torch.device) -> None:
+def check_place(reference: nn.Module, plan: ShardPlan, device: torch.device) -> None:
+    """See that a reference policy is frozen, where it shall be, and sharded as planned; numbers without dimensions
+    are whole on every rank.
+
+    Raises:
+        ModelError: It is not.
+    """
     expected = "cpu" if plan.cpu_offload else device.type
     for name, parameter in reference.named_parameters():
         if parameter.requires_grad:
             raise ModelError(f"The reference policy would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
             raise ModelError(f"{name} of the reference policy is on {parameter.device.type}, not on {expected}.")
-        if plan.sharded and not isinstance(parameter, DTensor):
+        if plan.sharded and parameter.ndim and not isinstance(parameter, DTensor):
             raise ModelError(f"{name} of the reference policy is not sharded, although its plan says so.")
 
 
