@@ -158,7 +158,8 @@ def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
     from holdfast.models.names import named_parameters
 
     loaded = load_run(path, overrides)
-    origin = blueprint(loaded.config.model, loaded.base, seed=loaded.config.seed)
+    config = loaded.config
+    origin = blueprint(config.model, loaded.base, seed=config.seed, scorer=config.scores)
     for name, parameter in named_parameters(origin.model).items():
         shape = "x".join(str(size) for size in parameter.shape) or "scalar"
         yield f"{name}  {shape}  {'trained' if parameter.requires_grad else 'frozen'}"
