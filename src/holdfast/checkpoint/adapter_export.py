@@ -20,6 +20,7 @@ from holdfast.checkpoint.export import (
     settled,
     write_texts,
 )
+from holdfast.checkpoint.layout import STAGING
 from holdfast.models.conversion import Header
 from holdfast.models.lora import PEFT_PREFIX, SETTINGS, WEIGHTS, adapters_of
 from holdfast.models.safetensors_files import read_header
@@ -60,7 +61,7 @@ def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mappin
     Raises:
         ExportFailed: As `export_adapters`.
     """
-    staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
+    staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()

@@ -40,6 +40,7 @@ from holdfast.checkpoint.storage import Storage
 from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import local_part
 
 Reached = Callable[[str], None]
 """Called with the name of each phase as it begins; what crash tests stop at."""
@@ -190,11 +191,8 @@ def _refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchan
 
 
 def _local_bytes(snapshot: Snapshot) -> int:
-    total = 0
-    for entry in snapshot.tensors.values():
-        local = getattr(entry, "_local_tensor", entry)
-        total += local.numel() * local.element_size()
-    return total
+    local = [local_part(tensor) for tensor in snapshot.tensors.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 class _TimedWriter(Writer):
