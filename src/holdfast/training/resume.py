@@ -26,7 +26,11 @@ from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
 from holdfast.training.state import TrainState
 
-_MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "preference.", "parallel.")
+_MOVES_NUMBERS = (
+    "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
+    "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
+    "updates.",
+)  # fmt: skip
 
 
 def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
