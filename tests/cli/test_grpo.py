@@ -95,8 +95,19 @@ def test_a_run_leaves_metrics_samples_and_a_model(warm: WarmPython, tmp_path: Pa
     assert AutoModelForCausalLM.from_pretrained(run / "exports" / "final").config.hidden_size == TINY["hidden_size"]
 
 
-def test_the_proof_holds_for_rollouts(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
-    write_run(tmp_path / "run.yaml", policy | {"data": policy["data"] | {"batch_size": 2}})
+CRITIC: dict[str, Any] = {
+    "advantage": "gae",
+    "critic": {"warmup_steps": 1, "optim": {"lr": 0.01}},
+    "kl": {"coefficient": 0.05, "estimator": "k1", "where": "reward"},
+    "updates": {"passes": 2},
+}
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param(CRITIC, marks=pytest.mark.slow)], ids=["groups", "critic"])
+def test_the_proof_holds_for_rollouts(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], more: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run.yaml", policy | {"data": policy["data"] | {"batch_size": 2}} | more)
 
     done = warm.run(
         "-m", "holdfast.cli.main", "prove", "run.yaml", "--steps", "5", "--kill-at", "4", "--seed", "3", cwd=tmp_path

@@ -18,6 +18,7 @@ LEAST: dict[str, Any] = {
     "data": {"path": "d"},
     "reward": "exact",
 }
+PPO: dict[str, Any] = {"advantage": "gae", "critic": {}}
 SCHEMA = GRPOConfig.model_json_schema()
 
 TAKEN: list[dict[str, Any]] = [
@@ -34,6 +35,11 @@ TAKEN: list[dict[str, Any]] = [
     {"groups": {"flat": "resample", "between": {"reward": "exact", "low": 0.1, "high": 0.9}}},
     {"updates": {"mini_batches": 4, "passes": 2}},
     {"kl": {"coefficient": 0.05, "where": "reward"}, "reference": {"kind": "offloaded"}},
+    {"advantage": "gae", "critic": {}, "rollout": {"group_size": 1}},
+    {
+        "advantage": {"kind": "gae", "gamma": 0.99, "lam": 1.0, "whiten": False},
+        "critic": {"path": "v", "value_clip": None},
+    },
     {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
 ]
 
@@ -96,6 +102,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"objective": {"kind": "path", "path": "f.py:g"}, "kl": {"coefficient": 0.1}},
         "kl: a loss of your own (objective.path) takes nothing from this section",
+    ),
+    ({"advantage": "gae"}, "critic: advantage: gae compares with what a critic expects, and there is none"),
+    (
+        {"critic": {}},
+        "critic: advantage: grpo compares completions with each other and asks no critic; use advantage: gae",
+    ),
+    ({"critic": {"optim": {"kind": "sgdd"}}}, "critic.optim: there is no kind 'sgdd'. Did you mean sgd?"),
+    (PPO | {"critic": {"warmup_steps": 1}}, "critic.warmup_steps: 1 leaves the policy none of 1 steps"),
+    (PPO | {"critic": {"optim": {"ema": {}}}}, "critic.optim.ema: nothing evaluates or exports averages of a critic"),
+    (PPO | {"critic": {"optim": {"kind": "adamw_bf16"}}}, "critic.optim.kind: with optim.kind: adamw_bf16 needs"),
+    (PPO | {"groups": {"flat": "drop"}}, "groups.flat: drop leaves out groups whose rewards"),
+    (PPO | {"kl": {"coefficient": 0.1, "where": "reward_to_go"}}, "kl.where: advantage: gae passes rewards back"),
+    (
+        PPO | {"objective": "gspo", "data": {"path": "d", "average": "sequence_mean"}},
+        "objective.kind: gspo is one term per sequence, and advantage: gae is one per token",
     ),
     ({"kl": {"coefficient": 0.1}, "reference": {"kind": "none"}}, "reference.kind: none, but kl.coefficient=0.1"),
     (

@@ -17,6 +17,7 @@ from holdfast.config.policy import (
     AdvantageConfig,
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
+    GAEAdvantageConfig,
     GRPOAdvantageConfig,
     PassAtKAdvantageConfig,
     ReinforcePPAdvantageConfig,
@@ -145,6 +146,8 @@ def _compared(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.floa
             return np.where(np.abs(difference) <= config.tolerance, 0.0, difference)
         case PassAtKAdvantageConfig():
             return pass_at_k(rewards, config.k, config.threshold)
+        case GAEAdvantageConfig():
+            raise ValueError("advantage: gae is made of a critic's values, token by token (advantages/gae.py)")
 
 
 def _centred(rewards: Rewards, tolerance: float) -> Rewards:

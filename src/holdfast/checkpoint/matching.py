@@ -100,7 +100,7 @@ def plan_model(
         if key not in stored:
             _plan_missing(plan, name, parameters.get(name), partial, declared)
         elif key not in live:
-            _allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
+            allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
         elif tuple(live[key].shape) != stored[key].shape:
             plan.refused.append(f"{name} is {list(stored[key].shape)} there and {list(live[key].shape)} here")
         else:
@@ -109,7 +109,7 @@ def plan_model(
             if name in parameters and trained != stored[key].requires_grad:
                 patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
                 words = "frozen then and is trained now" if trained else "trained then and is frozen now"
-                _allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+                allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
 
 
 def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
@@ -117,7 +117,7 @@ def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial
     if partial and parameter is not None and not parameter.requires_grad:
         plan.kept += 1
     else:
-        _allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+        allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
 def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
@@ -125,7 +125,7 @@ def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declare
     name = key.removeprefix(MODEL)
     if wanted.dtype != live.dtype:
         here = str(live.dtype).removeprefix("torch.")
-        _allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
+        allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
 
 
 def plan_averages(
@@ -143,7 +143,7 @@ def plan_averages(
             if stored
             else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
         )
-        _allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
+        allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
         return
     for key in sorted(stored & live.keys()):
         if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
@@ -239,10 +239,10 @@ def _plan_members(
             continue
         if name in saved:
             what = f"{name} was updated by the checkpoint's optimizer and is not by this one"
-            _allow(plan, declared.freeze, name, what, "resume.freeze")
+            allow(plan, declared.freeze, name, what, "resume.freeze")
         else:
             what = f"{name} is updated by this optimizer and was not by the checkpoint's"
-            _allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
+            allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -250,7 +250,8 @@ def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 
-def _allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+def allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+    """Note a deviation, which a pattern of a user's allows, or else refuses."""
     if any(re.search(pattern, name) for pattern in patterns):
         plan.deviations.append(f"{what} ({flag})")
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.companions import Companion, own_tensors, part_of, plan_companions, wanted_of
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.direct import read_parts
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
@@ -73,6 +74,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     hyperparameters: Literal["live", "checkpoint"] = "live",
     verified: Manifest | None = None,
     averages: Mapping[str, Tensor] | None = None,
+    companions: Mapping[str, Companion] | None = None,
 ) -> Loaded:
     """Load a checkpoint; every rank calls this.
 
@@ -87,6 +89,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
             rate is a function of the step and never read.
         verified: The manifest, if its files were verified a moment ago.
         averages: Of trained parameters, to be read as well; None leaves those of the checkpoint alone.
+        companions: Models that are trained beside, by name, to be read as well; likewise.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
@@ -94,17 +97,13 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
-    plan = Plan()
+    planned: list[tuple[Plan, dict[str, Plan]]] = []
     with ranks.together():
-        plan_model(plan, model, parameters, manifest, declared)
-        if averages is not None:
-            plan_averages(plan, averages, manifest, declared)
-        if optimizer is not None:
-            from_checkpoint = hyperparameters == "checkpoint"
-            plan_optimizer(plan, optimizer, parameters, manifest, declared, hyperparameters=from_checkpoint)
-        if plan.refused:
-            raise CheckpointMismatch(refusal(f"{storage.root}/{name}", plan.refused))
-    tensors = _tensors(plan.wanted, storage, name, manifest, ranks, verify=verified is None)
+        live = _Live(model, parameters, optimizer, averages, companions)
+        planned.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
+    plan, beside = planned[0]
+    wanted = plan.wanted | wanted_of(beside)
+    tensors = _tensors(wanted, storage, name, manifest, ranks, verify=verified is None)
     small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, mesh_of(model)))
@@ -116,7 +115,43 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         notes.append(f"{plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
     if optimizer is not None:
         notes += _restore_optimizer(tensors, optimizer, parameters, manifest, plan)
+    for each, theirs in beside.items():
+        notes += [
+            f"{each}: {note}" for note in _fill_companion(each, (companions or {})[each], theirs, manifest, tensors)
+        ]
     return Loaded(manifest, shared, rank_state, tuple(notes), tuple(plan.deviations))
+
+
+class _Live(NamedTuple):
+    """What a checkpoint is read into."""
+
+    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: Optimizer | None
+    averages: Mapping[str, Tensor] | None
+    companions: Mapping[str, Companion] | None
+
+
+def _planned(
+    live: _Live, manifest: Manifest, declared: Declared, hyperparameters: Literal["live", "checkpoint"], where: str
+) -> tuple[Plan, dict[str, Plan]]:
+    """Return what the model takes, and what its companions do.
+
+    Raises:
+        CheckpointMismatch: Something does not fit.
+    """
+    plan, beside = Plan(), dict[str, Plan]()
+    plan_model(plan, live.model, live.parameters, manifest, declared)
+    if live.averages is not None:
+        plan_averages(plan, live.averages, manifest, declared)
+    if live.optimizer is not None:
+        taken = hyperparameters == "checkpoint"
+        plan_optimizer(plan, live.optimizer, live.parameters, manifest, declared, hyperparameters=taken)
+    if live.companions is not None:
+        beside = plan_companions(plan, live.companions, manifest, declared, hyperparameters)
+    if plan.refused:
+        raise CheckpointMismatch(refusal(where, plan.refused))
+    return plan, beside
 
 
 @torch.no_grad()
@@ -132,6 +167,14 @@ def _fill(
             local_part(live[key]).copy_(local_part(staged))
     for name, average in averages.items():
         local_part(average).copy_(local_part(tensors.get(AVERAGE + name, parameters[name].data)))
+
+
+def _fill_companion(
+    name: str, companion: Companion, plan: Plan, manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> list[str]:
+    own, parameters = own_tensors(tensors, name), sharded_parameters(companion.model)
+    _fill(model_tensors(companion.model), parameters, {}, own)
+    return _restore_optimizer(own, companion.optimizer, parameters, part_of(manifest, name), plan)
 
 
 def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:

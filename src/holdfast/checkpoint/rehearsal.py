@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.layout import REHEARSAL, fresh
 from holdfast.checkpoint.reader import check_read_back, verified_manifest
@@ -26,8 +27,11 @@ from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.errors import UserError
 from holdfast.optim.inert import inert_state
+from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 
+Trained = tuple[Held, Optimizer | None]
+"""What of a model will be saved, and its optimizer if that will be."""
 Outline = dict[str, tuple[tuple[int, ...], str, bool]]
 
 NONCE = "nonce"
@@ -99,6 +103,7 @@ def rehearse(
     keep: int = 3,
     beside: Beside | None = None,
     shared: bool = True,
+    companions: Mapping[str, Trained] | None = None,
 ) -> Report:
     """Save, verify and load once, and leave nothing behind.
 
@@ -110,18 +115,20 @@ def rehearse(
         keep: Checkpoints that retention keeps; two more must fit.
         beside: What saves write besides tensors.
         shared: Whether every rank must see the same files; true for directories.
+        companions: Models that are trained beside, by name, with their optimizers.
 
     Raises:
         RehearsalFailed: On all ranks, with the parameter or file and what to do.
     """
     name = ranks.agree(fresh(REHEARSAL, "0"))
-    state = None
     beside = beside or Beside()
     with ranks.together():
         held = model if isinstance(model, Held) else hold(model)
-        if optimizer is not None:
-            state = optimizer if optimizer.state else inert_state(optimizer, held.parameters)
-        snapshot = take(held, state, shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets)
+        others = {each: take(theirs, _state(theirs, own)) for each, (theirs, own) in (companions or {}).items()}
+        snapshot = take(
+            held, _state(held, optimizer), shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets
+        )
+        snapshot = joined(snapshot, others)
     try:
         if shared and storage.renames:
             _check_shared(storage, ranks)
@@ -139,6 +146,11 @@ def rehearse(
         if ranks.rank == 0:
             storage.remove(name)
     return report
+
+
+def _state(held: Held, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
+    """Return an optimizer that has state, or the state that it will have."""
+    return optimizer if optimizer is None or optimizer.state else inert_state(optimizer, held.parameters)
 
 
 def _copy_seconds(snapshot: Snapshot) -> float:

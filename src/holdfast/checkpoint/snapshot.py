@@ -44,6 +44,8 @@ class Snapshot:
     assets: Mapping[str, bytes] = field(default_factory=dict)
     """Files to lay beside, rank 0's."""
     contents: tuple[str, ...] = ("model",)
+    companions: Mapping[str, OptimizerState] = field(default_factory=dict)
+    """Of models that are trained beside, by name; their tensors are among `tensors`, see checkpoint/companions.py."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

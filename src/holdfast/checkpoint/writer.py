@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from holdfast.checkpoint.companions import COMPANIONS
 from holdfast.checkpoint.dcp_files import (
     METADATA,
     Writer,
@@ -269,7 +270,7 @@ def _manifest(
         files=files,
         tensors=tensors,
         ties={name: tuple(others) for name, others in snapshot.ties.items()},
-        optimizer=None if snapshot.optimizer is None else _described(snapshot.optimizer),
+        optimizer=_optimizers(snapshot),
         mesh=dict(about.mesh),
         versions=dict(about.versions),
         metrics=dict(about.metrics),
@@ -297,6 +298,13 @@ def _check_written(
     partly = without_chunks(metadata, tensors)
     if partly:
         raise SaveFailed(f"DCP did not store every part of {partly[0]}.")
+
+
+def _optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
+    if snapshot.optimizer is None:
+        return None
+    beside = {name: _described(state) for name, state in snapshot.companions.items()}
+    return _described(snapshot.optimizer) | ({COMPANIONS: beside} if beside else {})
 
 
 def _described(optimizer: OptimizerState) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from holdfast.config.base import Mistake, OneOrSeveral
+from holdfast.config.critic import CriticConfig, critic_training
 from holdfast.config.data import PromptDataConfig
 from holdfast.config.metrics import PolicyEvaluationConfig
 from holdfast.config.policy import (
@@ -15,6 +16,7 @@ from holdfast.config.policy import (
     ClipConfig,
     CorrectionConfig,
     EntropyConfig,
+    GAEAdvantageConfig,
     GRPOAdvantageConfig,
     KLConfig,
     NoCorrectionConfig,
@@ -40,6 +42,8 @@ class GRPOConfig(TrainingConfig):
     """One reward or several; several are summed by their weights."""
     rewards: RewardPoolConfig = RewardPoolConfig()
     advantage: AdvantageConfig = GRPOAdvantageConfig()
+    critic: CriticConfig | None = None
+    """The value model of `advantage: gae`; null: none."""
     groups: GroupsConfig = GroupsConfig()
     objective: PolicyObjective = ClipConfig()
     kl: KLConfig = KLConfig()
@@ -56,6 +60,7 @@ class GRPOConfig(TrainingConfig):
         yield from self._sampling()
         yield from self._learning()
         yield from self._reference()
+        yield from self._critic()
 
     def _sampling(self) -> Iterator[Mistake]:
         least = self.advantage.smallest_group
@@ -141,3 +146,31 @@ class GRPOConfig(TrainingConfig):
             )
         if self.reference.kind == "none" and self.kl.coefficient > 0:
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
+
+    def _critic(self) -> Iterator[Mistake]:
+        gae, critic = isinstance(self.advantage, GAEAdvantageConfig), self.critic
+        if gae and critic is None:
+            yield "critic", "advantage: gae compares with what a critic expects, and there is none; add critic: {}"
+        if critic is None:
+            return
+        if not gae:
+            yield (
+                "critic",
+                f"advantage: {self.advantage.kind} compares completions with each other and asks no critic; use "
+                "advantage: gae, or leave critic out",
+            )
+        if self.kl.where == "reward_to_go":
+            yield "kl.where", "advantage: gae passes rewards back to earlier tokens itself; use where: reward"
+        if self.steps is not None and critic.warmup_steps >= self.steps:
+            yield (
+                "critic.warmup_steps",
+                f"{critic.warmup_steps} leaves the policy none of {self.steps} steps; lower it, or raise steps",
+            )
+        if critic.optim.ema is not None:
+            yield "critic.optim.ema", "nothing evaluates or exports averages of a critic; leave it out"
+        if self.objective.kind == "gspo":
+            yield "objective.kind", "gspo is one term per sequence, and advantage: gae is one per token; use gspo_token"
+        known = {*self.storage_mistakes()}
+        for key, wrong in critic_training(self, critic).storage_mistakes():
+            if (key, wrong) not in known:
+                yield "critic.optim.kind", f"with {key}: {wrong}"

@@ -312,6 +312,25 @@ class PassAtKAdvantageConfig(_Advantage):
         return self.k + 1
 
 
+class GAEAdvantageConfig(_Advantage):
+    """Generalised advantage estimates per token, from a `critic` (Schulman et al., arXiv:1506.02438, eq. 16): PPO."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: Fraction = 1.0
+    """What a reward is worth a token earlier, as a share."""
+    lam: Fraction = 0.95
+    """The paper's lambda: 1 compares the return with the value, 0 trusts the value of the next token."""
+    whiten: bool = True
+    """Bring the advantages of all tokens of the rollout batch to mean 0 and standard deviation 1."""
+    epsilon: NonNegative = 1e-8
+    """Added to the standard deviation."""
+
+    @property
+    def smallest_group(self) -> int:
+        """The critic is the baseline, so one completion of a prompt is enough."""
+        return 1
+
+
 ScaledAdvantageConfig = (
     GRPOAdvantageConfig | BatchStdAdvantageConfig | ReinforcePPAdvantageConfig | ReinforcePPBaselineAdvantageConfig
 )
@@ -325,6 +344,7 @@ AdvantageConfig = Annotated[
     | ReinforcePPBaselineAdvantageConfig
     | ReMaxAdvantageConfig
     | PassAtKAdvantageConfig
-    | BatchStdAdvantageConfig,
+    | BatchStdAdvantageConfig
+    | GAEAdvantageConfig,
     ByKind("grpo"),
 ]

@@ -95,13 +95,15 @@ class TrainingConfig(_Root):
     """What the command line calls it."""
     scores: ClassVar[bool] = False
     """Whether what is trained scores whole texts; else it predicts tokens."""
+    values: ClassVar[bool] = False
+    """Whether it scores what precedes each token, as a critic does."""
     model: ModelConfig
     data: DataConfig
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""
         yield from super().mistakes()
-        yield from self._storage()
+        yield from self.storage_mistakes()
         yield from self._metrics()
         yield from self._routers()
         if not self.evaluation.sets and self.data.validation_split == 0:
@@ -160,7 +162,8 @@ class TrainingConfig(_Root):
             )
         return ""
 
-    def _storage(self) -> Iterator[Mistake]:
+    def storage_mistakes(self) -> Iterator[Mistake]:
+        """Yield what optimizer, dtypes and offloading ask of each other."""
         kind, dtype = self.optim.kind, self.model.dtype
         if dtype == "bfloat16" and kind not in {"adamw_bf16", "path"}:  # what a class of the user's keeps is its own
             yield (

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from holdfast.errors import ModelError
 from holdfast.models.conversion import Header
 from holdfast.models.family import backbone_of
-from holdfast.models.policy import PolicyModel
+from holdfast.models.policy import PolicyModel, predictors
 from holdfast.models.random_start import RandomSource
 from holdfast.models.weights_in import WeightGroup, WeightSource
 from holdfast.objectives.base import Objective, scored_tokens
@@ -34,7 +34,7 @@ class ScoreModel(PolicyModel):
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
     ) -> LossSum | Scores:
         del temperature, entropy
-        scores = self._scores(hidden.flatten(0, 1).index_select(0, batch.scored))
+        scores = self._scores(hidden.flatten(0, 1).index_select(0, self._places(batch)))
         found = Scores(scores, torch.ones_like(scores, dtype=torch.bool), None)
         if objective is None:
             return found
@@ -43,6 +43,10 @@ class ScoreModel(PolicyModel):
         loss = (terms * tokens.weights.to(found.logprobs.dtype)).sum()
         detached = found._replace(logprobs=scores.detach())
         return LossSum(loss, detached, objective.sums(detached, tokens))
+
+    def _places(self, batch: Batch) -> Tensor:
+        """Return [N] flat positions of the hidden states that are scored."""
+        return batch.scored
 
     def _scores(self, hidden: Tensor) -> Tensor:
         """Return [N] scores of [N, H] hidden states, in float32 or better."""
@@ -54,6 +58,18 @@ class ScoreModel(PolicyModel):
         """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
         output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return self._scores(output.last_hidden_state[0, 1:])
+
+
+class ValueModel(ScoreModel):
+    """A critic: its score of a token is made of what precedes it, where a policy has the token's prediction."""
+
+    def _places(self, batch: Batch) -> Tensor:
+        return predictors(batch)
+
+    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Score what precedes every token but the first."""
+        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        return self._scores(output.last_hidden_state[0, :-1])
 
 
 def is_scorer(config: Any) -> bool:

@@ -59,6 +59,8 @@ class PolicyGradient:
     """Likewise."""
     correction: CorrectionConfig = NoCorrectionConfig()
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
+    shapes_advantages: bool = True
+    """Whether a KL outside the loss is taken from advantages here; else they were made of rewards that hold it."""
 
     @property
     def separable(self) -> bool:
@@ -82,6 +84,11 @@ class PolicyGradient:
     def needs_reference(self) -> bool:
         """Whether tokens must carry `reference_logprobs`."""
         return self.kl.coefficient > 0
+
+    @property
+    def charged_to_rewards(self) -> bool:
+        """Whether rewards must hold the KL of each token, taken between proximal policy and reference, beforehand."""
+        return self.needs_reference and self.kl.where != "loss" and not self.shapes_advantages
 
     @property
     def needs_sampler(self) -> bool:
@@ -146,7 +153,7 @@ class PolicyGradient:
 
     def _actions(self, logprobs: Tensor, tokens: Tokens) -> Actions:
         advantages = carried("advantages", logprobs, tokens)
-        if self.needs_reference and self.kl.where != "loss":
+        if self.shapes_advantages and self.needs_reference and self.kl.where != "loss":
             proximal = proximal_logprobs(logprobs, tokens)
             reference = carried("reference_logprobs", logprobs, tokens)
             advantages = shaped_advantages(self.kl, self.kl.coefficient, advantages, proximal, reference, tokens)

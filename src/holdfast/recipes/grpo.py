@@ -2,7 +2,8 @@
 
 Sample several completions of each prompt, score them, compare each with the others of its prompt, and raise the
 probability of those that did better. Shao et al., "DeepSeekMath" (arXiv:2402.03300), section 4.1. Which comparison,
-which loss and which average are the configuration's business (`advantage`, `objective`, `data.average`).
+which loss and which average are the configuration's business (`advantage`, `objective`, `data.average`). With a
+`critic`, completions are compared with what it expected of them, token by token: PPO (arXiv:1707.06347).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
 from holdfast.training.control_coefficients import controlled_objective, measured
+from holdfast.training.critic import is_warming_up, stand_still, train_critic, with_values
 from holdfast.training.evaluate_policy import evaluate_policy
 from holdfast.training.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.fit import Outcome, fit
@@ -24,6 +26,7 @@ from holdfast.training.rollout_metrics import of_several_updates, rollout_metric
 from holdfast.training.rollouts import Rollout, next_rollout
 from holdfast.training.samples import tell_samples
 from holdfast.training.step import train_step
+from holdfast.types import MiniBatch
 
 
 def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
@@ -46,13 +49,23 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     """Compare the completions of each prompt, and update the policy on them."""
     rollout = with_advantages(run, rollout)
     mini_batches = score_rollout(run, pack_rollout(run, rollout))
+    metrics: dict[str, float] = {}
+    if run.critic is not None:
+        rollout, mini_batches, metrics = with_values(run, run.critic, rollout, mini_batches)
+        metrics |= train_critic(run, run.critic, mini_batches)
+    metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, mini_batches)
+    metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
+    metrics |= measured(run, metrics)
+    record(run, rollout, metrics)
+    tell_samples(run, rollout)
+    return metrics
+
+
+def update(run: PolicyRun, mini_batches: list[MiniBatch]) -> dict[str, float]:
+    """Update the policy on every mini-batch, once or in several passes."""
     updates = mini_batches * run.config.updates.passes
     lines, sums = [], []
     for number, mini_batch in enumerate(updates):
         lines.append(train_step(run, mini_batch, ends_step=number == len(updates) - 1))
         sums.append(run.sums)
-    metrics = of_several_updates(lines, sums) | rollout_metrics(rollout, run.config.advantage.tolerance)
-    metrics |= measured(run, metrics)
-    record(run, rollout, metrics)
-    tell_samples(run, rollout)
-    return metrics
+    return of_several_updates(lines, sums)

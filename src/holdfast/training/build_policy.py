@@ -15,6 +15,7 @@ from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.build import Live, begin, build_model, parts_of_run
+from holdfast.training.build_critic import add_critic
 from holdfast.training.build_sharded import image_side_of
 from holdfast.training.engines import build_engine, stop_tokens
 from holdfast.training.losses import policy_objective
@@ -62,9 +63,12 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
         )
     policy = _policy(base, measured, started.data, tokenise, score, images)
     reference = _reference(config, base, policy, live)
-    return PolicyRun(
+    run = PolicyRun(
         **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
     )
+    if config.critic is not None:
+        add_critic(run, config.critic, base, live)
+    return run
 
 
 def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score: Score) -> PolicyEvaluation:

@@ -16,7 +16,7 @@ from holdfast.models.family import blocks_of
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
-from holdfast.models.scorer import ScoreModel
+from holdfast.models.scorer import ScoreModel, ValueModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.models.vision import image_side, towers_of
 from holdfast.parallel.apply import apply_plan
@@ -79,7 +79,7 @@ def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: Router
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
-    made = ScoreModel if config.scores else PolicyModel
+    made = ValueModel if config.values else ScoreModel if config.scores else PolicyModel
     return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
 
 

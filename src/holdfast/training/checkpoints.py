@@ -13,13 +13,14 @@ from typing import Any
 
 from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint, SaveFailed
 from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.recorded import retention_of
-from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, rehearse
+from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
 from holdfast.checkpoint.retention import clean, has_any
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
@@ -89,6 +90,7 @@ class Checkpoints:
             frozen=self._config.frozen == "save",
             averages=run.averages.tensors if run.averages is not None else None,
         )
+        self._beside = {name: hold(each.policy) for name, each in run.companions.items()}
         try:
             self._start(known=known)
             if run.world.is_first:
@@ -187,7 +189,7 @@ class Checkpoints:
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
             keep = config.keep.last + _extra(config)
             self._rehearsed = report = rehearse(
-                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside
+                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside, companions=self._others()
             )
             self._drill(requests)
         words = report.describe(
@@ -234,9 +236,19 @@ class Checkpoints:
         self._drill(requests)  # by now the user's losses and models have run
         if self._config.contents != "full":
             return
-        now = outline(take(self._held, run.optimizer))
+        now = outline(self._with_companions(take(self._held, run.optimizer)))
         if any(run.exchange.gather(now != before.outline)):
-            rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=self._config.keep.last)
+            keep, others = self._config.keep.last, self._others()
+            rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=keep, companions=others)
+
+    def _others(self) -> dict[str, Trained]:
+        """Return what is saved of models that are trained beside the run's own."""
+        full = self._config.contents == "full"
+        beside = self._run.companions
+        return {name: (held, beside[name].optimizer if full else None) for name, held in self._beside.items()}
+
+    def _with_companions(self, snapshot: Snapshot) -> Snapshot:
+        return joined(snapshot, {name: take(held, optimizer) for name, (held, optimizer) in self._others().items()})
 
     @property
     def is_new(self) -> bool:
@@ -267,13 +279,14 @@ class Checkpoints:
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         run = self._run
-        return take(
+        snapshot = take(
             self._held,
             run.optimizer if self._config.contents == "full" else None,
             shared={"state": dict(moment.state), "stream": dict(moment.stream)},
             assets=run_assets(run) if run.world.is_first else {},
             random_then=moment.random,
         )
+        return self._with_companions(snapshot)
 
     def _about(self) -> dict[str, Any]:
         run = self._run

@@ -121,6 +121,6 @@ class Emergency:
 
     def _whole_moment(self) -> Moment | None:
         run = self._run
-        if run.updating:
+        if not run.is_whole:
             return None  # an update that was broken off leaves some tensors new and some old
         return self._moment if run.state.step == self._moment.step else Moment.now(run)

@@ -20,6 +20,7 @@ from holdfast.data.vision import ImageSide, going_on
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
+from holdfast.training.critic import with_rewards
 from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import GroupFact, Rollout, parts_of, rewards_of, trained_tokens
 from holdfast.training.scoring import scored
@@ -29,11 +30,14 @@ from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 def columns_of(config: GRPOConfig) -> dict[str, Any]:
     """Return what every token of a rollout carries, and its type: advantages are as exact as the policy's weights."""
     exact = np.float64 if config.model.dtype == "float64" else np.float32
-    return {"advantages": exact, "sampler_logprobs": np.float32}
+    found = {"advantages": exact, "sampler_logprobs": np.float32}
+    return found if config.critic is None else {**found, "rewards": exact}
 
 
 def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
-    """Return the rollout with the advantage of every completion on each of its tokens."""
+    """Return the rollout with the advantage of every completion on each of its tokens; a critic's come later."""
+    if run.critic is not None:
+        return with_rewards(rollout, columns_of(run.config)["rewards"])
     if not rollout.facts:
         return rollout
     with run.phase("advantage"):
@@ -130,7 +134,8 @@ def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[Min
     On-policy without a KL term there is nothing to add, and no forward pass is made.
     """
     objective = run.objective
-    several = run.config.updates.count > 1
+    charged = isinstance(objective, PolicyGradient) and objective.charged_to_rewards
+    several = run.config.updates.count > 1 or charged
     masked = isinstance(objective, PolicyGradient) and objective.needs_entropy_mask
     result = list(mini_batches)
     if several or masked:

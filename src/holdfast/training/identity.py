@@ -87,6 +87,8 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     if isinstance(config, GRPOConfig):
         loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
         loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+        if config.critic is not None:
+            loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ def policy_objective(config: GRPOConfig, base: Path) -> Objective:
     """
     if isinstance(config.objective, UserObjectiveConfig):
         return _users_objective(config.objective, base)
-    return build_policy_objective(
+    made = build_policy_objective(
         config.objective, config.kl, config.entropy, config.correction, config.off_policy_mask
     )
+    return made if config.critic is None else replace(made, shapes_advantages=False)
 
 
 def preference_objective(section: PreferenceConfig, base: Path) -> Objective:

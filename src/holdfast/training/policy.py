@@ -15,6 +15,9 @@ from holdfast.training.reference import Reference
 from holdfast.training.run import Evaluation, Run
 from holdfast.types import Prompt
 
+CRITIC = "critic"
+"""Name of the critic among the models that are trained beside the policy."""
+
 Score = Callable[[Sequence[Sample]], list[Scored]]
 """Scores this rank's completions, in the order given."""
 
@@ -50,6 +53,11 @@ class PolicyRun(PolicyEvaluation, Run):
     """Directory of the run's YAML, where its files are looked up."""
     reference: Reference | None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
+
+    @property
+    def critic(self) -> Run | None:
+        """The value model of `advantage: gae`, None without one."""
+        return self.companions.get(CRITIC)
 
 
 def publish(run: PolicyEvaluation) -> None:

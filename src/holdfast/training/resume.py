@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import yaml
 
 from holdfast.checkpoint.choose import Choice
+from holdfast.checkpoint.companions import Companion
 from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.layout import ASSETS
@@ -29,7 +32,7 @@ from holdfast.training.state import TrainState
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
     "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
-    "updates.",
+    "updates.", "critic",
 )  # fmt: skip
 
 
@@ -52,8 +55,9 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
         verified=choice.manifest,
         averages=run.averages.tensors if run.averages is not None else {},
+        companions={name: Companion(each.policy, each.optimizer) for name, each in run.companions.items()},
     )
-    run.state = TrainState(**loaded.shared["state"])
+    _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
     if loaded.rank_state is not None:
         set_random_state(loaded.rank_state["random"])
@@ -64,6 +68,13 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
     changed = _changed(run, storage, choice) if run.world.is_first else []
     say(run, choice.words, _exactness(run, loaded), _hyperparameters(run), *loaded.notes, *changed)
     return loaded
+
+
+def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
+    """Put back what a run, and those beside it, must remember between steps."""
+    run.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
+    for name, each in run.companions.items():
+        each.state = run.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
 
 
 def _hyperparameters(run: Run) -> str:

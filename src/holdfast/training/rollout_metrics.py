@@ -23,14 +23,14 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
 
     - reward, reward_std: mean over completions; mean over groups of the standard deviation within a group.
     - rewards/NAME/mean and rewards/NAME/std: of each reward and its parts, before weights.
-    - frac_reward_zero_std: share of groups whose rewards are all alike.
+    - frac_reward_zero_std: share of groups whose rewards are all alike; left out where groups have one completion.
     - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length.
     - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way.
     - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
     """
     facts = rollout.sampled
     metrics = {**reward_metrics(facts), **length_metrics(facts), **rollout.counted}
-    if facts:
+    if any(len(group.completions) > 1 for group in facts):
         metrics["frac_reward_zero_std"] = float(np.mean(flat_groups(rewards_of(facts), tolerance)))
     faults = Counter(completion.fault for group in facts for completion in group.completions)
     for kind in ("timeout", "error", "nan", "none"):

@@ -88,6 +88,9 @@ class Run(Evaluation):
     observers: Sequence[Observer]
     identity: Identity
     """Hashes of what a checkpoint relies on and does not hold."""
+    companions: dict[str, Run] = field(default_factory=dict)
+    """Models that are trained beside this one, each a run of its own, by the name that goes before those of its
+    tensors in checkpoints."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
     assets: dict[str, bytes] = field(default_factory=dict)
@@ -116,3 +119,11 @@ class Run(Evaluation):
     def finished(self) -> bool:
         """Whether no step is left."""
         return self.total_steps is not None and self.state.step >= self.total_steps
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tensors are of one step: no update is being made, here or of a companion in the same step."""
+        step = self.state.step
+        return not (
+            self.updating or any(each.updating and each.state.step == step for each in self.companions.values())
+        )

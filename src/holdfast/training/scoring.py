@@ -29,15 +29,15 @@ def scored(run: Evaluation, model: Reference, mini_batch: MiniBatch, name: str, 
         batch = to_device(micro_batch, run.world.device)
         scores = model(batch, temperature=run.temperature, entropy=entropy)
         assert isinstance(scores, Scores)
-        added = {name: _spread(batch, scores.logprobs)}
+        added = {name: on_tokens(batch, scores.logprobs)}
         if scores.entropy is not None:
-            added["entropy"] = _spread(batch, scores.entropy)
+            added["entropy"] = on_tokens(batch, scores.entropy)
         batches.append(replace(batch, per_token={**batch.per_token, **added}))
     return replace(mini_batch, micro_batches=tuple(batches))
 
 
-def _spread(batch: Batch, values: Tensor) -> Tensor:
-    """[N] values of scored tokens -> [B, T]"""
+def on_tokens(batch: Batch, values: Tensor) -> Tensor:
+    """Return [B, T] with [N] values at the scored tokens and 0 elsewhere."""
     spread = values.new_zeros(batch.tokens.numel())
     spread[batch.scored] = values.detach()
     return spread.view_as(batch.tokens)

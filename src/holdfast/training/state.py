@@ -28,6 +28,8 @@ class TrainState:
     """Coefficients that follow a target, by name."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
+    companions: dict[str, TrainState] = field(default_factory=dict)
+    """Progress of models that are trained beside this one, by name."""
 
     def as_plain(self) -> dict[str, Any]:
         """Return JSON-ready values."""
