@@ -90,7 +90,7 @@ class Trajectory:
 
     prompt_id: int
     sample_id: int
-    """Global: prompt_id * group size + place in the group."""
+    """Global: prompt_id * 2^20 + place in the group."""
     seed: int
     """Of its sampling: with the same logits, the same seed gives the same tokens in any batch."""
     temperature: float

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint import layout
 from holdfast.checkpoint.export import EXPORTED_CONFIG
-from holdfast.cli import train
+from holdfast.cli import prove, train
+from holdfast.parallel import mesh
+from holdfast.training import directory
 from tests.cli.conftest import write_rows, write_run
 from tests.cli.warm import WarmPython, run
 
@@ -48,6 +51,11 @@ def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates
 
 def test_an_export_names_its_configuration_as_the_command_looks_for_it() -> None:
     assert train.EXPORTED_CONFIG == EXPORTED_CONFIG
+
+
+def test_names_that_are_repeated_where_torch_must_not_be_imported_are_the_same() -> None:
+    assert (prove.KILL_VARIABLE, prove.BREAK_VARIABLE) == (mesh.KILL_VARIABLE, mesh.BREAK_VARIABLE)
+    assert directory.FOLDER == layout.FOLDER
 
 
 def test_a_folder_that_is_no_export_is_refused_by_its_name(warm: WarmPython, tmp_path: Path) -> None:

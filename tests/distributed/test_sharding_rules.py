@@ -23,6 +23,7 @@ from holdfast.parallel.materialise import local_rows, sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build import Live, build_run
+from holdfast.training.reference import check_place
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
 from tests.distributed.cases import rows_of, settings
@@ -273,6 +274,18 @@ def test_a_frozen_number_is_whole_on_every_rank_and_comes_back_from_a_checkpoint
         assert outcome["kinds"] == ("Tensor", True)
         assert outcome["gradient"] == [2 * 3.0 * number for number in range(4)]  # summed over two ranks
         assert outcome["restored"] == {"blocks.0.weight": [1.0] * 4, "blocks.0.temperature": 3.0}
+
+
+def frozen_twin(world: World, _: str) -> bool:
+    toy = Toy(Tempered(4))
+    toy.requires_grad_(False)  # noqa: FBT003 - torch's own form
+    plan = shard(world, toy)
+    check_place(toy, plan, torch.device("cpu"), "reference policy")
+    return plan.sharded
+
+
+def test_a_reference_policy_may_have_a_number_that_is_whole_on_every_rank(pools: Any) -> None:
+    assert pools(2).run(frozen_twin, "") == [True, True]
 
 
 def rows_of_each_rank(world: World) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
 from holdfast.training.rewards import Scorer
-from tests.tiny import COMMON
+from tests.tiny import COMMON, tiny_directory
 
 CPU = torch.device("cpu")
 TEXTS = ["sort 31=13", "a", "reverse abcdef=fedcba", "add 1+2=3"]
@@ -110,3 +110,11 @@ def test_a_directory_without_such_a_model_is_one_sentence(tmp_path: Path) -> Non
 
     with pytest.raises(ModelError, match="reward model: .*empty cannot be loaded for sequence classification"):
         RewardModel(ModelRewardConfig(path=str(tmp_path / "empty")), tmp_path, CPU)
+
+
+def test_a_model_without_a_trained_score_is_refused_instead_of_drawing_rewards_at_random(tmp_path: Path) -> None:
+    path = str(tiny_directory(tmp_path / "m", "llama"))
+    character_tokenizer().save_pretrained(path)
+
+    with pytest.raises(ModelError, match=r"m holds no score\.weight as its model has it"):
+        RewardModel(ModelRewardConfig(path=path, output=0), tmp_path, CPU)

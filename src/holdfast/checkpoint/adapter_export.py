@@ -19,6 +19,7 @@ from holdfast.checkpoint.export import (
     settled,
     write_texts,
 )
+from holdfast.checkpoint.layout import STAGING
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.models.adapter_files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
 from holdfast.models.conversion import Header
@@ -71,7 +72,7 @@ def write_adapters(
     Raises:
         ExportFailed: As `export_adapters`.
     """
-    staging = directory.parent / f".staging-{directory.name}-{uuid.uuid4().hex[:8]}"
+    staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()

@@ -22,7 +22,7 @@ from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_
 from holdfast.checkpoint.direct import read_parts
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
-from holdfast.checkpoint.layout import DCP, TRAINER, rank_file
+from holdfast.checkpoint.layout import DCP, RANK, TRAINER, rank_file
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import (
     Declared,
@@ -279,7 +279,7 @@ def _small(
 
     On other axes a rank is another one, even where their number is the same.
     """
-    written_by = sum(file.startswith("rank/") for file in manifest.files)
+    written_by = sum(file.startswith(f"{RANK}/") for file in manifest.files)
     moved = bool(manifest.mesh) and _axes(mesh) != _axes(manifest.mesh)
     rank_state = None
     where = f"{storage.root}/{name}"

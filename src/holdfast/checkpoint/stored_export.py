@@ -29,7 +29,7 @@ from holdfast.checkpoint.export import (
     write_model,
 )
 from holdfast.checkpoint.hashing import hash_bytes
-from holdfast.checkpoint.layout import ASSETS
+from holdfast.checkpoint.layout import ASSETS, STAGING
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
@@ -289,7 +289,7 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
     _check_writable(path)
     with _reading(checkpoint):
         state = _whole_state(checkpoint)
-    staging = path.with_name(f".staging-{path.name}-{uuid.uuid4().hex[:8]}")
+    staging = path.with_name(f"{STAGING}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging.open("xb") as file:

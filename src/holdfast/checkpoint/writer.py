@@ -42,6 +42,7 @@ from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.materialise import local_part
 
 Reached = Callable[[str], None]
 """Called with the name of each phase as it begins; what crash tests stop at."""
@@ -149,11 +150,7 @@ def _reason(error: BaseException) -> str:
 
 def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
     """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have."""
-    wrapped = {
-        f"{number} {name}": keys
-        for number, state in enumerate(_states(snapshot))
-        for name, keys in _wrapped(state).items()
-    }
+    wrapped = _wrapped(snapshot)
     shared = json.dumps(snapshot.shared, sort_keys=True, default=repr)
     mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents)
     everyone = ranks.gather(mine)
@@ -161,16 +158,11 @@ def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
         if theirs[0] != everyone[0][0]:
             raise SaveFailed(_first_difference(everyone[0][0], theirs[0], rank))
         if theirs[1] != everyone[0][1]:
-            first, other = (_by_parameter(json.loads(each)) for each in (everyone[0][1], theirs[1]))
-            raise SaveFailed(_first_difference(first, other, rank))
+            raise SaveFailed(_first_difference(json.loads(everyone[0][1]), json.loads(theirs[1]), rank))
         if theirs[2:] != everyone[0][2:]:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
-
-
-def _by_parameter(wrapped: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{whose} {name}".strip(): keys for whose, names in wrapped.items() for name, keys in names.items()}
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
@@ -209,11 +201,8 @@ def _refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchan
 
 
 def _local_bytes(snapshot: Snapshot) -> int:
-    total = 0
-    for entry in snapshot.tensors.values():
-        local = getattr(entry, "_local_tensor", entry)
-        total += local.numel() * local.element_size()
-    return total
+    local = [local_part(tensor) for tensor in snapshot.tensors.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 class _TimedWriter(Writer):
@@ -300,7 +289,7 @@ def _manifest(
         deviations=about.deviations,
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
-        format=2 if any(state.wrapped for state in _states(snapshot).values()) else 1,
+        format=2 if _wrapped(snapshot) else 1,
     )
 
 
@@ -328,12 +317,6 @@ def _optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
     return _described(snapshot.optimizer) | ({COMPANIONS: beside} if beside else {})
 
 
-def _states(snapshot: Snapshot) -> dict[str, OptimizerState]:
-    """Return the state of every optimizer that is saved, by the name of its companion; "" is the model's own."""
-    own = {} if snapshot.optimizer is None else {"": snapshot.optimizer}
-    return own | dict(snapshot.companions)
-
-
 def _described(optimizer: OptimizerState) -> dict[str, Any]:
     return {
         "kind": optimizer.kind,
@@ -342,10 +325,17 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
             for group in optimizer.groups
         ],
         "values": {name: dict(keys) for name, keys in optimizer.values.items()},
-    } | ({"wrapped": _wrapped(optimizer)} if optimizer.wrapped else {})
+    } | ({"wrapped": _records(optimizer)} if optimizer.wrapped else {})
 
 
-def _wrapped(optimizer: OptimizerState) -> dict[str, Any]:
+def _wrapped(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the records of state of classes of its own, of every optimizer that is saved."""
+    own = {} if snapshot.optimizer is None else {OPTIM: snapshot.optimizer}
+    states = own | {f"{name}.{OPTIM}": state for name, state in snapshot.companions.items()}
+    return {where + name: keys for where, state in states.items() for name, keys in _records(state).items()}
+
+
+def _records(optimizer: OptimizerState) -> dict[str, Any]:
     return {name: {key: record.as_plain() for key, record in keys.items()} for name, keys in optimizer.wrapped.items()}
 
 

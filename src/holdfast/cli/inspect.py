@@ -161,7 +161,8 @@ def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
     from holdfast.models.names import named_parameters
 
     loaded = load_run(path, overrides)
-    origin = blueprint(loaded.config.model, loaded.base, seed=loaded.config.seed)
+    config = loaded.config
+    origin = blueprint(config.model, loaded.base, seed=config.seed, scorer=config.scores)
     later = {name: stage.at_step for stage in origin.stages for name in stage.names}
     for name, parameter in named_parameters(origin.model).items():
         shape = "x".join(str(size) for size in parameter.shape) or "scalar"

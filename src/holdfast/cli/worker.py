@@ -48,6 +48,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.grpo import grpo
     from holdfast.recipes.reward import reward
     from holdfast.recipes.sft import sft
+    from holdfast.training.control import BY_OBSERVER
 
     if verb == "eval":
         evaluate_run(config, base, world)
@@ -67,7 +68,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
             raise AssertionError(type(config))
     if world.is_first:
         print(_closing_words(outcome, dry=config.dry_run), flush=True)
-    return 3 if outcome.stopped is not None and outcome.stopped != "stopped by an observer" else 0
+    return 3 if outcome.stopped not in {None, BY_OBSERVER} else 0
 
 
 def _closing_words(outcome: Outcome, *, dry: bool) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 METRICS = "metrics.jsonl"
+
+_BLOCK = 1 << 16
 
 
 class Sink(Protocol):
@@ -67,9 +70,16 @@ class TensorBoardSink:
 def _cut_torn_line(path: Path) -> int:
     """Cut what follows the last whole line, and return the size that is left."""
     with path.open("rb+") as file:
-        data = file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        size = whole = file.seek(0, os.SEEK_END)
+        while whole > 0:  # from the end: the file of a long run has gigabytes
+            start = max(0, whole - _BLOCK)
+            file.seek(start)
+            newline = file.read(whole - start).rfind(b"\n")
+            if newline >= 0:
+                whole = start + newline + 1
+                break
+            whole = start
+        if whole < size:
             file.truncate(whole)
     return whole
 

@@ -113,7 +113,7 @@ def packed_attention(
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     plain = softcap is None and sinks is None
     if plain and not dropout and flash_takes(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
-        return _flash(query, key, value, documents, scaling, window, dropout), None
+        return _flash(query, key, value, documents, scaling, window), None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = _mask(q.shape[2], k.shape[2], window, query.device)
@@ -251,12 +251,9 @@ def _flash(
     documents: Documents,
     scaling: float | None,
     window: int | None,
-    dropout: float,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise ModelError("torch's variable-length attention has no dropout. Set model.dropout: false.")
     call = flash_call if not any(documents.branches) else branched_flash_call
     arguments, options = call(query, key, value, documents, scaling, window, groups=_flash_takes_groups())
     out = varlen_attn(*arguments, **options)

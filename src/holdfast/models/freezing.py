@@ -90,7 +90,7 @@ def _found(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter], key
         near = difflib.get_close_matches(pattern, parameters, n=2, cutoff=0.3) or list(parameters)[:2]
         raise ModelError(
             f"{key}: {pattern!r} matches no parameter. Names look like {', '.join(near)}; print all of them "
-            "with `holdfast model parameters RUN.yaml`. Words of their own: "
+            "with `holdfast model parameters RUN.yaml 'model.freeze=[]'`. Words of their own: "
             f"{', '.join((*FREEZE_PRESETS, 'embeddings'))}."
         )
     return matched

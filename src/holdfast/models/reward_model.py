@@ -25,7 +25,7 @@ class RewardModel:
         device: Where it computes.
 
     Raises:
-        ModelError: There is no such model, or it has several outputs and none is chosen.
+        ModelError: There is no such model, a tensor of it is missing, or it has several outputs and none is chosen.
     """
 
     def __init__(self, section: ModelRewardConfig, base: Path, device: torch.device) -> None:
@@ -34,14 +34,21 @@ class RewardModel:
         named = ModelConfig(path=section.path)
         directory = locate(section.path, named, base, weights=True)
         try:
-            self._model: Any = AutoModelForSequenceClassification.from_pretrained(
-                directory, dtype=getattr(torch, section.dtype)
+            self._model: Any
+            self._model, told = AutoModelForSequenceClassification.from_pretrained(
+                directory, dtype=getattr(torch, section.dtype), output_loading_info=True
             )
             self._tokenizer: Any = load_tokenizer(named, base)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"reward {section.label}: {directory} cannot be loaded for sequence classification: {error}"
             ) from error
+        absent = sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])})
+        if absent:  # transformers draws them at random, on every rank others, and only says so
+            raise ModelError(
+                f"reward {section.label}: {directory} holds no {absent[0]} as its model has it, so rewards would be "
+                "drawn at random. Name a model that was trained to score, such as an export of `holdfast reward`."
+            )
         outputs = int(self._model.config.num_labels)
         if section.output is None and outputs != 1:
             raise ModelError(

@@ -225,6 +225,8 @@ def _words(dimensions: int, dtype: torch.dtype, single: bool) -> str:  # noqa: F
 
 @contextmanager
 def _private_randomness() -> Iterator[None]:
-    with torch.random.fork_rng():
+    # Without a list it takes every GPU of the machine, and warns that it does.
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
         torch.manual_seed(0)
         yield

@@ -22,6 +22,7 @@ from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.engines import build_engine
 from holdfast.training.run import Evaluation
+from holdfast.training.together import together
 from holdfast.types import Example, Finish, LossSum, MiniBatch
 
 Prepare = Callable[[MiniBatch], MiniBatch]
@@ -65,7 +66,7 @@ def evaluate(
                 if engine is None:
                     engine = build_engine(run)
                     engine.update_weights(live_tensors(run.policy), run.state.updates)
-                examples = held_out.read_prompts(options.samples)
+                examples = together(run.exchange, lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
                 completed = evaluate_completions(engine, run, examples, options)
                 if completed is None:
                     return metrics

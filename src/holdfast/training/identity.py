@@ -6,7 +6,7 @@ A run that goes on with other rows or another loss is another run; it must say s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from holdfast.config.preference import UserLossConfig
 from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
+from holdfast.data.template_file import template_text
 from holdfast.models.build import Blueprint
 from holdfast.models.origin import files_mark, locate
 from holdfast.models.vision import VIDEO_FILE
@@ -52,7 +53,6 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
-    files = {key: hash_file(path) for key, path in _user_files(config, base)}
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
     model |= _adapters(config)
@@ -61,7 +61,7 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     model |= _adapter_of_reference(config, base)
     return {
         "data": data,
-        "files": files,
+        "files": user_files(config, base),
         "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _images(config, origin),
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
@@ -162,16 +162,24 @@ def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
     return found
 
 
-def _user_files(config: TrainingConfig, base: Path) -> Iterator[tuple[str, Path]]:
-    for key, name in _named_files(config):
-        file = name.rpartition(":")[0] if name.rpartition(":")[0].endswith(".py") else name
-        found = next((place for place in _places(file, base) if _is_file(place)), None)
-        if found is not None:
-            yield f"{key} {file}", found
+def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:
+    """Return the hash of every file of the user's, and of a template that stands in the configuration itself."""
+    hashes = {}
+    for key, name in _code_files(config):
+        file = name.rpartition(":")[0]
+        found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+        if found is not None:  # a class of an installed package lies in none
+            hashes[f"{key} {file}"] = hash_file(found)
+    for key in ("data.format", "data.chat_template"):
+        value = getattr(config.data, key.removeprefix("data."))
+        if value:
+            text = template_text(value, base, key)
+            hashes[f"{key} {'written in place' if text == value else value}"] = hash_bytes(text.encode())
+    return hashes
 
 
-def _named_files(config: TrainingConfig) -> list[tuple[str, str]]:
-    """Return the keys that name files of the user's, with what they name."""
+def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
+    """Return the keys that name code of the user's, with what they name."""
     named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
     if isinstance(config, SFTConfig | GRPOConfig) and isinstance(config.objective, UserObjectiveConfig):
         named.append(("objective.path", config.objective.path))
@@ -183,19 +191,7 @@ def _named_files(config: TrainingConfig) -> list[tuple[str, str]]:
         named.append(("optim.path", config.optim.path))
     if config.data.filter is not None:
         named.append(("data.filter", config.data.filter))
-    templates = [(key, getattr(config.data, key)) for key in ("format", "chat_template")]
-    return named + [(f"data.{key}", path) for key, path in templates if path]
-
-
-def _places(file: str, base: Path) -> Sequence[Path]:
-    return (base / file, Path(file))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a template written in place is no file's name
-        return False
+    return named
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

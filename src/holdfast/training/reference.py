@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.reference import ServerReferenceConfig
@@ -112,7 +112,7 @@ def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
         )
 
 
-def check_place(model: PolicyModel, plan: ShardPlan, device: torch.device, title: str) -> None:
+def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: str) -> None:
     """See that a frozen model is frozen, and lies where its plan puts it.
 
     Args:
@@ -130,7 +130,7 @@ def check_place(model: PolicyModel, plan: ShardPlan, device: torch.device, title
             raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
             raise ModelError(f"{name} of the {title} is on {parameter.device.type}, not on {expected}.")
-        if plan.sharded and not isinstance(parameter, DTensor):
+        if plan.sharded and parameter.ndim and not isinstance(parameter, DTensor):
             raise ModelError(f"{name} of the {title} is not sharded, although its plan says so.")
 
 

@@ -30,7 +30,11 @@ from holdfast.training.run import Run
 from holdfast.training.state import TrainState
 from holdfast.training.unfreezing import unfreeze
 
-_MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "preference.", "parallel.", "critic.")
+MOVES_NUMBERS = (
+    "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
+    "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
+    "updates.", "critic",
+)  # fmt: skip
 
 
 def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
@@ -128,7 +132,7 @@ def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:
     told = [
         f"{key} {then.get(key)} -> {now.get(key)}"
         for key in sorted({*then, *now})
-        if key.startswith(_MOVES_NUMBERS) and then.get(key) != now.get(key)
+        if key.startswith(MOVES_NUMBERS) and then.get(key) != now.get(key)
     ]
     return [f"changed since the checkpoint: {', '.join(told)}; the new values hold from here on"] if told else []
 

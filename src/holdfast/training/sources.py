@@ -335,14 +335,15 @@ def first_sequences(
     source: Source, tokenise: Tokenise[S], count: int | None, exchange: Exchange, accept: Accept | None = None
 ) -> list[S]:
     """Return this rank's share of the first rows, one sequence of each that is taken."""
-    rows: Iterable[Row]
+    rows: Iterable[tuple[int, Row]]
     if source.size is not None:
-        rows = (source.row(index) for index in range(source.size if count is None else min(count, source.size)))
+        size = source.size if count is None else min(count, source.size)
+        rows = ((index, source.row(index)) for index in range(exchange.rank, size, exchange.size))
     else:
-        rows = islice(source.scan(0), count)
+        rows = islice(enumerate(islice(source.scan(0), count)), exchange.rank, None, exchange.size)
     found: list[S] = []
-    for index, row in enumerate(rows):
-        if index % exchange.size == exchange.rank and (accept is None or accept(row)):
+    for index, row in rows:
+        if accept is None or accept(row):
             examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
             found.extend(examples[-1:])
     return found

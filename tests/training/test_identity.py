@@ -1,0 +1,56 @@
+"""What a resume must find unchanged: files of the user's, as the run itself finds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.training.identity import user_files
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def run(**data: Any) -> SFTConfig:
+    section = {"synthetic": {"task": "sort"}, **data}
+    return from_mapping({"model": {"path": "m"}, "steps": 1, "data": section}, SFTConfig)
+
+
+def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, here = tmp_path / "yaml", tmp_path / "here"
+    for place in (base, here):
+        place.mkdir()
+        (place / "chat.jinja").write_text(TEMPLATE)
+    monkeypatch.chdir(here)
+    config = run(chat_template="chat.jinja")
+    before = user_files(config, base)
+
+    (base / "chat.jinja").write_text("{{ 1 }}")
+    beside = user_files(config, base)
+    (here / "chat.jinja").write_text("{{ 2 }}")
+    read = user_files(config, base)
+
+    assert list(before) == ["data.chat_template chat.jinja"]
+    assert beside == before
+    assert read != before
+
+
+def test_a_template_that_stands_in_the_configuration_is_one_of_its_files(tmp_path: Path) -> None:
+    one = user_files(run(chat_template=TEMPLATE), tmp_path)
+    other = user_files(run(chat_template=TEMPLATE + "!"), tmp_path)
+
+    assert list(one) == list(other) == ["data.chat_template written in place"]
+    assert one != other
+
+
+def test_a_file_of_code_is_looked_up_beside_the_yaml_first(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def keep(row): return True\n")
+
+    found = user_files(run(filter="mine.py:keep"), tmp_path)
+
+    assert list(found) == ["data.filter mine.py"]
