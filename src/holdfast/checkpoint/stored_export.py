@@ -52,6 +52,7 @@ def export_stored(
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
+    averaged: bool = False,
 ) -> None:
     """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
 
@@ -61,12 +62,13 @@ def export_stored(
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
         trust_remote_code: Whether Python code that lies in the checkpoint may be run, where its model needs some.
+        averaged: Write the averages of the weights that the run kept, in the dtype of the weights.
 
     Raises:
         ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
         CheckpointMismatch: The checkpoints hold different models.
-        NoCheckpoint: The checkpoint lacks the files that describe its model.
+        NoCheckpoint: The checkpoint lacks the files that describe its model, or the averages.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
     last = checkpoints[-1]
@@ -80,22 +82,27 @@ def export_stored(
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
-        held, headers = _held(checkpoints, _adapted(Path(folder)), dtype)
+        tensors = ModelTensors(checkpoints, averaged=averaged)
+        each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
+        held, headers = _held(tensors, each, _adapted(Path(folder)), last.model_headers(dtype))
         form = Form(dtype, largest_file_bytes, texts)
         write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
 
 
-def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+def export_stored_adapter(
+    checkpoint: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None = None, averaged: bool = False
+) -> None:
     """Write a checkpoint's adapters in peft's format; also of one that holds nothing else.
 
     Args:
         checkpoint: Of a run with `model.lora`.
         directory: Replaced if it is an export.
         dtype: Cast to this; None keeps what is stored.
+        averaged: Write the averages of the adapters that the run kept.
 
     Raises:
         ConfigError: The directory cannot be written.
-        NoCheckpoint: The checkpoint has no adapters, or trained more than adapters.
+        NoCheckpoint: The checkpoint has no adapters or no averages, or trained more than adapters.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
@@ -112,7 +119,7 @@ def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtyp
             f"{checkpoint.path} has more than adapters: model.lora.train trained {', '.join(lora.train)} whole, which "
             "peft's two files do not hold. Leave out --adapter."
         )
-    held = ModelTensors([checkpoint])
+    held = ModelTensors([checkpoint], averaged=averaged)
     tensors = {}
     with _reading(checkpoint):
         for name in held:
@@ -167,14 +174,13 @@ class _Read(Mapping[str, Tensor]):
 
 
 def _held(
-    checkpoints: Sequence[StoredCheckpoint], lora: LoRAConfig | None, dtype: torch.dtype | None
+    together: ModelTensors, each: Sequence[ModelTensors], lora: LoRAConfig | None, headers: dict[str, Header]
 ) -> tuple[Mapping[str, Tensor], dict[str, Header]]:
     """Return the model's tensors, each adapter in its matrix, and their shapes."""
-    headers, tensors = checkpoints[-1].model_headers(dtype), ModelTensors(checkpoints)
     if lora is None:
-        return tensors, headers
+        return together, headers
     whole = {name: header for name, header in headers.items() if ".lora_" not in name}
-    return _Adapted([ModelTensors([checkpoint]) for checkpoint in checkpoints], tensors, lora, whole), whole
+    return _Adapted(each, together, lora, whole), whole
 
 
 def _adapted(folder: Path) -> LoRAConfig | None:
