@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.checkpoint.export import (
     ExportFailed,
+    Reached,
     check_bytes,
     check_target,
     replace_directory,
@@ -28,7 +29,13 @@ from holdfast.parallel.stream import full_tensor
 
 
 def export_adapters(
-    policy: nn.Module, settings: str, directory: Path, exchange: ProcessExchange, texts: Mapping[str, str]
+    policy: nn.Module,
+    settings: str,
+    directory: Path,
+    exchange: ProcessExchange,
+    texts: Mapping[str, str],
+    *,
+    reached: Reached = lambda _: None,
 ) -> None:
     """Write `directory`, whole or not at all; every rank calls this, rank 0 writes.
 
@@ -38,6 +45,7 @@ def export_adapters(
         directory: Replaced if it exists.
         exchange: The ranks.
         texts: Small files to lay beside, by name.
+        reached: Told each of an export's phases as it begins, on rank 0.
 
     Raises:
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
@@ -50,10 +58,12 @@ def export_adapters(
     tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names}
     with exchange.together():
         if exchange.rank == 0:
-            write_adapters(directory, tensors, {**texts, SETTINGS: settings})
+            write_adapters(directory, tensors, {**texts, SETTINGS: settings}, reached)
 
 
-def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+def write_adapters(
+    directory: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], reached: Reached = lambda _: None
+) -> None:
     """Write what `export_adapters` does, on one process, from tensors under peft's names.
 
     Raises:
@@ -63,12 +73,18 @@ def write_adapters(directory: Path, tensors: Mapping[str, Tensor], texts: Mappin
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
+        reached("tensors")
         save_file(dict(tensors), staging / WEIGHTS, metadata={"format": "pt"})
-        check_bytes(staging, settle(staging, write_texts(staging, texts)))
+        reached("assets")
+        hashes = settle(staging, write_texts(staging, texts))
+        reached("read back")
+        check_bytes(staging, hashes)
         wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")
+        reached("publish")
         replace_directory(staging, directory)
+        reached("published")
     except OSError as error:
         raise ExportFailed(f"{directory} could not be written: {error}.") from error
     finally:

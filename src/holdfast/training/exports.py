@@ -65,7 +65,14 @@ def _export(run: Run, name: str) -> str:
         settings = _adapter_settings(run)
         if settings is not None:
             texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
-            export_adapters(run.policy, settings, place.with_name(f"{name}-adapter"), run.exchange, texts)
+            export_adapters(
+                run.policy,
+                settings,
+                place.with_name(f"{name}-adapter"),
+                run.exchange,
+                texts,
+                reached=lambda name: run.world.failure.phase(f"adapter export: {name}"),
+            )
     return str(place)
 
 
