@@ -15,7 +15,8 @@ from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+"""1 named the file of a rank's own state by its number; 2 names it by its place on the mesh."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Sorts behind `manifest`, so that the file ends with its hash."""

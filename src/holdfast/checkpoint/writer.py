@@ -33,7 +33,7 @@ from holdfast.checkpoint.dcp_files import (
     without_crc32,
 )
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
+from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, place_file, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
@@ -92,7 +92,7 @@ def commit(
     started = time.monotonic()
     final = name or step_name(about.step)
     reached("begin")
-    _agree(snapshot, ranks)
+    own_file = _agree(snapshot, about, ranks)
     staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
     with _together(ranks, "begin"):
         if ranks.rank == 0:
@@ -104,7 +104,7 @@ def commit(
         reached("rank state")
         with _together(ranks, "rank state"):
             began = time.monotonic()
-            files |= _write_small(snapshot, storage, staging, ranks.rank)
+            files |= _write_small(snapshot, storage, f"{staging}/", own_file, first=ranks.rank == 0)
             seconds += time.monotonic() - began
         reached("collect")
         with _together(ranks, "collect"):
@@ -145,8 +145,12 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
-    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have."""
+def _agree(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have.
+
+    Returns:
+        The file of this rank's own state.
+    """
     mine = (outline(snapshot), json.dumps(snapshot.shared, sort_keys=True, default=repr), snapshot.contents)
     everyone = ranks.gather(mine)
     for rank, theirs in enumerate(everyone[1:], start=1):
@@ -156,6 +160,7 @@ def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
+    return _own_file(snapshot, about, ranks)
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
@@ -236,14 +241,23 @@ def _write_shards(
     return writer.written(staging), writer.seconds
 
 
-def _write_small(snapshot: Snapshot, storage: Storage, staging: str, rank: int) -> dict[str, FileEntry]:
-    texts: dict[str, bytes] = {rank_file(rank): _json(snapshot.rank_state)}
-    if rank == 0:
+def _own_file(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+    """Return this rank's file: by its place on the mesh, or by its number where places do not tell ranks apart."""
+    everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
+    own = everyones[ranks.rank]
+    return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)
+
+
+def _write_small(
+    snapshot: Snapshot, storage: Storage, folder: str, own_file: str, *, first: bool
+) -> dict[str, FileEntry]:
+    texts: dict[str, bytes] = {own_file: _json(snapshot.rank_state)}
+    if first:
         texts[TRAINER] = _json(snapshot.shared)
         texts |= {f"{ASSETS}/{name}": data for name, data in snapshot.assets.items()}
     written = {}
     for name, data in texts.items():
-        with storage.create(f"{staging}/{name}") as file:
+        with storage.create(folder + name) as file:
             file.write(data)
         written[name] = FileEntry(file.bytes_written, file.hexdigest())
     return written

@@ -24,6 +24,7 @@ from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.identity import differences
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
+from holdfast.training.saved_state import check_saved_state
 from holdfast.training.state import TrainState
 
 _MOVES_NUMBERS = ("steps", "epochs", "optim.", "data.", "model.", "objective.", "preference.", "parallel.")
@@ -48,6 +49,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
         verified=choice.manifest,
         averages=run.averages.tensors if run.averages is not None else {},
+        check=lambda shared, _: check_saved_state(run, shared, choice.manifest.step),
     )
     run.state = TrainState(**loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
