@@ -232,7 +232,7 @@ def in_a_shard(copy: Path, target: Path) -> None:
 
 
 def in_a_rank_s_state(copy: Path, target: Path) -> None:
-    (copy / "rank/rank-00001.json").write_bytes(pickle.dumps(Touch(target)))
+    (copy / "rank/shard-1.json").write_bytes(pickle.dumps(Touch(target)))
 
 
 def in_the_run_s_state(copy: Path, target: Path) -> None:

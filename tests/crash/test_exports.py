@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint import find
-from holdfast.checkpoint.export import replace_directory
+from holdfast.checkpoint.adapter_export import write_adapters
+from holdfast.checkpoint.export import PHASES, clean_exports, replace_directory
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
 from holdfast.data.characters import character_tokenizer
@@ -68,6 +69,50 @@ def test_a_kill_in_an_export_leaves_the_one_before_whole_and_the_next_run_export
     pools(2).run(run, exporting(tmp_path, done + 2))
     AutoModelForCausalLM.from_pretrained(best)
     assert {path.name: path.read_bytes() for path in best.iterdir()} != before
+
+
+TEXTS = {"adapter_config.json": "{}", "holdfast.yaml": "steps: 4"}
+
+
+def adapters(number: float) -> dict[str, torch.Tensor]:
+    return {"base_model.model.layer.lora_A.weight": torch.full((2, 3), number)}
+
+
+def write_and_die(_: World, place: Path, phase: str) -> None:
+    write_adapters(place, adapters(2.0), TEXTS, lambda name: die() if name == phase else None)
+
+
+def files_of(place: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["a new name", "a name that is there"])
+def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one(tmp_path: Path, known: bool) -> None:
+    for number in (1.0, 2.0):
+        write_adapters(tmp_path / str(number), adapters(number), TEXTS)
+    old, new = files_of(tmp_path / "1.0"), files_of(tmp_path / "2.0")
+    assert old.keys() == new.keys() == {*TEXTS, "adapter_model.safetensors"}
+    assert old != new
+
+    for phase in PHASES:
+        place = tmp_path / phase.replace(" ", "-") / "best-adapter"
+        if known:
+            write_adapters(place, adapters(1.0), TEXTS)
+
+        (ended,) = run_doomed(write_and_die, 1, place, phase)
+
+        assert ended.was_killed
+        if phase == PHASES[-1]:
+            assert files_of(place) == new
+        elif known:
+            assert files_of(place) == old
+        else:
+            assert not place.exists()
+            assert list(place.parent.glob(".staging-*")) != []
+        clean_exports(place.parent)
+        assert [path.name for path in place.parent.iterdir()] == ["best-adapter"] * place.exists()
+        write_adapters(place, adapters(2.0), TEXTS)
+        assert files_of(place) == new
 
 
 def test_an_export_that_is_replaced_is_never_absent_and_never_mixed(tmp_path: Path) -> None:

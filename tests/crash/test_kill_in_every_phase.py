@@ -30,6 +30,7 @@ SAVES = [
     for phase in OF_A_SAVE
     if rank == 0 or phase not in OF_RANK_0
 ]
+ADAPTED = (*EXPORTING, "model.lora.rank=2")
 EXPORTS = [
     pytest.param(rank, phase, marks=[] if (rank, phase) in FAST else [pytest.mark.slow], id=f"rank {rank} in {phase!r}")
     for rank, phase in [*((0, f"export: {phase}") for phase in EXPORT_PHASES), (0, "export"), (1, "export")]
@@ -55,6 +56,7 @@ def kill_and_go_on(warm: WarmPython, straight: Path, place: Path, kill: str, *ov
     assert choice is not None
     assert choice.manifest.step >= known > 0
     assert "skipped" not in choice.words
+    absent_or_whole(place, straight)
     code, said = start(warm, place, None, *overrides)
     assert code == 0, said
     assert f"resuming from step {choice.manifest.step}," in said
@@ -72,15 +74,44 @@ def test_a_run_killed_in_any_phase_of_a_save_goes_on_bit_for_bit(
     kill_and_go_on(warm, straight, tmp_path, f"{rank}:6:save: {phase}", background, *EXPORTING)
 
 
+def files_of(place: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+def absent_or_whole(place: Path, straight: Path) -> None:
+    """Look at what a kill left in the place of exports: each is there with every byte, or not at all."""
+    exports = place / "r" / "exports"
+    for export in [path for path in exports.glob("*") if not path.name.startswith(".")] if exports.exists() else []:
+        assert files_of(export) == files_of(straight / "r" / "exports" / export.name)
+
+
 @pytest.mark.parametrize(("rank", "phase"), EXPORTS)
 def test_a_run_killed_in_any_phase_of_an_export_goes_on_bit_for_bit_and_exports_the_same(
     warm: WarmPython, straight: Path, tmp_path: Path, rank: int, phase: str
 ) -> None:
     kill_and_go_on(warm, straight, tmp_path, f"{rank}:4:{phase}", *EXPORTING)
 
-    ours, theirs = (
-        {file.name: file.read_bytes() for file in (place / "r" / "exports" / "step-00000008").iterdir()}
-        for place in (tmp_path, straight)
-    )
-    assert ours == theirs
-    assert list((tmp_path / "r" / "exports").glob(".*")) == []
+    exports = [place / "r" / "exports" for place in (tmp_path, straight)]
+    assert files_of(exports[0] / "step-00000008") == files_of(exports[1] / "step-00000008")
+    assert list(exports[0].glob(".*")) == []
+
+
+@pytest.fixture(scope="module")
+def adapted(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("adapted")
+    code, said = start(warm, place, None, *ADAPTED)
+    assert code == 0, said
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", EXPORT_PHASES)
+def test_a_run_killed_in_any_phase_of_an_export_of_adapters_goes_on_and_exports_the_same(
+    warm: WarmPython, adapted: Path, tmp_path: Path, phase: str
+) -> None:
+    kill_and_go_on(warm, adapted, tmp_path, f"0:4:adapter export: {phase}", *ADAPTED)
+
+    exports = [place / "r" / "exports" for place in (tmp_path, adapted)]
+    for name in ("step-00000008", "step-00000008-adapter"):
+        assert files_of(exports[0] / name) == files_of(exports[1] / name)
+    assert list(exports[0].glob(".*")) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from holdfast.checkpoint import find
+from holdfast.checkpoint.errors import NoCheckpoint
+from holdfast.cli.checkpoint import app as checkpoint_app
+from holdfast.errors import ConfigError
 from holdfast.metrics.sink import read_metrics
 from holdfast.optim.averages import Averages
 from tests.crash.runs import log_of, state_differences, values_of
@@ -147,3 +152,51 @@ def test_weights_of_16_bits_are_averaged_in_float32_and_come_back_untouched() ->
     with averages.in_place({"w": weight}):
         assert weight.tolist() == [1.0, 1.5]  # as bfloat16 rounds it
     assert weight.tolist() == [1.0078125, 1.0078125]
+
+
+def exported(place: Path, *words: str) -> dict[str, bytes]:
+    """Return the files of what `holdfast checkpoint export` makes of a run's newest checkpoint."""
+    output = place / "exported"
+    done = CliRunner().invoke(checkpoint_app, ["export", str(place / "r"), "-o", str(output), *words])
+    if done.exception is not None:
+        raise done.exception
+    return {file.name: file.read_bytes() for file in output.iterdir()}
+
+
+def files_of(place: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (place).iterdir()}
+
+
+def test_the_averages_in_a_checkpoint_are_exported_as_the_run_itself_does(straight: Path) -> None:
+    found = exported(straight, "--ema")
+
+    assert found == files_of(straight / "r" / "exports" / "final-ema")
+    assert found["model.safetensors"] != files_of(straight / "r" / "exports" / "final")["model.safetensors"]
+    with pytest.raises(ConfigError, match="--ema writes averages in the place of weights, --format torch"):
+        exported(straight, "--ema", "--format", "torch")
+
+
+def test_averages_of_adapters_are_exported_alone_and_merged_as_the_run_itself_does(pools: Any, tmp_path: Path) -> None:
+    adapted = values(tmp_path, steps=2, checkpoint={"export_at_end": True})
+    adapted["model"] |= {"lora": {"rank": 2}}
+    pools(2).run(run, adapted)
+    own = tmp_path / "r" / "exports"
+
+    merged = exported(tmp_path, "--ema")
+    shutil.rmtree(tmp_path / "exported")
+    alone = exported(tmp_path, "--ema", "--adapter")
+
+    assert merged == files_of(own / "final-ema")
+    assert alone == files_of(own / "final-ema-adapter")
+    assert alone["adapter_model.safetensors"] != files_of(own / "final-adapter")["adapter_model.safetensors"]
+
+
+def test_averages_that_a_checkpoint_does_not_have_are_refused_by_name(pools: Any, tmp_path: Path) -> None:
+    without = values(tmp_path, steps=1)
+    del without["optim"]["ema"]
+    pools(2).run(run, without)
+
+    with pytest.raises(NoCheckpoint, match=r"step-00000001 has no averages of the weights: its run had no optim\.ema"):
+        exported(tmp_path, "--ema")
+
+    assert not (tmp_path / "exported").exists()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.checkpoint.export import (
     ExportFailed,
+    Reached,
     check_bytes,
     check_target,
     replace_directory,
@@ -40,7 +41,13 @@ class Description:
 
 
 def export_adapters(
-    policy: nn.Module, about: Description, directory: Path, exchange: ProcessExchange, texts: Mapping[str, str]
+    policy: nn.Module,
+    about: Description,
+    directory: Path,
+    exchange: ProcessExchange,
+    texts: Mapping[str, str],
+    *,
+    reached: Reached = lambda _: None,
 ) -> None:
     """Write `directory`, whole or not at all; every rank calls this, rank 0 writes.
 
@@ -50,6 +57,7 @@ def export_adapters(
         directory: Replaced if it exists.
         exchange: The ranks.
         texts: Small files to lay beside, by name.
+        reached: Told each of an export's phases as it begins, on rank 0.
 
     Raises:
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
@@ -61,11 +69,15 @@ def export_adapters(
     tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names_in_file(policy)}
     with exchange.together():
         if exchange.rank == 0:
-            write_adapters(directory, tensors, about, texts)
+            write_adapters(directory, tensors, about, texts, reached)
 
 
 def write_adapters(
-    directory: Path, tensors: Mapping[str, Tensor], about: Description, texts: Mapping[str, str]
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    about: Description,
+    texts: Mapping[str, str],
+    reached: Reached = lambda _: None,
 ) -> None:
     """Write what `export_adapters` does, on one process, from tensors under peft's names.
 
@@ -76,17 +88,22 @@ def write_adapters(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
+        reached("tensors")
         wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
         # Not by safetensors' own function, which writes notes in another order each time.
         with LocalStorage(staging).create(WEIGHTS, sync=False) as file:
             notes = {} if about.base is None else {BASE: about.base}
             write_file(file, wanted, ((name, iter([tensors[name]])) for name in wanted), notes)
+        reached("assets")
         hashes = {WEIGHTS: file.hexdigest(), **write_texts(staging, {**texts, SETTINGS: about.settings})}
+        reached("read back")
         with settled(staging, hashes):
             check_bytes(staging, hashes)
         if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")
+        reached("publish")
         replace_directory(staging, directory)
+        reached("published")
     except OSError as error:
         raise ExportFailed(f"{directory} could not be written: {error}.") from error
     finally:

@@ -132,6 +132,7 @@ def load(
             ranks,
             declared=declared,
             hyperparameters=hyperparameters,
+            check=_check_extra,
         )
     own = found.rank_state
     if own is not None:
@@ -216,6 +217,10 @@ def _call(
 def exchange_of(world: object, timeout_minutes: float) -> ProcessExchange:  # noqa: ARG001 - one group per world
     """Return the ranks of a world; a process group is made once and kept."""
     return ProcessExchange(timedelta(minutes=timeout_minutes))
+
+
+def _check_extra(shared: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+    decode((shared if rank_state is None else rank_state).get("extra"))
 
 
 def _tagged(value: Any) -> Any:

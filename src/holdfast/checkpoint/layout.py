@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Mapping
 
+_AXIS = re.compile(r"^\w+$", flags=re.ASCII)
 STEP = re.compile(r"^step-(\d{8,})$")
 FOLDER = "checkpoints"
 DCP, RANK, ASSETS = "dcp", "rank", "assets"
@@ -36,5 +38,20 @@ def fresh(prefix: str, name: str) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the file of one rank's own state."""
+    """Return the file of one rank's own state where no mesh tells ranks apart, and everywhere in format 1."""
     return f"{RANK}/rank-{rank:05d}.json"
+
+
+def place_file(mesh: Mapping[str, int], coordinate: Mapping[str, int]) -> str | None:
+    """Return the file of the own state of the rank at a coordinate, such as rank/replicate-0.shard-1.json.
+
+    Args:
+        mesh: Axis name to size, as the manifest has it.
+        coordinate: Of the rank; an axis of one rank may be left out.
+
+    Returns:
+        None where the mesh has no axis, or one whose name is no word.
+    """
+    if not mesh or not all(_AXIS.match(axis) for axis in mesh):
+        return None
+    return f"{RANK}/" + ".".join(f"{axis}-{coordinate.get(axis, 0)}" for axis in sorted(mesh)) + ".json"

@@ -16,7 +16,8 @@ from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.errors import UserError
 
 FORMAT = 2
-"""The newest format that is read: 2 has optimizer state of classes of its own, which 1 would take for plain tensors."""
+"""The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
+mesh, and may have optimizer state of classes of its own."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Sorts behind `manifest`, so that the file ends with its hash."""
@@ -87,7 +88,7 @@ class Manifest:
     """Of data, user files, tokenizer and template."""
     seconds: float = 0.0
     """How long the save took until here."""
-    format: int = 1
+    format: int = FORMAT
     """The oldest that says everything: most checkpoints can be read by earlier versions."""
 
     def to_json(self) -> bytes:

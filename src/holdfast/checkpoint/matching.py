@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.odd_tensors import refuse_odd
 from holdfast.checkpoint.snapshot import AVERAGE, MODEL, OPTIM, TRAINED, chunk_of, like, model_tensors
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import (
@@ -95,6 +96,7 @@ def plan_model(
     """Plan what the model takes, and note what it refuses."""
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
     live = model_tensors(model)
+    refuse_odd(live)
     partial = TRAINED in manifest.contents
     for key in sorted({*stored, *live}):
         name = key.removeprefix(MODEL)
@@ -251,6 +253,8 @@ def _plan_members(
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return memory that shows if it was not written: NaN, or zero for types that have none."""
+    if dtype is torch.float4_e2m1fn_x2:  # nothing fills it
+        return torch.zeros(shape, dtype=torch.uint8).view(dtype)
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 

@@ -7,7 +7,7 @@ another number of ranks, comes through DCP.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_
 from holdfast.checkpoint.direct import read_parts
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.hashing import hash_tensor
-from holdfast.checkpoint.layout import DCP, RANK, TRAINER, rank_file
+from holdfast.checkpoint.layout import DCP, RANK, TRAINER, place_file, rank_file
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import (
     Declared,
@@ -32,7 +32,16 @@ from holdfast.checkpoint.matching import (
     poisoned,
     refusal,
 )
-from holdfast.checkpoint.snapshot import AVERAGE, Snapshot, chunk_of, like, mesh_of, model_tensors
+from holdfast.checkpoint.snapshot import (
+    AVERAGE,
+    Snapshot,
+    check_random_state,
+    chunk_of,
+    coordinate_of,
+    like,
+    mesh_of,
+    model_tensors,
+)
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.trained import Hyperparameters, Planned, optimizer_state, plan_trained, set_optimizer
 from holdfast.checkpoint.verification import (
@@ -46,6 +55,12 @@ from holdfast.checkpoint.verification import (
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
+
+Check = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
+"""Looks at the state of all and at this rank's own, if it has one, before anything live is touched."""
+
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+"""What a state of another shape than ours can raise."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     verified: Manifest | None = None,
     averages: Mapping[str, Tensor] | None = None,
     companions: Mapping[str, Companion] | None = None,
+    check: Check = lambda _, __: None,
 ) -> Loaded:
     """Load a checkpoint; every rank calls this.
 
@@ -88,6 +104,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         verified: The manifest, if its files were verified a moment ago.
         averages: Of trained parameters, to be read as well; None leaves those of the checkpoint alone.
         companions: Models that are trained beside, by name, to be read as well; likewise.
+        check: Raises if the state beside the tensors is none that the caller can use.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
@@ -100,17 +117,15 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         live = _Live(model, parameters, optimizer, averages, companions)
         everything.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
     own, beside = everything[0]
-    wanted = own.plan.wanted | wanted_of(beside)
-    tensors = _tensors(wanted, storage, name, manifest, ranks, verify=verified is None)
-    small: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
-    states: dict[str, OptimizerState] = {}
+    tensors = _tensors(own.plan.wanted | wanted_of(beside), storage, name, manifest, ranks, verify=verified is None)
+    small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState]()
     with ranks.together():
-        small.append(_small(storage, name, manifest, ranks, mesh_of(model)))
+        small.append(_small(storage, name, manifest, ranks, model))
+        _check_small(f"{storage.root}/{name}", *small[0], manifest, check)
         if optimizer is not None:
             states[""] = optimizer_state(tensors, optimizer, parameters, manifest, own.wrapped)
         for each, theirs in beside.items():
             states[each] = companion_state(each, (companions or {})[each], theirs, manifest, tensors)
-    rank_state, shared = small[0]
     # From here on nothing can fail for a reason of the checkpoint's.
     _fill(model_tensors(model), parameters, averages or {}, tensors)
     notes = list(own.plan.deviations)
@@ -120,7 +135,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         notes += set_optimizer(optimizer, parameters, states[""], own.plan)
     for each, theirs in beside.items():
         notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
-    return Loaded(manifest, shared, rank_state, tuple(notes), tuple(own.plan.deviations))
+    return Loaded(manifest, small[0][1], small[0][0], tuple(notes), tuple(own.plan.deviations))
 
 
 class _Live(NamedTuple):
@@ -273,25 +288,53 @@ def _read(
 
 
 def _small(
-    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, mesh: Mapping[str, int]
+    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, model: nn.Module
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return this rank's own state, if it is the same rank of the same mesh, and the state of all.
+    """Return the state of the rank that stood where this one stands on the same mesh, and the state of all.
 
     On other axes a rank is another one, even where their number is the same.
     """
     written_by = sum(file.startswith(f"{RANK}/") for file in manifest.files)
-    moved = bool(manifest.mesh) and _axes(mesh) != _axes(manifest.mesh)
+    moved = bool(manifest.mesh) and _axes(mesh_of(model)) != _axes(manifest.mesh)
     rank_state = None
     where = f"{storage.root}/{name}"
     try:
         if written_by == ranks.size and not moved:
-            own = f"{name}/{rank_file(ranks.rank)}"
-            rank_state = json.loads(patiently(where, lambda: storage.read(own)))
+            placed = place_file(manifest.mesh, coordinate_of(model))
+            own = placed if placed in manifest.files else rank_file(ranks.rank)
+            if own not in manifest.files:
+                raise CheckpointCorrupt(f"{where} lacks {own}, the own state of rank {ranks.rank}.")
+            rank_state = json.loads(patiently(where, lambda: storage.read(f"{name}/{own}")))
         everyones = f"{name}/{TRAINER}"
         shared = json.loads(patiently(where, lambda: storage.read(everyones))) if TRAINER in manifest.files else {}
     except ValueError as error:  # one rank's alone: the others would wait for it
         raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared
+
+
+def _check_small(
+    where: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: Check
+) -> None:
+    """Refuse a state that cannot be put back, which hashes say nothing about.
+
+    Raises:
+        CheckpointCorrupt: What is wrong with it.
+    """
+    whose = TRAINER
+    try:
+        if not isinstance(shared, dict):
+            raise TypeError("it is no object")
+        check(shared, None)
+        whose = "a rank's own state"
+        if rank_state is not None:
+            check_random_state(rank_state["random"])
+            check(shared, rank_state)
+    except _WRONG as error:
+        told = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
+        raise CheckpointCorrupt(
+            f"{where}: {whose} of step {manifest.step} is not what was written there, although its hash fits: {told}. "
+            "Somebody changed it, or another program wrote it. Nothing was changed."
+        ) from error
 
 
 def _axes(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.manifest import Chunk, TensorEntry
-from holdfast.errors import ModelError
+from holdfast.checkpoint.odd_tensors import is_finite, refuse_extra_state, refuse_lazy, refuse_odd
 from holdfast.models.names import canonical_name, tied_names
 from holdfast.optim.state import OptimizerState, collect
-from holdfast.parallel.materialise import local_part, odd_class, sharded_parameters
+from holdfast.parallel.materialise import local_part, sharded_parameters
 
 MODEL, OPTIM, AVERAGE = "model.", "optim.", "ema."
 TRAINED = "trained parameters"
@@ -46,6 +47,8 @@ class Snapshot:
     contents: tuple[str, ...] = ("model",)
     companions: Mapping[str, OptimizerState] = field(default_factory=dict)
     """Of models that are trained beside, by name; their tensors are among `tensors`, see checkpoint/companions.py."""
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    """This rank's place on the mesh, by axis; empty on none."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -78,6 +81,8 @@ class Held:
     """Whether parameters that are not trained are among them."""
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     """Of trained parameters, where a run keeps some."""
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    """This rank's place on the mesh."""
 
 
 def hold(
@@ -95,9 +100,12 @@ def hold(
         averages: Of trained parameters, to be saved beside them.
         later: Frozen parameters that will be trained, and count as trained ones.
     """
-    stored = {canonical_name(name) for name in model.state_dict()}
+    state = model.state_dict()
+    refuse_extra_state(state)
+    stored = {canonical_name(name) for name in state}
     buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
     parameters = sharded_parameters(model)
+    refuse_lazy({**parameters, **buffers})
     kept = {name: value for name, value in parameters.items() if frozen or value.requires_grad or name in later}
     return Held(
         kept,
@@ -105,6 +113,7 @@ def hold(
         {name: others for name, others in tied_names(model).items() if name in kept},
         frozen,
         averages or {},
+        coordinate_of(model),
     )
 
 
@@ -135,7 +144,7 @@ def take(
     parameters = held.parameters
     state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
     tensors = tensors_of(held)
-    _refuse_subclasses(tensors)
+    refuse_odd(tensors)
     if state is not None:
         tensors |= optimizer_tensors(state)
     return Snapshot(
@@ -153,17 +162,8 @@ def take(
             "trainer",
             "rank",
         ),
+        coordinate=held.coordinate,
     )
-
-
-def _refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        kind = odd_class(tensor)
-        if kind is not None:
-            raise ModelError(
-                f"The model cannot be saved: {name.removeprefix(MODEL)} is a {kind}, a subclass of torch.Tensor whose "
-                "parts would be lost. Keep it in a plain tensor, of whatever dtype."
-            )
 
 
 def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
@@ -203,13 +203,25 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def mesh_of(model: nn.Module) -> dict[str, int]:
-    """Return the axes that a model is sharded over, by name; none for a plain one."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            names = mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
-            return dict(zip(names, mesh.shape, strict=True))
-    return {}
+    """Return the axes that a model is sharded over, by name, with their sizes; none for a plain one."""
+    mesh = _mesh(model)
+    return {} if mesh is None else dict(zip(_axes(mesh), mesh.shape, strict=True))
+
+
+def coordinate_of(model: nn.Module) -> dict[str, int]:
+    """Return this rank's place on the axes that a model is sharded over."""
+    mesh = _mesh(model)
+    place = None if mesh is None else mesh.get_coordinate()
+    return {} if mesh is None or place is None else dict(zip(_axes(mesh), place, strict=True))
+
+
+def _mesh(model: nn.Module) -> DeviceMesh | None:
+    sharded = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return next(sharded, None)
+
+
+def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
 
 
 class Described(NamedTuple):
@@ -230,9 +242,7 @@ def describe(snapshot: Snapshot) -> Described:
         chunks = (Chunk(offsets, sizes, hash_tensor(local)),) if local.numel() or not tensor.numel() else ()
         dtype = str(tensor.dtype).removeprefix("torch.")
         found[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
-        if finite and local.is_floating_point() and local.numel():
-            compared = local.float() if local.dtype.itemsize == 1 else local  # 8-bit floats have no order in torch
-            finite = bool(torch.isfinite(torch.stack(torch.aminmax(compared))).all())
+        finite = finite and is_finite(local)
     return Described(found, finite)
 
 
@@ -279,14 +289,35 @@ def written(state: RandomState) -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Put back what `written` returned."""
+    found = _read(state)
+    random.setstate(found.python)
+    np.random.set_state(found.numpy)  # noqa: NPY002 - as above
+    torch.set_rng_state(found.torch)
+    if found.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found.cuda)
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Put it into generators that nobody uses; raises what they raise if it is none."""
+    found = _read(state)
+    random.Random().setstate(found.python)  # noqa: S311 - no secret
+    np.random.RandomState().set_state(found.numpy)
+    torch.Generator().set_state(found.torch)
+    if found.cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(found.cuda)
+
+
+def _read(state: Mapping[str, Any]) -> RandomState:
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     array = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
-    np.random.set_state((name, array, position, has_gauss, cached))  # noqa: NPY002 - as above
-    torch.set_rng_state(_bytes(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    cuda = state.get("cuda")
+    return RandomState(
+        (version, tuple(numbers), gauss),
+        (name, array, position, has_gauss, cached),
+        _bytes(state["torch"]),
+        None if cuda is None else _bytes(cuda),
+    )
 
 
 def _text(data: bytes) -> str:

@@ -60,6 +60,7 @@ def export_stored(
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
+    averaged: bool = False,
 ) -> None:
     """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
 
@@ -69,12 +70,13 @@ def export_stored(
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
         trust_remote_code: Whether Python code that lies in the checkpoint may be run, where its model needs some.
+        averaged: Write the averages of the weights that the run kept, in the dtype of the weights.
 
     Raises:
         ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
         CheckpointMismatch: The checkpoints hold different models.
-        NoCheckpoint: The checkpoint lacks the files that describe its model.
+        NoCheckpoint: The checkpoint lacks the files that describe its model, or the averages.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
     last = checkpoints[-1]
@@ -88,22 +90,28 @@ def export_stored(
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
-        held, headers = _held(checkpoints, _joins(origin, _model_section(Path(folder))), dtype)
+        tensors = ModelTensors(checkpoints, averaged=averaged)
+        each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
+        joins = _joins(origin, _model_section(Path(folder)))
+        held, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
         form = Form(dtype, largest_file_bytes, texts)
         write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
 
 
-def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+def export_stored_adapter(
+    checkpoint: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None = None, averaged: bool = False
+) -> None:
     """Write a checkpoint's adapters in peft's format; also of one that holds nothing else.
 
     Args:
         checkpoint: Of a run with `model.lora`.
         directory: Replaced if it is an export.
         dtype: Cast to this; None keeps what is stored.
+        averaged: Write the averages of the adapters that the run kept.
 
     Raises:
         ConfigError: The directory cannot be written.
-        NoCheckpoint: The checkpoint has no adapters, or trained more than adapters.
+        NoCheckpoint: The checkpoint has no adapters or no averages, or trained more than adapters.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
@@ -124,7 +132,7 @@ def export_stored_adapter(checkpoint: StoredCheckpoint, directory: Path, *, dtyp
         )
     if described_as is None:
         raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
-    held = ModelTensors([checkpoint])
+    held = ModelTensors([checkpoint], averaged=averaged)
     tensors = {}
     with _reading(checkpoint):
         for name in held:
@@ -173,18 +181,21 @@ class _Read(Mapping[str, Tensor]):
 
 
 def _held(
-    checkpoints: Sequence[StoredCheckpoint], joins: Mapping[str, Join], dtype: torch.dtype | None
+    together: ModelTensors,
+    each: Sequence[ModelTensors],
+    joins: Mapping[str, Join],
+    headers: dict[str, Header],
+    dtype: torch.dtype | None,
 ) -> tuple[Mapping[str, Tensor], dict[str, Header]]:
     """Return the model's tensors, each adapter in its matrix, and their shapes."""
-    headers, tensors = checkpoints[-1].model_headers(dtype), ModelTensors(checkpoints)
     if not joins:
-        return tensors, headers
+        return together, headers
     for name, join in joins.items():
         for part in join.parts[1:]:
             del headers[part]
         if join.header is not None:
             headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
-    return _Joined([ModelTensors([checkpoint]) for checkpoint in checkpoints], tensors, joins, headers), headers
+    return _Joined(each, together, joins, headers), headers
 
 
 def _model_section(folder: Path) -> ModelConfig:

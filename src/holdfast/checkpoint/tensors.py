@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, stored_chunk
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
-from holdfast.checkpoint.snapshot import MODEL
+from holdfast.checkpoint.snapshot import AVERAGE, MODEL
 from holdfast.checkpoint.storage import Storage
 from holdfast.models.conversion import Header
 
@@ -33,6 +33,11 @@ class StoredCheckpoint:
     def path(self) -> str:
         """Where it is, as a user writes it."""
         return f"{self.storage.root}/{self.name}"
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether its run kept averages of the weights."""
+        return any(key.startswith(AVERAGE) for key in self.manifest.tensors)
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -86,13 +91,22 @@ def _header(entry: TensorEntry, dtype: torch.dtype | None) -> Header:
 class ModelTensors(Mapping[str, Tensor]):
     """The model tensors of one checkpoint, or the mean of several, read when they are asked for."""
 
-    def __init__(self, checkpoints: Sequence[StoredCheckpoint]) -> None:
+    def __init__(self, checkpoints: Sequence[StoredCheckpoint], *, averaged: bool = False) -> None:
         """Check that the checkpoints hold the same tensors.
+
+        Args:
+            checkpoints: Of one model.
+            averaged: Give the averages that the run kept of its weights (`optim.ema`) in place of these.
 
         Raises:
             CheckpointMismatch: They do not; the first difference is named.
+            NoCheckpoint: One of them has no averages.
         """
         self._checkpoints = list(checkpoints)
+        self._averaged = averaged
+        lacking = next((each for each in self._checkpoints if averaged and not each.has_averages), None)
+        if lacking is not None:
+            raise NoCheckpoint(f"{lacking.path} has no averages of the weights: its run had no optim.ema.")
         first = self._checkpoints[0]
         self._names = list(first.model_headers(None))
         for other in self._checkpoints[1:]:
@@ -103,14 +117,20 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor; of several checkpoints the mean, taken in float64, or the last one's integers."""
-        key = MODEL + name
-        whole = self._checkpoints[-1].read(key)
+        whole = self._read(self._checkpoints[-1], name)
         if len(self._checkpoints) == 1 or not whole.is_floating_point():
             return whole
         total = whole.to(torch.float64)
         for checkpoint in self._checkpoints[:-1]:
-            total += checkpoint.read(key)
+            total += self._read(checkpoint, name)
         return (total / len(self._checkpoints)).to(whole.dtype)
+
+    def _read(self, checkpoint: StoredCheckpoint, name: str) -> Tensor:
+        tensors = checkpoint.manifest.tensors
+        if not self._averaged or AVERAGE + name not in tensors:  # what is not trained has no average
+            return checkpoint.read(MODEL + name)
+        dtype: torch.dtype = getattr(torch, tensors[MODEL + name].dtype)
+        return checkpoint.read(AVERAGE + name).to(dtype)
 
     def __iter__(self) -> Iterator[str]:
         """Yield names."""

@@ -24,7 +24,6 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from holdfast.checkpoint.companions import COMPANIONS
 from holdfast.checkpoint.dcp_files import (
     METADATA,
     Writer,
@@ -34,12 +33,12 @@ from holdfast.checkpoint.dcp_files import (
     without_crc32,
 )
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, rank_file, step_name
+from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, place_file, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
+from holdfast.checkpoint.optimizer_record import described_optimizers, wrapped_records
 from holdfast.checkpoint.snapshot import OPTIM, Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import HoldfastError
-from holdfast.optim.state import OptimizerState
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part
@@ -95,7 +94,7 @@ def commit(
     started = time.monotonic()
     final = name or step_name(about.step)
     reached("begin")
-    _agree(snapshot, ranks)
+    own_file = _agree(snapshot, about, ranks)
     staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
     with _together(ranks, "begin"):
         if ranks.rank == 0:
@@ -107,7 +106,7 @@ def commit(
         reached("rank state")
         with _together(ranks, "rank state"):
             began = time.monotonic()
-            files |= _write_small(snapshot, storage, staging, ranks.rank)
+            files |= _write_small(snapshot, storage, f"{staging}/", own_file, first=ranks.rank == 0)
             seconds += time.monotonic() - began
         reached("collect")
         with _together(ranks, "collect"):
@@ -148,9 +147,13 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
-    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have."""
-    wrapped = _wrapped(snapshot)
+def _agree(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have.
+
+    Returns:
+        The file of this rank's own state.
+    """
+    wrapped = wrapped_records(snapshot)
     shared = json.dumps(snapshot.shared, sort_keys=True, default=repr)
     mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents)
     everyone = ranks.gather(mine)
@@ -163,6 +166,7 @@ def _agree(snapshot: Snapshot, ranks: ProcessExchange) -> None:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
+    return _own_file(snapshot, about, ranks)
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
@@ -244,14 +248,23 @@ def _write_shards(
     return writer.written(staging), writer.seconds
 
 
-def _write_small(snapshot: Snapshot, storage: Storage, staging: str, rank: int) -> dict[str, FileEntry]:
-    texts: dict[str, bytes] = {rank_file(rank): _json(snapshot.rank_state)}
-    if rank == 0:
+def _own_file(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+    """Return this rank's file: by its place on the mesh, or by its number where places do not tell ranks apart."""
+    everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
+    own = everyones[ranks.rank]
+    return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)
+
+
+def _write_small(
+    snapshot: Snapshot, storage: Storage, folder: str, own_file: str, *, first: bool
+) -> dict[str, FileEntry]:
+    texts: dict[str, bytes] = {own_file: _json(snapshot.rank_state)}
+    if first:
         texts[TRAINER] = _json(snapshot.shared)
         texts |= {f"{ASSETS}/{name}": data for name, data in snapshot.assets.items()}
     written = {}
     for name, data in texts.items():
-        with storage.create(f"{staging}/{name}") as file:
+        with storage.create(folder + name) as file:
             file.write(data)
         written[name] = FileEntry(file.bytes_written, file.hexdigest())
     return written
@@ -279,7 +292,7 @@ def _manifest(
         files=files,
         tensors=tensors,
         ties={name: tuple(others) for name, others in snapshot.ties.items()},
-        optimizer=_optimizers(snapshot),
+        optimizer=described_optimizers(snapshot),
         mesh=dict(about.mesh),
         versions=dict(about.versions),
         metrics=dict(about.metrics),
@@ -289,7 +302,6 @@ def _manifest(
         deviations=about.deviations,
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
-        format=2 if _wrapped(snapshot) else 1,
     )
 
 
@@ -308,35 +320,6 @@ def _check_written(
     partly = without_chunks(metadata, tensors)
     if partly:
         raise SaveFailed(f"DCP did not store every part of {partly[0]}.")
-
-
-def _optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
-    if snapshot.optimizer is None:
-        return None
-    beside = {name: _described(state) for name, state in snapshot.companions.items()}
-    return _described(snapshot.optimizer) | ({COMPANIONS: beside} if beside else {})
-
-
-def _described(optimizer: OptimizerState) -> dict[str, Any]:
-    return {
-        "kind": optimizer.kind,
-        "groups": [
-            {"parameters": list(group.parameters), "hyperparameters": dict(group.hyperparameters)}
-            for group in optimizer.groups
-        ],
-        "values": {name: dict(keys) for name, keys in optimizer.values.items()},
-    } | ({"wrapped": _records(optimizer)} if optimizer.wrapped else {})
-
-
-def _wrapped(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the records of state of classes of its own, of every optimizer that is saved."""
-    own = {} if snapshot.optimizer is None else {OPTIM: snapshot.optimizer}
-    states = own | {f"{name}.{OPTIM}": state for name, state in snapshot.companions.items()}
-    return {where + name: keys for where, state in states.items() for name, keys in _records(state).items()}
-
-
-def _records(optimizer: OptimizerState) -> dict[str, Any]:
-    return {name: {key: record.as_plain() for key, record in keys.items()} for name, keys in optimizer.wrapped.items()}
 
 
 def merge(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:

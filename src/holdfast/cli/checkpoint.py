@@ -145,6 +145,9 @@ def export(
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
     adapter: Annotated[bool, typer.Option("--adapter", help="Adapters alone, in peft's format.")] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averages that the run kept (optim.ema), not the weights.")
+    ] = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
@@ -154,9 +157,13 @@ def export(
 
     if adapter and form is Form.torch:
         raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
+    if ema and form is Form.torch:
+        raise ConfigError(
+            "--ema writes averages in the place of weights, --format torch all there is; give one of them."
+        )
     found = find.one(checkpoint)
     if adapter:
-        export_stored_adapter(found, output, dtype=_dtype(dtype))
+        export_stored_adapter(found, output, dtype=_dtype(dtype), averaged=ema)
     elif form is Form.torch:
         write_torch_file(found, output)
     else:
@@ -166,6 +173,7 @@ def export(
             dtype=_dtype(dtype),
             largest_file_bytes=shard_bytes,
             trust_remote_code=trust_remote_code,
+            averaged=ema,
         )
     typer.echo(f"{found.path} is exported to {output}")
 

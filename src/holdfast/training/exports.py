@@ -69,7 +69,14 @@ def _export(run: Run, name: str) -> str:
         about = describe_adapters(run)
         if about is not None:
             texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
-            export_adapters(run.policy, about, place.with_name(f"{name}-adapter"), run.exchange, texts)
+            export_adapters(
+                run.policy,
+                about,
+                place.with_name(f"{name}-adapter"),
+                run.exchange,
+                texts,
+                reached=lambda name: run.world.failure.phase(f"adapter export: {name}"),
+            )
     return str(place)
 
 

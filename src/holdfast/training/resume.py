@@ -27,6 +27,7 @@ from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.identity import differences
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
+from holdfast.training.saved_state import check_saved_state
 from holdfast.training.state import TrainState
 from holdfast.training.unfreezing import unfreeze
 
@@ -58,6 +59,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
         verified=choice.manifest,
         averages=run.averages.tensors if run.averages is not None else {},
         companions={name: Companion(each.policy, each.optimizer) for name, each in run.companions.items()},
+        check=lambda shared, _: check_saved_state(run, shared, choice.manifest.step),
     )
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
