@@ -128,16 +128,17 @@ def test_an_image_token_ends_a_completion_and_a_masked_one_trains_nothing(
 ) -> None:
     """Of so many completions of an untrained model some end so; the first of each group is not scored."""
     place = directory("qwen2_5_vl")
-    image = side_of(place, "qwen2_5_vl").image_id
+    marks = side_of(place, "qwen2_5_vl").marks  # of images and of videos
     tree = tree_of(place, rollout={"group_size": 16, "max_new_tokens": 24})
 
     found = pools(2).run(train, tree, ROWS["a picture for each"], 2, "even_share_but_first")[0]
 
-    ended = [item for step in found["sampled"] for item in step if image in item[2]]
+    ended = [item for step in found["sampled"] for item in step if set(marks) & set(item[2])]
+    assert {item[2][-1] for item in ended} == set(marks)
     assert any(item[4] is None for item in ended)
     assert any(item[4] is not None for item in ended)
     for item in ended:
-        assert item[2].index(image) == len(item[2]) - 1
+        assert not set(marks) & set(item[2][:-1])
         assert item[3] == "stop"
     first = found["sampled"][0]
     scored = [item for item in first if item[4] is not None]

@@ -174,7 +174,7 @@ class PolicyModel(nn.Module):
         The tower runs once over images and videos: ranks that have both would call it more often than others, and wait
         for them for ever. For an image token that the policy chose itself there is no image, and transformers' models
         count. It ends its completion, so nothing reads it there. Tokens of an image are never trained, which tells the
-        two apart.
+        two apart; so it is with a video's.
         """
         token, video = self.family.image_token_id, self.family.video_token_id
         if token is None:

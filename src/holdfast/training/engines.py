@@ -24,8 +24,8 @@ def build_engine(measured: Evaluation, kind: EngineKind = "auto", rows: int = 51
     """
     origin, tokenizer, device = measured.origin, measured.origin.tokenizer, measured.world.device
     # Behind an image token that is no image's, training and sampling would read different things: it ends a completion.
-    image = origin.family.image_token_id
-    ends = [*stop_tokens(origin), *([] if image is None else [image])]
+    marks = (origin.family.image_token_id, origin.family.video_token_id)
+    ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
     stops = Stops(
         frozenset(ends),
         lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),

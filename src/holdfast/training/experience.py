@@ -112,7 +112,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
 def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
     assert trajectory.advantages is not None
     tokens, chosen = trajectory.tokens, trajectory.tokens.size - prompt.tokens.size
-    if isinstance(images, ImageSide) and chosen and tokens[-1] == images.image_id and not trajectory.loss_mask[-1]:
+    if isinstance(images, ImageSide) and chosen and tokens[-1] in images.marks and not trajectory.loss_mask[-1]:
         # Nobody trains this completion or reads its end, where a model that counts its images would miss one.
         tokens = np.append(tokens[:-1], pad_token)
     carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
