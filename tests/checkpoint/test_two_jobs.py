@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import DirectoryTaken
-from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.layout import LEASE
+from holdfast.checkpoint.lease import STALE_SECONDS, Lease
 from holdfast.checkpoint.storage import rename_new
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
@@ -89,6 +94,71 @@ def test_a_holder_that_was_killed_holds_nothing(tmp_path: Path, number: int) -> 
     holder.join()
 
     with Lease(tmp_path / "c"):
+        pass
+
+
+OTHER_HOST = """
+import sys, time
+from pathlib import Path
+from holdfast.checkpoint.layout import LEASE
+from holdfast.checkpoint.lease import STALE_SECONDS, Lease
+
+with Lease(Path(sys.argv[1])):
+    Path(sys.argv[2]).touch()
+    time.sleep(600)
+"""
+
+
+def test_a_job_of_another_host_holds_the_directory_by_its_name_until_it_renews_no_more(tmp_path: Path) -> None:
+    """A host name of its own, as a second machine on a network file system that passes no locks on."""
+    held = tmp_path / "held"
+    words = ["unshare", "--uts", "sh", "-c", 'hostname far-away && exec "$@"', "sh", sys.executable, "-c", OTHER_HOST]
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs root for a host name of its own")
+    holder = subprocess.Popen([*words, str(tmp_path / "c"), str(held)])
+    while not held.exists():
+        assert holder.poll() is None
+        time.sleep(0.01)
+    file = tmp_path / "c" / LEASE
+
+    with pytest.raises(DirectoryTaken, match=rf"process {holder.pid} on far-away"):
+        Lease(tmp_path / "c").__enter__()
+    holder.kill()
+    holder.wait()
+    with pytest.raises(DirectoryTaken, match=rf"process {holder.pid} on far-away"):
+        Lease(tmp_path / "c").__enter__()  # its lock is gone, and nobody here knows whether it is
+
+    for jump in (-86_400, 86_400):  # what its clock said is nobody's business
+        told = json.loads(file.read_text())
+        file.write_text(json.dumps(told | {"time": told["time"] + jump}))
+        with pytest.raises(DirectoryTaken):
+            Lease(tmp_path / "c").__enter__()
+    renewed = file.stat().st_mtime - STALE_SECONDS - 1
+    os.utime(file, (renewed, renewed))
+    with Lease(tmp_path / "c"):
+        assert json.loads(file.read_text())["host"] == socket.gethostname()
+
+
+class Lockless(Lease):
+    """On a file system that has no locks."""
+
+    def _lock(self, file: Any) -> bool | None:  # noqa: ARG002 - the interface's
+        return None
+
+
+def test_without_locks_a_job_of_this_host_holds_the_directory_while_it_lives(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    holder = subprocess.Popen([sys.executable, "-c", OTHER_HOST, str(tmp_path / "c"), str(held)])
+    while not held.exists():
+        assert holder.poll() is None
+        time.sleep(0.01)
+
+    with pytest.raises(DirectoryTaken, match=rf"process {holder.pid} on "):
+        Lockless(tmp_path / "c").__enter__()
+
+    holder.kill()
+    holder.wait()
+    with Lockless(tmp_path / "c"):
         pass
 
 

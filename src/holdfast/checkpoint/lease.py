@@ -7,13 +7,14 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from holdfast.checkpoint.errors import DirectoryTaken
+from holdfast.checkpoint.errors import DirectoryTaken, SaveFailed
 from holdfast.checkpoint.layout import LEASE
 from holdfast.checkpoint.storage import Storage
 
@@ -26,7 +27,8 @@ class Lease:
     """Held by rank 0 for the length of a block.
 
     A lock on the file holds within a machine and dies with the process. Network file systems may not pass it on to
-    other machines, so the file also names its holder and is renewed while the run goes on.
+    other machines, so the file also names its holder and is renewed while the run goes on. Its age is told by the file
+    system's own clock: those of two machines may differ, and either may jump.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -43,17 +45,12 @@ class Lease:
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = self._holder(file)
-            file.close()
-            raise DirectoryTaken(_taken(str(self._path.parent.parent), holder)) from None
-        except OSError:
-            pass  # a file system without locks: the holder's name and age decide
+        locked = self._lock(file)
         holder = self._holder(file)
-        elsewhere = holder.get("host") not in {None, socket.gethostname()}
-        if elsewhere and time.time() - float(holder.get("time", 0)) < STALE_SECONDS:
+        here = holder.get("host") == socket.gethostname()
+        # Without locks, and on other machines, the holder's name and age decide.
+        unlocked = "host" in holder and (not here or (locked is None and _lives(holder)))
+        if locked is False or (unlocked and self._age(file) < STALE_SECONDS):
             file.close()
             raise DirectoryTaken(_taken(str(self._path.parent.parent), holder))
         self._file = file
@@ -75,6 +72,25 @@ class Lease:
             self._file.close()
             self._file = None
 
+    def check(self) -> None:
+        """Refuse to go on where the directory is another one by now: a save would make a new one in its old place.
+
+        Raises:
+            SaveFailed: It was moved, deleted or replaced while it was held.
+        """
+        assert self._file is not None
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            there = None
+        held = os.fstat(self._file.fileno())
+        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            place = self._path.parent.parent
+            raise SaveFailed(
+                f"{place} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
+                f"it back as {place} and start the same command again: it continues from the newest checkpoint in it."
+            )
+
     def _keep_renewing(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # the next time may do better; a dead file system stops the saves
@@ -86,6 +102,21 @@ class Lease:
         self._file.truncate()
         self._file.write(_holder_text().decode())
         self._file.flush()
+
+    def _lock(self, file: IO[str]) -> bool | None:
+        """Lock the file; return whether that was possible, None on a file system without locks."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        return True
+
+    def _age(self, file: IO[str]) -> float:
+        """Return the seconds since the file was renewed."""
+        with tempfile.TemporaryFile(dir=self._path.parent) as now:
+            return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
 
     def _holder(self, file: IO[str]) -> dict[str, Any]:
         file.seek(0)
@@ -137,6 +168,11 @@ class ObjectLease:
 
 def _holder_text() -> bytes:
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode()
+
+
+def _lives(holder: dict[str, Any]) -> bool:
+    """Whether the holder is another process of this machine that goes on."""
+    return holder.get("pid") != os.getpid() and Path(f"/proc/{holder.get('pid')}").exists()
 
 
 def _was_mine(holder: dict[str, Any]) -> bool:

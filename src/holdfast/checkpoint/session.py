@@ -16,9 +16,12 @@ from holdfast.checkpoint.retention import Retention, prune, put_aside
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import About, Reached, commit
+from holdfast.errors import HoldfastError
+from holdfast.parallel.broken import broken_by_peer, timed_out
 from holdfast.parallel.collectives import ProcessExchange
 
 _LOOK_SECONDS = 0.005
+WAITED, LOST = "waited until its time was over", "lost another rank"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Session:
         background: Write on a thread, after one copy.
         read_back: Compare hashes of what is on disk before anything is deleted.
         reached: Told every phase of a save, and "retention".
+        late: Names the ranks that a save waited for in vain.
         patience: Waits until the save in flight has ended on all ranks, or raises; default: until it has on this one.
     """
 
@@ -58,11 +62,14 @@ class Session:
     background: bool = True
     read_back: bool = True
     reached: Reached = lambda _: None
+    late: Callable[[str], str] = lambda _: ""
     patience: Callable[[], object] | None = None
     resumed: Manifest | None = None
     """What the run continued from."""
     phase: str = ""
     """Where the save in flight is, on this rank."""
+    broken: str = ""
+    """How a save lost another rank, and with it the process group that saves go over."""
     _parent: Manifest | None = None
     _saver: BackgroundSaver[Saved] = field(default_factory=BackgroundSaver)
     _outcome: Saved | CheckpointError | None = None
@@ -124,34 +131,47 @@ class Session:
             time.sleep(_LOOK_SECONDS)
 
     def _write(self, snapshot: Snapshot, about: About) -> Saved:
+        ranks = self.ranks  # a thread that was given up must not mix into the group of a later save
+        try:
+            return self._committed(snapshot, about, ranks)
+        except Exception as error:
+            if isinstance(error, HoldfastError) or not broken_by_peer(error):
+                raise
+            self.broken = WAITED if timed_out(error) else LOST
+            late = self.late(self.phase) or "which one, is not known; look at network and disk"
+            raise SaveFailed(
+                f"rank {ranks.rank} {self.broken} in phase {self.phase!r} of the save of step {about.step}: {late}."
+            ) from error
+
+    def _committed(self, snapshot: Snapshot, about: About, ranks: ProcessExchange) -> Saved:
         notes: list[str] = []
-        manifest = commit(snapshot, self.storage, about, self.ranks, reached=self._reach, told=notes.append)
+        manifest = commit(snapshot, self.storage, about, ranks, reached=self._reach, told=notes.append)
         if self.read_back:
-            self._verify(manifest)
+            self._verify(manifest, ranks)
         self._reach("retention")
         needed = {about.step} | ({self.resumed.step} if self.resumed is not None else set())
         deleted: list[int] = []
-        if self.ranks.rank == 0:
+        if ranks.rank == 0:
             try:
                 deleted = prune(self.storage, self.retention, needed=needed)
             except (OSError, CheckpointError) as error:  # a network file system in a mood: the next save tries again
                 notes.append(f"older checkpoints could not be deleted: {error}.")
-        told = self.ranks.agree((deleted, notes))
+        told = ranks.agree((deleted, notes))
         return Saved(manifest, tuple(told[0]), tuple(told[1]))
 
     def _reach(self, phase: str) -> None:
         self.phase = phase
         self.reached(phase)
 
-    def _verify(self, manifest: Manifest) -> None:
+    def _verify(self, manifest: Manifest, ranks: ProcessExchange) -> None:
         name = step_name(manifest.step)
         self._reach("read back")
         try:
-            verified_manifest(self.storage, name, self.ranks)
+            verified_manifest(self.storage, name, ranks)
         except CheckpointError as error:
             damaged = isinstance(error, CheckpointCorrupt)  # one that cannot be read may be whole
-            with self.ranks.together():
-                if damaged and self.ranks.rank == 0:
+            with ranks.together():
+                if damaged and ranks.rank == 0:
                     put_aside(self.storage, name)
             raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error
 

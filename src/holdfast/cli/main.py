@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.checkpoint import app as checkpoint_app
+from holdfast.cli.quiet import hush
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -203,6 +204,7 @@ def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
 
 def main() -> None:
     """Run the command line; a user's mistake is one paragraph, never a traceback."""
+    hush()
     try:
         app()
     except HoldfastError as error:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli.quiet import hush
 from holdfast.config.distill import DistillConfig
 from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
@@ -81,6 +82,7 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
 
 def main() -> None:
     """Run as `python -m holdfast.cli.worker VERB CONFIG.json BASE`."""
+    hush()
     verb, file, base = sys.argv[1:4]
     config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))
     try:

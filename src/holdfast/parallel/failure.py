@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
 from holdfast.errors import RankFailed, RunStopped, UserError
+from holdfast.parallel.beside import BesideLoop, given_up
 from holdfast.parallel.board import Board
 from holdfast.parallel.broken import broken_by_peer, is_broken, timed_out
 from holdfast.parallel.heartbeat import Heartbeat
@@ -111,6 +112,7 @@ class FailureChannel:
         """What this rank's watching thread learned: the store may be gone when the main thread asks."""
         self._board = Board(store, directory)
         self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts)
+        self._beside = BesideLoop(rank, world_size, self._board, self._heartbeat)
 
     def phase(self, name: str) -> _Phase:
         """Enter a phase now; used as a context manager, the earlier phase returns at its end.
@@ -133,8 +135,26 @@ class FailureChannel:
 
     def in_background(self, name: str) -> None:
         """Record what a thread beside the loop does, such as a phase of a save."""
-        self._write_in_place(f"background-rank-{self._rank}", name)
+        if self.directory is not None:
+            self._write_in_place(BesideLoop.note(self._rank), name)
+        elif self._world_size > 1:
+            self._board.write(BesideLoop.note(self._rank), name)
         self._maybe_die(f"save: {name}")
+
+    def late_in_background(self, phase: str) -> str:
+        """Return words about the ranks that a save waited for in vain; empty if all came meanwhile.
+
+        A rank that has stopped answering is reported to all, since no training step can go on without it.
+        """
+        self.in_background(given_up(phase))
+        silent, words = self._beside.late()
+        if silent:
+            first = silent[0]
+            text = f"it kept a save waiting until its time was over ({words})"
+            hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
+            self._write_file(hang)
+            self._write_store(hang)
+        return words
 
     def at_step(self, step: int) -> None:
         """Record the step; rank 0's is what the launcher compares between two deaths."""

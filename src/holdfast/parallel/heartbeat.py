@@ -87,15 +87,25 @@ class Heartbeat:
 
         Takes a few seconds: silence is heard by waiting.
         """
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        before = {rank: self._read(rank) for rank in others}
-        time.sleep(BEAT_SECONDS * _MISSED_BEATS)
-        after = {rank: self._read(rank) for rank in others}
-        silent = [_parse(rank, after[rank], silent=True) for rank in others if after[rank] == before[rank]]
+        silent = self._silent()
         if silent:
             return silent
-        found = [_parse(rank, after[rank], silent=False) for rank in others]
+        found = [_parse(rank, self._read(rank), silent=False) for rank in self._others()]
         return [place for place in found if (place.step, place.phase) != self._now()]
+
+    def silent(self) -> list[Whereabouts]:
+        """Return the ranks that have stopped answering; none where nobody beats. Takes a few seconds."""
+        found = self._silent()
+        return found if self._thread.ident is not None else []
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank != self._rank]
+
+    def _silent(self) -> list[Whereabouts]:
+        before = {rank: self._read(rank) for rank in self._others()}
+        time.sleep(BEAT_SECONDS * _MISSED_BEATS)
+        after = {rank: self._read(rank) for rank in before}
+        return [_parse(rank, after[rank], silent=True) for rank in before if after[rank] == before[rank]]
 
 
 def _parse(rank: int, text: str | None, *, silent: bool) -> Whereabouts:

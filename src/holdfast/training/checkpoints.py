@@ -11,10 +11,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from holdfast.checkpoint.background import Status
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.companions import joined
-from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint, SaveFailed
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
@@ -35,10 +34,7 @@ from holdfast.training.emergency import Emergency, Moment
 from holdfast.training.exports import EXPORTS, check_export
 from holdfast.training.resume import resume, say, start_from
 from holdfast.training.run import Run
-
-_LOOK_SECONDS = 0.01
-_SLACK_SECONDS = 30.0
-"""A rank that noticed a time-out first leaves the others this long to notice theirs."""
+from holdfast.training.save_in_flight import collect_together, meet_again, wait_for_all
 
 
 class Checkpoints:
@@ -51,6 +47,7 @@ class Checkpoints:
         self._storage = open_storage(self._config.storage or run.directory / FOLDER)
         self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
         self._session: Session | None = None
+        self._lease: Lease | None = None
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._rehearsed: dict[int, Report] = {}
@@ -83,7 +80,8 @@ class Checkpoints:
             background=self._config.background,
             read_back=self._config.read_back,
             reached=run.world.failure.in_background,
-            patience=self._wait_for_all,
+            late=run.world.failure.late_in_background,
+            patience=lambda: wait_for_all(run, self.session),
         )
         self._held = hold(
             run.policy,
@@ -113,7 +111,7 @@ class Checkpoints:
         named: list[str] = []
         with run.exchange.together():
             if run.world.is_first:
-                self._stack.enter_context(Lease(run.directory / FOLDER))
+                self._lease = self._stack.enter_context(Lease(run.directory / FOLDER))
                 if not self._storage.renames:
                     self._stack.enter_context(ObjectLease(self._storage))
                 if not directory.is_run(run.directory):
@@ -287,11 +285,22 @@ class Checkpoints:
         if not self.is_new:
             return before
         with run.phase("save"):
+            self._check_place()
             run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             snapshot = self._snapshot(Moment.now(run))
             self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
             return before + self.collect() if wait else before
+
+    def _check_place(self) -> None:
+        """Make sure that the run's directory is the one it was.
+
+        Raises:
+            SaveFailed: It is not; on all ranks.
+        """
+        with self._run.exchange.together():
+            if self._lease is not None:
+                self._lease.check()
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         run = self._run
@@ -342,9 +351,11 @@ class Checkpoints:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
         """
         try:
-            self._fail_together(self._wait_for_all())
-            saved = self.session.collect()
+            wait_for_all(self._run, self.session)
+            saved = collect_together(self._run, self.session)
         except CheckpointError as error:
+            self._ranks = meet_again(self._run, self.session)
+            self._check_place()  # that it is gone is the reason of whatever went wrong
             self._failures += 1
             if self._failures > self._config.max_failures:
                 raise
@@ -356,35 +367,6 @@ class Checkpoints:
         self._failures = 0
         say(self._run, *(f"warning: {note}" for note in saved.notes))
         return [saved]
-
-    def _wait_for_all(self) -> list[Status]:
-        """Wait until the save in flight has ended on every rank, and return how; one that hangs in it is named on all.
-
-        Raises:
-            SaveFailed: It has not ended long after the others gave up.
-        """
-        run, session = self._run, self.session
-        deadline = time.monotonic() + 60 * self._config.timeout_minutes + _SLACK_SECONDS
-        while True:
-            told = run.exchange.gather((session.status, session.phase, time.monotonic() > deadline))
-            waiting = [rank for rank, (status, _, _) in enumerate(told) if status == "running"]
-            if not waiting:
-                return [status for status, _, _ in told]
-            if told[0][2]:
-                session.abandon()
-                where = ", ".join(f"rank {rank} in phase {told[rank][1]!r}" for rank in waiting)
-                raise SaveFailed(
-                    f"a save has hung for more than {self._config.timeout_minutes:g} minutes: {where}. Look at the "
-                    "file system of that rank."
-                )
-            time.sleep(_LOOK_SECONDS)
-
-    def _fail_together(self, told: list[Status]) -> None:
-        """Let a save that failed on some rank count as failed on all."""
-        failed = [rank for rank, status in enumerate(told) if status == "failed"]
-        if failed and self.session.status != "failed":
-            self.session.collect()
-            raise SaveFailed(f"a save failed on rank {failed[0]}, whose log says why.")
 
     def check_grace(self, requests: StopRequests) -> None:
         """Tell the user if the last save came later than promised."""
