@@ -16,7 +16,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: Makefile pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,vlm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,vlm]'
 	touch $@
 
 demo: setup

@@ -58,7 +58,7 @@ install_torch_2_11() {  # says why it returns 1
     fi
     .venv-torch2.11/bin/python -m pip install "${PIP_OPTIONS[@]}" "${index[@]}" 'torch==2.11.*'
     grep -v '^torch==' constraints.txt >"$report"
-    .venv-torch2.11/bin/python -m pip install "${PIP_OPTIONS[@]}" -c "$report" -e '.[dev,lowbit,math,vlm]'
+    .venv-torch2.11/bin/python -m pip install "${PIP_OPTIONS[@]}" -c "$report" -e '.[dev,lowbit,math,qlora,vlm]'
 }
 
 echo "== the oldest torch: smoke set on torch 2.11"
@@ -73,7 +73,7 @@ if ! test "$stamp" -nt pyproject.toml || ! test "$stamp" -nt constraints-vllm.tx
     vllm_pip=(.venv-vllm-constraints/bin/python -m pip install "${PIP_OPTIONS[@]}")
     # torch goes first and alone: beside other packages pip may choose another build of it.
     "${vllm_pip[@]}" "$(grep '^torch==' constraints-vllm.txt)"
-    "${vllm_pip[@]}" -c constraints-vllm.txt -e '.[dev,lowbit,math,vlm]'
+    "${vllm_pip[@]}" -c constraints-vllm.txt -e '.[dev,lowbit,math,qlora,vlm]'
     touch "$stamp"
 fi
 .venv-vllm-constraints/bin/python -c "import transformers; print('transformers', transformers.__version__)"
