@@ -24,7 +24,7 @@ from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameter
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan
 
 FORWARD_METHODS = ("upstream_logprobs", "router_tally", "show_predictors")
-"""Methods of the root, besides forward, that find its parameters gathered."""
+"""Methods of the root, besides forward, that find its parameters gathered; a root has those that it needs."""
 
 _KEPT_OPERATIONS = [
     "mm",
@@ -65,7 +65,8 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             _set_always_on(module)
     for method in FORWARD_METHODS:
-        register_fsdp_forward_method(policy, method)
+        if hasattr(policy, method):
+            register_fsdp_forward_method(policy, method)
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
