@@ -138,7 +138,9 @@ class Session:
             if isinstance(error, HoldfastError) or not broken_by_peer(error):
                 raise
             self.broken = WAITED if timed_out(error) else LOST
-            late = self.late(self.phase) or "which one, is not known; look at network and disk"
+            # Only who waited knows who is late: a rank that died closes its connections, and is heard of elsewhere.
+            late = self.late(self.phase) if self.broken == WAITED else "it ended, or waited no longer"
+            late = late or "which one, is not known; look at network and disk"
             raise SaveFailed(
                 f"rank {ranks.rank} {self.broken} in phase {self.phase!r} of the save of step {about.step}: {late}."
             ) from error
