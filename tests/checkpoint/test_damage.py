@@ -25,6 +25,7 @@ from tests.checkpoint.cases import build, contents, optimizer_of, save_after
 from tests.checkpoint.damage import flip_a_bit, rewrite_manifest, zero_a_page
 
 FLIPS, PAGES = 1000, 300
+FAST_FLIPS, FAST_PAGES = 250, 80
 SHARD = "dcp/__1_0.distcp"
 
 
@@ -72,8 +73,10 @@ def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Co
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        pytest.param("bit", FLIPS, id="07-bit flip in a shard or any other file"),
-        pytest.param("page", PAGES, id="08-zeroed page of 4 KiB"),
+        pytest.param("bit", FAST_FLIPS, id="07-bit flip in a shard or any other file"),
+        pytest.param("page", FAST_PAGES, id="08-zeroed page of 4 KiB"),
+        pytest.param("bit", FLIPS, marks=pytest.mark.slow, id="07-many flipped bits"),
+        pytest.param("page", PAGES, marks=pytest.mark.slow, id="08-many zeroed pages"),
     ],
 )
 def test_no_flipped_bit_and_no_zeroed_page_is_ever_loaded(pools: Any, step_2: Path, kind: str, count: int) -> None:

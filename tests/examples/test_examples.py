@@ -15,11 +15,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
 CLAIM = re.compile(r"(eval/\S+) (<=|>=) ([0-9.]+)")
 COMMAND = re.compile(r"^#   ((?:holdfast|python) .+)$", re.MULTILINE)
-QUICK = {"sft_sort"}
-RUNS = [
-    pytest.param(example, marks=[] if example.stem in QUICK else [pytest.mark.slow], id=example.stem)
-    for example in EXAMPLES
-]
+RUNS = [pytest.param(example, marks=pytest.mark.slow, id=example.stem) for example in EXAMPLES]
 
 
 def header(example: Path) -> str:

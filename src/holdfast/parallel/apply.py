@@ -98,7 +98,7 @@ def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, 
     parameters = named_parameters(policy)
     compute = getattr(torch, plan.compute_dtype)
     return {
-        "mesh": mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"],
+        "mesh": mesh if plan.replicate > 1 else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute,
             reduce_dtype=getattr(torch, plan.reduce_dtype),

@@ -115,7 +115,9 @@ def _device(wanted: str, local_rank: int) -> torch.device:
 
 
 def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
-    """Arrange the ranks on the axes `AXES`; `context` and `expert` have one place each.
+    """Arrange the ranks on the axes `AXES`, of which `context` and `expert` have one place each.
+
+    Those two have no group of their own: it would cost threads on every rank and hold nobody else.
 
     Raises:
         ConfigError: replicate x shard is not the number of ranks.
@@ -131,4 +133,4 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
             f"parallel.replicate={parallel.replicate} x parallel.shard={shard} is not the number of ranks, "
             f"{world.size}. Set shard: auto, or launch.ranks: {parallel.replicate * max(shard, 1)}."
         )
-    return init_device_mesh(world.device.type, (parallel.replicate, shard, 1, 1), mesh_dim_names=AXES)
+    return init_device_mesh(world.device.type, (parallel.replicate, shard), mesh_dim_names=AXES[:2])
