@@ -274,7 +274,7 @@ def test_a_later_version_s_manifest_is_refused_with_both_numbers(pools: Any, ste
 
     assert errors[0] == errors[1]
     assert errors[0][0][0] == "NewerFormat"
-    assert "has format 3, this version of Holdfast reads up to 1. Upgrade Holdfast." in errors[0][0][1]
+    assert "has format 3, this version of Holdfast reads up to 2. Upgrade Holdfast." in errors[0][0][1]
 
 
 def test_a_manifest_without_files_is_no_checkpoint_of_ours(tmp_path: Path) -> None:
