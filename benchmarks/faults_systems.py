@@ -13,13 +13,13 @@ from torch import nn
 WIDTH, LAYERS = 256, 4
 
 
-def ranks_environment(rank: int, port: int) -> dict[str, str]:
+def ranks_environment(rank: int, port: int, size: int = 2) -> dict[str, str]:
     """Return what torchrun would set."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "faults",
@@ -28,14 +28,22 @@ def ranks_environment(rank: int, port: int) -> dict[str, str]:
 
 
 def network(change: str) -> nn.Sequential:
-    """Return a few layers; `change` drops one, adds one, casts or freezes."""
+    """Return a few layers; `change` drops one, adds one, widens the last, casts or freezes."""
     count = LAYERS + {"dropped": -1, "added": 1}.get(change, 0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+    widths = [WIDTH] * (count - 1) + [WIDTH + 2 * (change == "shape")]
+    model = nn.Sequential(*(nn.Linear(WIDTH, width) for width in widths))
     if change == "dtype":
         model.to(torch.bfloat16)
     if change == "frozen":
         model[0].requires_grad_(False)
     return model
+
+
+def optimizer_of(model: nn.Module, change: str) -> torch.optim.Optimizer:
+    """Return AdamW over what is trained, or SGD where the optimizer is what changes."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = torch.optim.SGD if change == "optimizer" else torch.optim.AdamW
+    return kind(trained, lr=0.1)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,8 +82,7 @@ class System:
         """Make model and optimizer, with state as after a step."""
         self.join()
         self.model = self.sharded(network(change))
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.1)
+        self.optimizer = optimizer_of(self.model, change)
         self.warm_up(change)
 
     def warm_up(self, change: str) -> None:
@@ -167,6 +174,11 @@ class System:
         """Return the files that are pickles."""
         return sorted(Path(place).rglob(".metadata"))
 
+    def index_files(self, place: str) -> list[Path]:
+        """Return the files that say which tensor is where."""
+        names = {".metadata", "model.safetensors.index.json"}
+        return sorted(path for path in Path(place).rglob("*") if path.name in names)
+
     def trains_alike(self, place: str) -> bool:
         """Return whether a save before the first step leaves training bit for bit as it is."""
         found = []
@@ -192,9 +204,7 @@ class Holdfast(System):
     def preload() -> None:
         """Import what forked ranks need."""
         System.preload()
-        import holdfast.checkpoint.choose
-
-        assert holdfast.checkpoint.choose
+        __import__("holdfast.checkpoint.choose")
 
     def save(self, place: str, *, step: int, own: Any = None) -> None:
         """Save a step."""
@@ -224,9 +234,7 @@ class Accelerate(System):
     @staticmethod
     def preload() -> None:
         """Import what forked ranks need."""
-        import accelerate
-
-        assert accelerate
+        __import__("accelerate")
 
     def join(self) -> None:
         """Let accelerate join."""
@@ -239,8 +247,7 @@ class Accelerate(System):
         """Make and prepare."""
         self.join()
         model = network(change)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.1))
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer_of(model, change))
         self.warm_up(change)
 
     def sharded(self, model: nn.Sequential) -> nn.Module:
@@ -270,7 +277,7 @@ class Transformers(System):
     """save_pretrained in shards and from_pretrained: weights only, rank 0 writes, every rank reads."""
 
     distribution = "transformers"
-    without = frozenset({"frozen", "gradients"})
+    without = frozenset({"frozen", "gradients", "optimizer", "own"})
 
     @staticmethod
     def preload() -> None:
@@ -287,8 +294,9 @@ class Transformers(System):
         self.join()
         self.change = change
         layers = 2 + {"dropped": -1, "added": 1}.get(change, 0)
+        inner = 64 + 2 * (change == "shape")
         self.config = LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2
+            vocab_size=64, hidden_size=64, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=2
         )
         self.model = LlamaForCausalLM(self.config)
         if change == "dtype":
@@ -338,9 +346,7 @@ class Lightning(System):
     def preload() -> None:
         """Import what forked ranks need."""
         System.preload()
-        import lightning.fabric.strategies
-
-        assert lightning.fabric.strategies
+        __import__("lightning.fabric.strategies")
 
     def join(self) -> None:
         """Let Fabric join."""
@@ -348,17 +354,18 @@ class Lightning(System):
         from lightning.fabric.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(
-            parallelize_fn=lambda model, _: System.sharded(self, model), data_parallel_size=2, tensor_parallel_size=1
+            parallelize_fn=lambda model, _: System.sharded(self, model),
+            data_parallel_size=int(os.environ["WORLD_SIZE"]),
+            tensor_parallel_size=1,
         )
-        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
         self.fabric.launch()
 
     def build(self, change: str = "") -> None:
         """Make and set up."""
         self.join()
         self.model = self.fabric.setup_module(network(change))
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(trained, lr=0.1))
+        self.optimizer = self.fabric.setup_optimizers(optimizer_of(self.model, change))
         self.warm_up(change)
 
     def sharded(self, model: nn.Sequential) -> nn.Module:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.hashing import hash_bytes
+from holdfast.checkpoint.manifest import FORMAT
 from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.conftest import Command, of_step
 from tests.cli.warm import WarmPython
@@ -72,10 +73,13 @@ def verbs(path: str) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
+LATER = f"format {FORMAT + 1}, this version of Holdfast reads up to {FORMAT}."
+
+
 def later_format(place: Path, step: int) -> None:
     """Give a checkpoint the whole manifest of a version to come."""
     file = place / of_step(step) / "manifest.json"
-    body = json.loads(file.read_text())["manifest"] | {"format": 2, "invented": "later"}
+    body = json.loads(file.read_text())["manifest"] | {"format": FORMAT + 1, "invented": "later"}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     file.write_text(f'{{"manifest":{canonical},"xxh3_128":"{hash_bytes(canonical.encode())}"}}')
 
@@ -94,7 +98,9 @@ def lay(place: Path, kind: str) -> tuple[str, str]:
             return "odd", "it is a file, or a directory that holds nothing."
         case "a later version's":
             later_format(place, 4)
-            return of_step(4), "has format 2, this version of Holdfast reads up to 1. Upgrade Holdfast."
+            return of_step(
+                4
+            ), f"has format {FORMAT + 1}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
         case "last.ckpt" | "model.safetensors":
             (place / kind).write_bytes(b"x")
             return kind, SINGLE[kind]
@@ -155,7 +161,7 @@ def test_a_run_with_a_later_version_s_checkpoint_is_neither_resumed_nor_set_back
     done = resume(warm, place)
 
     assert done.code == 2
-    assert "step-00000004/manifest.json has format 2, this version of Holdfast reads up to 1." in done.err
+    assert f"step-00000004/manifest.json has {LATER}" in done.err
     after = contents(place / "runs/run/checkpoints")
     assert {name: after[name] for name in before} == before
     assert set(after) - set(before) <= {".lease.json"}

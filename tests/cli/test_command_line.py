@@ -40,7 +40,10 @@ def test_help_answers_in_half_a_second_of_processor_time(holdfast: Command) -> N
         (["sft", "--fast", "run.yaml"], "No such option: --fast"),
         (["config", "shw"], "No such command 'shw'"),
         (["data", "preview", "run.yaml", "--row", "-1"], "Invalid value for '--row'"),
-        (["config", "schema", "stf"], "There is no verb 'stf' with a configuration; there are sft, dpo, reward, grpo."),
+        (
+            ["config", "schema", "stf"],
+            "there are sft, dpo, reward, grpo, distill.",
+        ),
         (["config", "show", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
         (["sft", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
         (["eval", "."], ". has no holdfast.yaml, so it is no export of Holdfast."),

@@ -54,19 +54,15 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         return
     options = _options(policy, plan, mesh)
     for unit in plan.units:
-        if unit.name != ROOT:
-            modules = [_module(policy, path) for path in unit.modules]
-            fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
-            for module in modules:
-                keep_recording(module)
-        else:
-            fully_shard(policy, reshard_after_forward=unit.reshard, **options)
+        modules = [policy] if unit.name == ROOT else [_module(policy, path) for path in unit.modules]
+        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
+        for module in modules:
+            keep_recording(module)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             _set_always_on(module)
-    for method in FORWARD_METHODS:
-        if hasattr(policy, method):
-            register_fsdp_forward_method(policy, method)
+    for method in filter(partial(hasattr, policy), FORWARD_METHODS):
+        register_fsdp_forward_method(policy, method)
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:

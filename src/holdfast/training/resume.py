@@ -34,7 +34,7 @@ from holdfast.training.unfreezing import unfreeze
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
     "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
-    "updates.", "critic",
+    "updates.", "critic", "teacher.", "distill.",
 )  # fmt: skip
 
 
