@@ -35,7 +35,7 @@ class Example:
     source: str = ""
     """Name of the data source, for metrics."""
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """[L] each; carried by pack, split and unpack without knowing what they mean."""
+    """[L, ...] each; carried by pack, split and unpack without knowing what they mean."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Inputs only the model understands, such as image patches; a micro-batch joins them along dimension 0."""
     positions: NDArray[np.int64] | None = None
@@ -112,7 +112,7 @@ class Trajectory:
     advantages: NDArray[np.floating[Any]] | None = None
     """[L]; None before they are known"""
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """[L] each; carried by pack, split and unpack without knowing what they mean."""
+    """[L, ...] each; carried by pack, split and unpack without knowing what they mean."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
@@ -161,7 +161,7 @@ class Batch:
     count: float
     """Their sum."""
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, T] each"""
+    """[B, T, ...] each"""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Joined along dimension 0, in the order of the sequences."""
     model_input_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint import find
-from holdfast.checkpoint.adapter_export import write_adapters
+from holdfast.checkpoint.adapter_export import Description, write_adapters
 from holdfast.checkpoint.export import PHASES, clean_exports, replace_directory
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
@@ -71,7 +71,8 @@ def test_a_kill_in_an_export_leaves_the_one_before_whole_and_the_next_run_export
     assert {path.name: path.read_bytes() for path in best.iterdir()} != before
 
 
-TEXTS = {"adapter_config.json": "{}", "holdfast.yaml": "steps: 4"}
+ABOUT = Description("{}", base=None)
+TEXTS = {"holdfast.yaml": "steps: 4"}
 
 
 def adapters(number: float) -> dict[str, torch.Tensor]:
@@ -79,7 +80,7 @@ def adapters(number: float) -> dict[str, torch.Tensor]:
 
 
 def write_and_die(_: World, place: Path, phase: str) -> None:
-    write_adapters(place, adapters(2.0), TEXTS, lambda name: die() if name == phase else None)
+    write_adapters(place, adapters(2.0), ABOUT, TEXTS, lambda name: die() if name == phase else None)
 
 
 def files_of(place: Path) -> dict[str, bytes]:
@@ -89,15 +90,15 @@ def files_of(place: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("known", [False, True], ids=["a new name", "a name that is there"])
 def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one(tmp_path: Path, known: bool) -> None:
     for number in (1.0, 2.0):
-        write_adapters(tmp_path / str(number), adapters(number), TEXTS)
+        write_adapters(tmp_path / str(number), adapters(number), ABOUT, TEXTS)
     old, new = files_of(tmp_path / "1.0"), files_of(tmp_path / "2.0")
-    assert old.keys() == new.keys() == {*TEXTS, "adapter_model.safetensors"}
+    assert old.keys() == new.keys() == {*TEXTS, "adapter_config.json", "adapter_model.safetensors"}
     assert old != new
 
     for phase in PHASES:
         place = tmp_path / phase.replace(" ", "-") / "best-adapter"
         if known:
-            write_adapters(place, adapters(1.0), TEXTS)
+            write_adapters(place, adapters(1.0), ABOUT, TEXTS)
 
         (ended,) = run_doomed(write_and_die, 1, place, phase)
 
@@ -111,7 +112,7 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
             assert list(place.parent.glob(".staging-*")) != []
         clean_exports(place.parent)
         assert [path.name for path in place.parent.iterdir()] == ["best-adapter"] * place.exists()
-        write_adapters(place, adapters(2.0), TEXTS)
+        write_adapters(place, adapters(2.0), ABOUT, TEXTS)
         assert files_of(place) == new
 
 

@@ -93,11 +93,16 @@ class GRPOConfig(TrainingConfig):
             )
         if self.data.batch_size_schedule:
             yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"
+        yield from self._groups()
+        yield from self._one_policy()
 
+    def _one_policy(self) -> Iterator[Mistake]:
+        """Yield what lets sampling and training differ."""
         if self.model.dropout or (self.model.lora is not None and self.model.lora.dropout > 0):
             key = "model.dropout" if self.model.dropout else "model.lora.dropout"
             yield key, "a ratio compares two forward passes of one policy, which dropout makes differ; turn it off"
-        yield from self._groups()
+        if self.rollout.replay_routing and self.parallel.compile == "blocks":
+            yield "rollout.replay_routing", "a compiled block chooses its experts itself; use parallel.compile: head"
 
     def _groups(self) -> Iterator[Mistake]:
         groups, labels = self.groups, [reward.label for reward in self.reward]

@@ -73,6 +73,9 @@ class RolloutConfig(SamplingConfig):
     """Seed of the sampling; default: the run's seed."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work."""
+    replay_routing: bool = False
+    """For a mixture of experts: train each token on the experts that it met in sampling, so that a router near a tie
+    changes nothing between the two (R3, arXiv:2510.11370)."""
     record: bool = False
     """Keep the batch of every step in rollouts/, for `holdfast replay`."""
     show_every: PositiveInt = 10

@@ -7,6 +7,7 @@ touched outside it finds shards where it expects a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
+from holdfast.models.expert_choices import COLUMN, ChoicesToFollow
 from holdfast.models.family import Family, backbone_of, output_layer_of
 from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
@@ -52,6 +54,12 @@ class PolicyModel(nn.Module):
         self.padded = padded
         self.routers = Routers(language_model) if routers_of(language_model) else None
         self.router_loss = router_loss
+        self.replayed: ChoicesToFollow | None = None
+
+    def replay_routing(self) -> None:
+        """From now on send tokens to the experts that a batch names in its column `expert_choices`."""
+        routers = [router for router, _ in routers_of(self.language_model)]
+        self.replayed = ChoicesToFollow(routers, type(self.language_model).__name__)
 
     def forward(
         self,
@@ -74,10 +82,14 @@ class PolicyModel(nn.Module):
         if objective is None or self.routers is None or not self.training:
             hidden = self.hidden_states(batch)
             return self._scored(hidden, batch, objective, temperature, entropy)
-        with self.routers.watched() as seen:
+        counting = nullcontext([]) if self.replayed is None else self.replayed.counted()
+        with self.routers.watched() as seen, counting as differing:
             hidden = self.hidden_states(batch)
         output = self._scored(hidden, batch, objective, temperature, entropy)
         assert isinstance(output, LossSum)
+        if self.replayed is not None:
+            none = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+            output = output._replace(sums=output.sums | {"router/replay_differs": sum(differing, none)})
         return self._with_routers(output, seen, batch, router_loads)
 
     def _scored(
@@ -154,6 +166,8 @@ class PolicyModel(nn.Module):
             inputs["attention_mask"] = visible
         else:
             inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
+        if self.replayed is not None:
+            self.replayed.follow(batch.per_token.get(COLUMN))
         positions = batch.position_ids
         output = backbone_of(self.language_model)(
             position_ids=positions[0] if positions.shape[0] == 1 else positions,

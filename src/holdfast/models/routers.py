@@ -58,7 +58,9 @@ class Routers:
         self.name = str(config.model_type)
         self.top_k = _top_k(model)
         self._seen: list[Routed] | None = None
-        for router, index in routers_of(model):
+        found = routers_of(model)
+        self.layers = len(found)
+        for router, index in found:
             router.register_forward_hook(self._hook(index))
 
     def _hook(self, index: int) -> Any:
@@ -162,6 +164,12 @@ def global_loads(choices: Tensor, rows: Tensor, count: float) -> Tensor:
     """
     rows = rows.clamp(min=1.0)
     return choices.numel() * count * choices / rows**2
+
+
+def choices_of(seen: Sequence[Routed]) -> Tensor:
+    """Return [T, layers, k] int16 of one forward pass: the experts each token met, by index + 1."""
+    chosen = [routed.chosen for routed in seen]
+    return (torch.stack([part for part in chosen if part is not None], 1) + 1).to(torch.int16)
 
 
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:

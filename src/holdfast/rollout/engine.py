@@ -44,6 +44,8 @@ class Sampled(NamedTuple):
     """[C], under the distribution the token was drawn from"""
     finish: Finish
     weights_version: int
+    expert_choices: NDArray[np.int16] | None = None
+    """[P + C, layers, k] of the prompt and the completion, as `holdfast.models.expert_choices.COLUMN`"""
 
 
 Interrupted = Callable[[], bool]

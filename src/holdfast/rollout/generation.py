@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.rollout import SamplingConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.models.build import Blueprint
+from holdfast.models.expert_choices import column
+from holdfast.models.routers import Routed, Routers, choices_of
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, joined_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
@@ -28,12 +32,22 @@ class TransformersEngine:
         stops: What ends a completion.
         pad_token: Fills the left side of shorter prompts.
         rows: Most completions decoded together.
+        tells_experts: Completions say which experts their tokens met; for a mixture of them.
     """
 
     def __init__(  # noqa: PLR0913 - as InProcessEngine, and the padding
-        self, origin: Blueprint, device: torch.device, dtype: torch.dtype, stops: Stops, pad_token: int, rows: int = 512
+        self,
+        origin: Blueprint,
+        device: torch.device,
+        dtype: torch.dtype,
+        stops: Stops,
+        pad_token: int,
+        *,
+        rows: int = 512,
+        tells_experts: bool = False,
     ) -> None:
         self._replica = Replica(origin, device, dtype)
+        self._routers = Routers(self._replica.model) if tells_experts else None
         self._stops, self._pad, self._rows = stops, pad_token, rows
         self._waiting: list[Request] = []
         self._sampling = SamplingConfig()
@@ -71,28 +85,44 @@ class TransformersEngine:
         seeds = torch.tensor([request.seeds[place] for request, place in rows])
         drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
-        out: Tensor = self._replica.model.generate(
-            input_ids=tokens.to(device),
-            attention_mask=mask.to(device),
-            **self._image_inputs([request for request, _ in rows], tokens),
-            max_new_tokens=self._sampling.max_new_tokens,
-            eos_token_id=sorted(stops.tokens) or None,
-            pad_token_id=self._pad,
-            use_cache=True,
-            do_sample=False,  # the processor leaves one token to choose
-            logits_processor=[drawing],
-            stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
-            # A model's own generation settings must not change what is drawn.
-            temperature=None,
-            top_k=None,
-            top_p=None,
-            repetition_penalty=None,
-        )
+        with nullcontext([]) if self._routers is None else self._routers.watched() as seen:
+            out: Tensor = self._replica.model.generate(
+                input_ids=tokens.to(device),
+                attention_mask=mask.to(device),
+                **self._image_inputs([request for request, _ in rows], tokens),
+                max_new_tokens=self._sampling.max_new_tokens,
+                eos_token_id=sorted(stops.tokens) or None,
+                pad_token_id=self._pad,
+                use_cache=True,
+                do_sample=False,  # the processor leaves one token to choose
+                logits_processor=[drawing],
+                stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
+                # A model's own generation settings must not change what is drawn.
+                temperature=None,
+                top_k=None,
+                top_p=None,
+                repetition_penalty=None,
+            )
         logprobs = torch.stack(drawing.logprobs, 1).tolist()
-        return [
-            self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
-            for number, (request, place) in enumerate(rows)
-        ]
+        found = []
+        for number, (request, place) in enumerate(rows):
+            sampled = self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
+            if self._routers is not None:
+                of_prompt, own = self._choices(seen, number, len(rows), width - len(request.prompt))
+                choices = column(of_prompt, own, len(request.prompt) + len(sampled.tokens))
+                sampled = sampled._replace(expert_choices=choices)
+            found.append(sampled)
+        return found
+
+    def _choices(
+        self, seen: Sequence[Routed], number: int, rows: int, padding: int
+    ) -> tuple[NDArray[np.int16], list[NDArray[np.int16]]]:
+        """Return what a row's prompt met and what its drawn tokens met, out of all calls of all routers."""
+        assert self._routers is not None
+        layers = self._routers.layers
+        passes = [choices_of(seen[start : start + layers]) for start in range(0, len(seen), layers)]
+        of_row = [part.unflatten(0, (rows, -1))[number].cpu().numpy() for part in passes]  # [T, layers, k] each
+        return of_row[0][padding:], [part[0] for part in of_row[1:]]
 
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch import Tensor
 from holdfast.config.rollout import SamplingConfig
 from holdfast.models.attention import Documents
 from holdfast.models.build import Blueprint
+from holdfast.models.expert_choices import column
 from holdfast.models.family import backbone_of, output_layer_of
+from holdfast.models.routers import Routers, choices_of
 from holdfast.models.scores import Head, logits_of
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register
 from holdfast.rollout.engine import Interrupted, Request, Sampled
@@ -41,6 +44,10 @@ class _Row:
     place: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_choices: NDArray[np.int16] | None = None
+    """[P, layers, k] experts that the prompt met; None where nobody asks"""
+    choices: list[NDArray[np.int16]] = field(default_factory=list)
+    """[layers, k] of each drawn token that was read"""
 
 
 class InProcessEngine:
@@ -52,13 +59,22 @@ class InProcessEngine:
         dtype: The policy's compute dtype.
         stops: What ends a completion.
         rows: Most completions decoded together.
+        tells_experts: Completions say which experts their tokens met; for a mixture of them.
     """
 
-    def __init__(
-        self, origin: Blueprint, device: torch.device, dtype: torch.dtype, stops: Stops, *, rows: int = 512
+    def __init__(  # noqa: PLR0913 - what an engine is made of
+        self,
+        origin: Blueprint,
+        device: torch.device,
+        dtype: torch.dtype,
+        stops: Stops,
+        *,
+        rows: int = 512,
+        tells_experts: bool = False,
     ) -> None:
         register()
         self._replica = Replica(origin, device, dtype, CACHED)
+        self._routers = Routers(self._replica.model) if tells_experts else None
         self._spec = origin.family.head_spec(float32_product=False, chunk_tokens=None)
         self._stops = stops
         self._rows = rows
@@ -123,7 +139,8 @@ class InProcessEngine:
         if not chosen:
             assert decoding is not None
             return decoding
-        new = _Decoding(self._replica.model, head, self._spec, self._sampling, chosen, self._replica.device)
+        model, routers = self._replica.model, self._routers
+        new = _Decoding(model, routers, head, self._spec, self._sampling, chosen, self._replica.device)
         return new if decoding is None else decoding.joined(new)
 
     def _head(self) -> Head:
@@ -131,6 +148,7 @@ class InProcessEngine:
         return Head(for_few_rows(layer.weight), getattr(layer, "bias", None))
 
     def _sampled(self, row: _Row, finish: Finish) -> Sampled:
+        length = len(row.request.prompt) + len(row.tokens)
         return Sampled(
             row.request.request_id,
             row.place,
@@ -138,6 +156,7 @@ class InProcessEngine:
             np.asarray(row.logprobs, np.float32),
             finish,
             self._version,
+            None if row.prompt_choices is None else column(row.prompt_choices, row.choices, length),
         )
 
     def _aborted(self, request: Request, place: int) -> Sampled:
@@ -150,6 +169,7 @@ class _Decoding:
     def __init__(
         self,
         model: Any,
+        routers: Routers | None,
         head: Head,
         spec: Any,
         sampling: SamplingConfig,
@@ -157,7 +177,7 @@ class _Decoding:
         device: torch.device,
     ) -> None:
         self._model, self._head, self._spec, self._sampling = model, head, spec, sampling
-        self._device = device
+        self._routers, self._device = routers, device
         self.rows = [_Row(request, place) for request in requests for place in range(len(request.seeds))]
         self._seeds = torch.tensor([seed for request in requests for seed in request.seeds]).to(device)
         self._drawn = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
@@ -167,6 +187,8 @@ class _Decoding:
         self._last_position = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31) - 1
         self._pending: list[tuple[Tensor, Tensor]] = []
         """Tokens and log-probabilities of the steps since the last look."""
+        self._unnoted: list[Tensor] = []
+        """[rows, layers, k] experts that the rows' last tokens met, since the last look."""
         self._done: set[int] = set()
         self._seen = self._prompt_tokens()
         of_row = [number for number, request in enumerate(requests) for _ in request.seeds]
@@ -196,17 +218,26 @@ class _Decoding:
         wide = [np.broadcast_to(positions, (axes, positions.shape[1])) for positions in placed]
         positions = torch.from_numpy(np.concatenate(wide, axis=1)).to(self._device)[:, None]  # [A, 1, T]
         cache = PromptCache()
-        output = backbone_of(self._model)(
+        output, choices = self._run(
             input_ids=tokens,
             position_ids=positions[0] if axes == 1 else positions,
             past_key_values=cache,
-            use_cache=True,
             **joined_inputs(requests, self._device),
             documents=Documents.of(tuple(lengths), self._device),
         )
         ends = np.cumsum(lengths).tolist()
         spans = [(ends[number] - lengths[number], ends[number]) for number in of_row]
+        if choices is not None:
+            of_prompts = choices.cpu().numpy()
+            for row, (start, end) in zip(self.rows, spans, strict=True):
+                row.prompt_choices = of_prompts[start:end]
         return RowCache(cache, spans), output.last_hidden_state[0]
+
+    def _run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
+        """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
+        with nullcontext([]) if self._routers is None else self._routers.watched() as seen:
+            output = backbone_of(self._model)(use_cache=True, **inputs)
+        return output, None if self._routers is None else choices_of(seen)
 
     def _prompt_tokens(self) -> Tensor | None:
         """Return [rows, V], which tokens stand in each row; None where no option asks for it."""
@@ -230,14 +261,15 @@ class _Decoding:
         if self._last is None:
             return
         self._cache.begin_step()
-        output = backbone_of(self._model)(
+        output, choices = self._run(
             input_ids=self._last[:, None],
             # Rows that have ended go on until they are dropped; theirs is the only position that may lie beyond.
             position_ids=(self._cache.view.places + self._ahead)[:, None].clamp(max=self._last_position),
             past_key_values=self._cache,
-            use_cache=True,
             rows=self._cache,
         )
+        if choices is not None:
+            self._unnoted.append(choices)
         self._hidden, self._last = output.last_hidden_state[:, 0], None
 
     def _draw(self) -> tuple[Tensor, Tensor]:
@@ -256,11 +288,21 @@ class _Decoding:
             self._seen[torch.arange(len(self.rows), device=self._device), tokens] = True
         return tokens, logprobs
 
+    def _note_choices(self) -> None:
+        """Bring the experts of the rows' tokens to the host."""
+        if not self._unnoted:
+            return
+        found = torch.stack(self._unnoted, 1).cpu().numpy()  # [rows, tokens, layers, k]
+        self._unnoted.clear()
+        for number, row in enumerate(self.rows):
+            row.choices += list(found[number])
+
     def take(self, stops: Stops, *, abort: bool) -> list[tuple[_Row, Finish]]:
         """Bring the drawn tokens to the host, and return the rows that have ended."""
         tokens = torch.stack([tokens for tokens, _ in self._pending], 1).tolist()
         logprobs = torch.stack([logprobs for _, logprobs in self._pending], 1).tolist()
         self._pending.clear()
+        self._note_choices()
         ended = []
         for number, row in enumerate(self.rows):
             if number in self._done:
@@ -298,6 +340,7 @@ class _Decoding:
         if self._done:
             self._keep(left)
         self._catch_up()
+        self._note_choices()
         self._cache.add(other._cache)
         self.rows += other.rows
         self._seeds, self._drawn = torch.cat([self._seeds, other._seeds]), torch.cat([self._drawn, other._drawn])

@@ -12,6 +12,8 @@ from holdfast.data.prompts import prompt_tokeniser
 from holdfast.data.rows import Source
 from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError, DataError
+from holdfast.models.expert_choices import why_not_replayed
+from holdfast.models.routers import routers_of
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
@@ -54,6 +56,8 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     started = begin(config, base, world, live)
     exchange = started.exchange
     measured = _measured(config, base, world, exchange, live)
+    if config.rollout.replay_routing:
+        together(exchange, lambda: _replay_routing(measured))
     images = _images(config, measured)
     tokenise = _tokeniser(measured, base, images)
     stream = together(exchange, lambda: prompt_stream(config, started.data, tokenise, exchange, base))
@@ -175,4 +179,19 @@ def _engine(config: GRPOConfig, measured: Evaluation) -> RolloutEngine:
             "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
             "Give the tokenizer an eos_token, or set rollout.stop."
         )
-    return build_engine(measured, config.rollout.engine, config.rollout.rows)
+    rollout = config.rollout
+    return build_engine(measured, rollout.engine, rollout.rows, tells_experts=rollout.replay_routing)
+
+
+def _replay_routing(measured: Evaluation) -> None:
+    """Have the policy follow the experts of its rollouts.
+
+    Raises:
+        ConfigError: Its routers cannot be told, or it has none.
+    """
+    skeleton = measured.origin.skeleton
+    width = skeleton.config.get_text_config().hidden_size
+    why = why_not_replayed([router for router, _ in routers_of(skeleton)], width)
+    if why is not None:
+        raise ConfigError(f"rollout.replay_routing: {measured.origin.family.name} cannot: {why}. Leave it out.")
+    measured.policy.replay_routing()

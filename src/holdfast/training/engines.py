@@ -16,8 +16,16 @@ from holdfast.rollout.stopping import Stops
 from holdfast.training.run import Evaluation
 
 
-def build_engine(measured: Evaluation, kind: EngineKind = "auto", rows: int = 512) -> RolloutEngine:
+def build_engine(
+    measured: Evaluation, kind: EngineKind = "auto", rows: int = 512, *, tells_experts: bool = False
+) -> RolloutEngine:
     """Return an engine without weights: our own decoding where the model's attention allows it.
+
+    Args:
+        measured: The policy.
+        kind: Which engine.
+        rows: Most completions decoded together.
+        tells_experts: Completions say which experts their tokens met.
 
     Raises:
         ConfigError: The engine that was asked for cannot decode this model.
@@ -38,13 +46,14 @@ def build_engine(measured: Evaluation, kind: EngineKind = "auto", rows: int = 51
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
     if can and kind != "transformers":
-        return InProcessEngine(origin, device, dtype, stops, rows=rows)
+        return InProcessEngine(origin, device, dtype, stops, rows=rows, tells_experts=tells_experts)
     if kind == "auto" and measured.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"
         print(
             f"rollouts by transformers' generate, which is slower: {origin.family.name} is padded ({why})", flush=True
         )
-    return TransformersEngine(origin, device, dtype, stops, pad_token(tokenizer), rows)
+    fill = pad_token(tokenizer)
+    return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
 
 
 def stop_tokens(origin: Blueprint) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import ConfigError
+from holdfast.models.expert_choices import COLUMN
 from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import CompletionFact, GroupFact, Rollout
 from holdfast.types import Finish, Group, Prompt, Trajectory
@@ -82,6 +83,7 @@ def _group_line(group: Group) -> dict[str, Any]:
                 "sampler_logprobs": [float(value) for value in trajectory.sampler_logprobs[group.prompt.tokens.size :]],
                 "weights_version": int(trajectory.weights_versions[-1]),
                 "text": trajectory.completion,
+                **{name: trajectory.per_token[name].tolist() for name in (COLUMN,) if name in trajectory.per_token},
             }
             for trajectory in group.trajectories
         ],
@@ -160,6 +162,7 @@ def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any])
         completion=one["text"],
         reward=fact["reward"],
         rewards=fact["parts"],
+        per_token={name: np.asarray(one[name], np.int16) for name in (COLUMN,) if name in one},
     )
 
 

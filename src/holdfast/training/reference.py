@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from holdfast.config.rollout import ReferenceConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters import adapters_of, adapters_off
 from holdfast.models.build import blueprint
+from holdfast.models.expert_choices import COLUMN
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
@@ -44,6 +45,8 @@ class AdapterOff:
 
     def __call__(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> LossSum | Scores:
         """Score a batch."""
+        own = {name: values for name, values in batch.per_token.items() if name != COLUMN}  # routed by its own routers
+        batch = replace(batch, per_token=own)
         with adapters_off(self.policy):
             scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
         return scores

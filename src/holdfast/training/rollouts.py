@@ -20,6 +20,7 @@ from holdfast.config.policy import AdvantageConfig, ScaledAdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.errors import RunStopped
+from holdfast.models.expert_choices import COLUMN
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
@@ -239,6 +240,7 @@ def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: Samplin
         weights_versions=versions,
         finish=sampled.finish,
         completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
+        per_token={} if sampled.expert_choices is None else {COLUMN: sampled.expert_choices},
         model_inputs=prompt.model_inputs,
     )
 

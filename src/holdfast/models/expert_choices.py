@@ -1,0 +1,175 @@
+"""Routing replay: train with the experts that sampled, whatever the routers would choose now.
+
+A router near a tie may send a token elsewhere in training than in sampling, and the ratio then compares two different
+networks. Replayed, each token meets the experts that it met when it was sampled, while the weights that mix them are
+still the trained router's own, so gradients reach it (R3, arXiv:2510.11370, section 4).
+
+A router of transformers chooses by one `topk` over its experts, whatever it makes of the winners; that call is
+answered with the choices to follow. Hooks do so, not a wrapper around the forward pass: a block that is recomputed in
+the backward pass runs its router again, and must choose again alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from holdfast.errors import ModelError
+
+COLUMN = "expert_choices"
+"""Per token, [L, layers, k] int16: the experts to send it to, each by its index + 1; 0 lets the router choose."""
+
+_TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
+
+
+class TopK(NamedTuple):
+    """What `torch.topk` returns."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class ChoicesToFollow:
+    """Makes routers choose what they are told to.
+
+    Args:
+        routers: In the order they run; hooks stay on them.
+        name: Of the model, for errors.
+    """
+
+    def __init__(self, routers: Sequence[nn.Module], name: str) -> None:
+        self._name = name
+        self._choices: Tensor | None = None
+        self._differing: list[Tensor] | None = None
+        for layer, router in enumerate(routers):
+            before, after = self._hooks(layer, _experts(router))
+            router.register_forward_pre_hook(before)
+            router.register_forward_hook(after, always_call=True)
+
+    def follow(self, choices: Tensor | None) -> None:
+        """Choose so until told otherwise, in recomputed blocks too.
+
+        Args:
+            choices: [..., layers, k] as in `COLUMN`, a token after the other; None lets routers choose.
+        """
+        self._choices = None if choices is None else choices.flatten(0, -3)
+
+    @contextmanager
+    def counted(self) -> Iterator[list[Tensor]]:
+        """Collect [2] of each router that runs inside the block: tokens it would have sent elsewhere, and all told."""
+        differing: list[Tensor] = []
+        self._differing = differing
+        try:
+            yield differing
+        finally:
+            self._differing = None  # a recomputed block runs its router again, and must not count twice
+
+    def _hooks(self, layer: int, experts: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        entered: list[_Following] = []
+
+        def before(_: nn.Module, __: object) -> None:
+            if self._choices is not None:
+                mode = _Following(self._choices[:, layer].long(), experts)
+                mode.__enter__()
+                entered.append(mode)
+
+        def after(_: nn.Module, __: object, output: object) -> None:
+            if not entered:
+                return
+            mode = entered.pop()
+            mode.__exit__(None, None, None)
+            if output is None:  # it was broken off: by an error, or where recomputing has what it needs
+                return
+            if mode.differing is None:
+                raise ModelError(
+                    f"rollout.replay_routing: router {layer} of {self._name} did not choose among {experts} experts "
+                    f"for {len(mode.chosen)} tokens, so it cannot be told what to choose. Leave replay_routing out."
+                )
+            if self._differing is not None:
+                self._differing.append(mode.differing)
+
+        return before, after
+
+
+class _Following(TorchFunctionMode):
+    """Answers the `topk` that chooses experts."""
+
+    def __init__(self, chosen: Tensor, experts: int) -> None:
+        super().__init__()
+        self.chosen, self._experts = chosen, experts
+        self.differing: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's form
+        found = func(*args, **(kwargs or {}))
+        if func not in _TOPK or found[1].shape != self.chosen.shape:
+            return found
+        scores: Tensor = args[0] if args else kwargs["input"]
+        if scores.shape[-1] != self._experts:
+            return found
+        with torch.no_grad():
+            told = self.chosen > 0
+            indices = torch.where(told, self.chosen - 1, found[1])
+            other = (indices.sort(-1).values != found[1].sort(-1).values).any(-1)
+            self.differing = torch.stack([other.sum(), told.any(-1).sum()]).double()
+        return TopK(scores.gather(-1, indices), indices)
+
+
+def why_not_replayed(routers: Sequence[nn.Module], width: int) -> str | None:
+    """Say why a model's routers cannot be told what to choose; None if they can.
+
+    Args:
+        routers: On the meta device, where nothing is computed.
+        width: Of the hidden states.
+    """
+    if not routers:
+        return "it is no mixture of experts"
+    for layer, router in enumerate(routers):
+        asked = _Asking(_experts(router))
+        weight = next(router.parameters())
+        with suppress(RuntimeError, TypeError, ValueError, NotImplementedError), torch.no_grad(), asked:
+            router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
+        if asked.answers != 1:
+            return f"router {layer} ({type(router).__name__}) does not choose its experts by one topk"
+    return None
+
+
+class _Asking(TorchFunctionMode):
+    """Counts the calls for the best of all experts, for two tokens."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self._experts, self.answers = experts, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's form
+        if func in _TOPK:
+            scores: Tensor = args[0] if args else kwargs["input"]
+            self.answers += scores.shape == (2, self._experts)
+        return func(*args, **(kwargs or {}))
+
+
+def column(prompt: NDArray[np.int16], own: Sequence[NDArray[np.int16]], length: int) -> NDArray[np.int16]:
+    """Return [L, layers, k]: what was chosen for a prompt and what it drew; 0 for what was never read, like the last.
+
+    Args:
+        prompt: [P, layers, k]
+        own: [layers, k] of each drawn token that was read, in their order; perhaps of some behind the end.
+        length: L
+    """
+    found = np.zeros((length, *prompt.shape[1:]), np.int16)
+    found[: len(prompt)] = prompt
+    read = own[: max(0, length - len(prompt) - 1)]
+    if read:
+        found[len(prompt) : len(prompt) + len(read)] = np.stack(read)
+    return found
+
+
+def _experts(router: nn.Module) -> int:
+    """Return among how many experts a router chooses: the rows of its matrix."""
+    return int(next(router.parameters()).shape[0])
