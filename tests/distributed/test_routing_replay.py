@@ -10,7 +10,6 @@ import pytest
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.errors import ConfigError
 from holdfast.models.expert_choices import COLUMN
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import choices_of
@@ -21,6 +20,7 @@ from holdfast.training.build_policy import build_policy_run
 from holdfast.training.experience import pack_rollout, with_advantages
 from holdfast.training.rollouts import next_rollout
 from tests.distributed import grpo_cases
+from tests.ranks import RankError
 from tests.tiny import tiny_directory
 
 PROMPTS = grpo_cases.prompts_of(12)
@@ -59,7 +59,7 @@ def test_once_routers_have_moved_tokens_go_on_to_the_experts_that_sampled(pools:
     replayed, free = (trained(pools, 1, tree_of(directory, replay=replay, updates=PASSES)) for replay in (True, False))
 
     assert all(0 < line["router/replay_differs"] < 0.5 for line in replayed["lines"])
-    assert apart(replayed, free) > 1e-6
+    assert apart(replayed, free) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_result_does_not_depend_on_how_it_is_computed(
 
     found = trained(pools, ranks, tree_of(directory, updates=PASSES, **sections))
 
-    assert apart(found, plain) < 1e-9
+    assert apart(found, plain) < 1e-7  # the softmax of routers is in float32
     for one, other in zip(found["lines"], plain["lines"], strict=True):
         assert one["router/replay_differs"] == pytest.approx(other["router/replay_differs"], rel=1e-9)
 
@@ -117,13 +117,13 @@ def test_a_pass_sends_every_token_where_its_rollout_did(pools: Any, directory: s
 
 def test_a_reference_is_routed_by_its_own_routers(pools: Any, directory: str) -> None:
     with_kl = {"kl": {"coefficient": 0.1}, "updates": PASSES}
-    lora = {"model": {"lora": {"rank": 4, "target": ["q_proj"]}}}
+    lora = {"model": {"lora": {"rank": 4, "targets": ["q_proj"]}}}
     apart_from, within = (
         trained(pools, 1, tree_of(directory, reference={"kind": kind}, **with_kl, **lora))
         for kind in ("sharded", "adapter_off")
     )
 
-    assert apart(apart_from, within) < 1e-9
+    assert apart(apart_from, within) < 1e-7
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_cannot_be_replayed_is_refused_before_step_1(
 ) -> None:
     tree = tree_of(str(tiny_directory(tmp_path, kind)), **sections)
 
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(RankError, match=message):
         pools(1).run(grpo_cases.train, tree, PROMPTS, 1)
 
 

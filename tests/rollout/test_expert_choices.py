@@ -21,7 +21,7 @@ KINDS = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
 
 
 def engine_of(model: Any, name: str, *, tells_experts: bool = True) -> RolloutEngine:
-    place, stops = (torch.device("cpu"), torch.float64), Stops(frozenset({EOS}))
+    place, stops = (torch.device("cpu"), torch.float64), Stops(frozenset({EOS, *range(60, 66)}))
     engine: RolloutEngine
     if name == "inprocess":
         engine = InProcessEngine(origin_of(model), *place, stops, rows=7, tells_experts=tells_experts)

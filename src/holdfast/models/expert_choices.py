@@ -48,6 +48,7 @@ class ChoicesToFollow:
         self._name = name
         self._choices: Tensor | None = None
         self._differing: list[Tensor] | None = None
+        self._places = torch.zeros(0, dtype=torch.int64)
         for layer, router in enumerate(routers):
             before, after = self._hooks(layer, _experts(router))
             router.register_forward_pre_hook(before)
@@ -62,10 +63,14 @@ class ChoicesToFollow:
         self._choices = None if choices is None else choices.flatten(0, -3)
 
     @contextmanager
-    def counted(self) -> Iterator[list[Tensor]]:
-        """Collect [2] of each router that runs inside the block: tokens it would have sent elsewhere, and all told."""
+    def counted(self, places: Tensor) -> Iterator[list[Tensor]]:
+        """Collect [2] of each router that runs inside the block: tokens it would have sent elsewhere, and all told.
+
+        Args:
+            places: [N] int64, the tokens that are counted.
+        """
         differing: list[Tensor] = []
-        self._differing = differing
+        self._differing, self._places = differing, places
         try:
             yield differing
         finally:
@@ -93,7 +98,7 @@ class ChoicesToFollow:
                     f"for {len(mode.chosen)} tokens, so it cannot be told what to choose. Leave replay_routing out."
                 )
             if self._differing is not None:
-                self._differing.append(mode.differing)
+                self._differing.append(mode.differing[self._places].sum(0))
 
         return before, after
 
@@ -105,6 +110,7 @@ class _Following(TorchFunctionMode):
         super().__init__()
         self.chosen, self._experts = chosen, experts
         self.differing: Tensor | None = None
+        """[T, 2]: whether the router would have sent a token elsewhere, and whether it was told."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's form
         found = func(*args, **(kwargs or {}))
@@ -117,7 +123,7 @@ class _Following(TorchFunctionMode):
             told = self.chosen > 0
             indices = torch.where(told, self.chosen - 1, found[1])
             other = (indices.sort(-1).values != found[1].sort(-1).values).any(-1)
-            self.differing = torch.stack([other.sum(), told.any(-1).sum()]).double()
+            self.differing = torch.stack([other, told.any(-1)], -1).double()
         return TopK(scores.gather(-1, indices), indices)
 
 

@@ -51,6 +51,7 @@ class Replica:
         config = copy.deepcopy(origin.skeleton.config)
         for part in (config, config.get_text_config()):
             part.use_cache = True
+            part.output_router_logits = False  # with them comes a loss, which fails on what `generate` gives it
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
         set_attention(self.model, attention or upstream_attention(self.model))
