@@ -12,7 +12,7 @@ the backward pass runs its router again, and must choose again alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,19 +77,19 @@ class ChoicesToFollow:
             self._differing = None  # a recomputed block runs its router again, and must not count twice
 
     def _hooks(self, layer: int, experts: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        entered: list[_Following] = []
+        entered: list[tuple[_Following, ExitStack]] = []
 
         def before(_: nn.Module, __: object) -> None:
             if self._choices is not None:
-                mode = _Following(self._choices[:, layer].long(), experts)
-                mode.__enter__()
-                entered.append(mode)
+                mode, stack = _Following(self._choices[:, layer].long(), experts), ExitStack()
+                stack.enter_context(mode)
+                entered.append((mode, stack))
 
         def after(_: nn.Module, __: object, output: object) -> None:
             if not entered:
                 return
-            mode = entered.pop()
-            mode.__exit__(None, None, None)
+            mode, stack = entered.pop()
+            stack.close()
             if output is None:  # it was broken off: by an error, or where recomputing has what it needs
                 return
             if mode.differing is None:

@@ -82,7 +82,8 @@ class PolicyModel(nn.Module):
         if objective is None or self.routers is None or not self.training:
             hidden = self.hidden_states(batch)
             return self._scored(hidden, batch, objective, temperature, entropy)
-        counting = nullcontext([]) if self.replayed is None else self.replayed.counted(batch.scored)
+        nothing: list[Tensor] = []
+        counting = nullcontext(nothing) if self.replayed is None else self.replayed.counted(batch.scored)
         with self.routers.watched() as seen, counting as differing:
             hidden = self.hidden_states(batch)
         output = self._scored(hidden, batch, objective, temperature, entropy)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -120,6 +120,12 @@ class Routers:
             0, owner, torch.ones_like(owner, dtype=wide)
         )
         return Tally(probabilities, choices, tokens * len(seen), torch.stack(loads))
+
+
+def watched(routers: Routers | None) -> AbstractContextManager[list[Routed]]:
+    """Collect what routers say inside the block; nothing where there are none to watch."""
+    nothing: list[Routed] = []
+    return nullcontext(nothing) if routers is None else routers.watched()
 
 
 class Tally(NamedTuple):

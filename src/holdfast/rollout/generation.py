@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from holdfast.config.rollout import SamplingConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
-from holdfast.models.routers import Routed, Routers, choices_of
+from holdfast.models.routers import Routed, Routers, choices_of, watched
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, joined_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
@@ -85,7 +84,7 @@ class TransformersEngine:
         seeds = torch.tensor([request.seeds[place] for request, place in rows])
         drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
-        with nullcontext([]) if self._routers is None else self._routers.watched() as seen:
+        with watched(self._routers) as seen:
             out: Tensor = self._replica.model.generate(
                 input_ids=tokens.to(device),
                 attention_mask=mask.to(device),
@@ -121,7 +120,7 @@ class TransformersEngine:
         assert self._routers is not None
         layers = self._routers.layers
         passes = [choices_of(seen[start : start + layers]) for start in range(0, len(seen), layers)]
-        of_row = [part.unflatten(0, (rows, -1))[number].cpu().numpy() for part in passes]  # [T, layers, k] each
+        of_row = [part.view(rows, -1, *part.shape[1:])[number].cpu().numpy() for part in passes]  # [T, layers, k] each
         return of_row[0][padding:], [part[0] for part in of_row[1:]]
 
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:

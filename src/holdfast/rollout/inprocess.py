@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from holdfast.models.attention import Documents
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
 from holdfast.models.family import backbone_of, output_layer_of
-from holdfast.models.routers import Routers, choices_of
+from holdfast.models.routers import Routers, choices_of, watched
 from holdfast.models.scores import Head, logits_of
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register
 from holdfast.rollout.engine import Interrupted, Request, Sampled
@@ -235,7 +234,7 @@ class _Decoding:
 
     def _run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
         """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
-        with nullcontext([]) if self._routers is None else self._routers.watched() as seen:
+        with watched(self._routers) as seen:
             output = backbone_of(self._model)(use_cache=True, **inputs)
         return output, None if self._routers is None else choices_of(seen)
 
