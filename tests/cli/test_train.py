@@ -70,6 +70,32 @@ def test_a_folder_that_is_no_export_is_refused_by_its_name(warm: WarmPython, tmp
     )
 
 
+def test_code_that_lies_in_an_export_is_run_only_on_demand(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    export, target = tmp_path / "export", tmp_path / "executed"
+    write_rows(tmp_path / "held.jsonl", [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(7)])
+    tree |= {"evaluation": {"sets": {"held": {"path": str(tmp_path / "held.jsonl")}}}, "launch": {"ranks": 1}}
+    tree |= {"model": {"path": "somewhere", "trust_remote_code": True}}
+    export.mkdir()
+    write_run(export / "holdfast.yaml", tree)
+    mapped = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (export / "config.json").write_text(json.dumps(mapped))
+    (export / "evil.py").write_text(
+        f"import pathlib; pathlib.Path({str(target)!r}).touch()\n"
+        "from transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+
+    done = warm.run("-m", "holdfast.cli.main", "eval", "export", cwd=tmp_path)
+    executed = target.exists()
+    warm.run("-m", "holdfast.cli.main", "eval", "export", "model.trust_remote_code=true", cwd=tmp_path)
+
+    assert done.code == 2, done
+    assert "Read it, then set model.trust_remote_code: true." in done.err
+    assert not executed
+    assert target.exists(), "the code does nothing, so the test shows nothing"
+
+
 def test_sequences_beyond_the_positions_of_a_rotary_model_are_told_of(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

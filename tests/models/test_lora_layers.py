@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.config.lora import LoRAConfig
@@ -31,3 +33,32 @@ def test_a_pattern_that_names_them_is_refused() -> None:
 
     with pytest.raises(ModelError, match=r"peft takes model\.layers\.0\.mlp\.gate_proj and 5 more for experts"):
         add_adapters(model, LoRAConfig(targets=["mlp.*_proj", "q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"exclude": ["layer.1"]}, r"model\.lora\.exclude: 'layer\.1' matches nothing .*model\.layers\.0\.mlp"),
+        ({"ranks": {"qproj": 8}}, r"model\.lora\.ranks: 'qproj' matches nothing that would get an adapter"),
+        (
+            {"exclude": ["self_attn"], "ranks": {"q_proj": 8}},
+            r"model\.lora\.ranks: 'q_proj' matches nothing that would get an adapter\. Such are model\.layers\.0\.mlp",
+        ),
+        ({"exclude": ["."]}, r"model\.lora leaves no layer to adapt"),
+    ],
+)
+def test_patterns_that_do_nothing_are_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        add_adapters(tiny_model("llama"), LoRAConfig.model_validate(section))
+
+
+def test_patterns_of_stacks_alone_are_known_as_well() -> None:
+    model = tiny_model("mixtral")
+    section = LoRAConfig.model_validate({"experts": "all", "exclude": ["gate_up_proj"], "ranks": {"down_proj": 2}})
+
+    add_adapters(model, section)
+
+    laid = set(adapters_of(model))
+    assert {name for name in laid if "experts" in name} == {
+        f"model.layers.{number}.mlp.experts.down_proj" for number in (0, 1)
+    }

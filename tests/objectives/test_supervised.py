@@ -21,6 +21,7 @@ from holdfast.models.attention import PACKED, register
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Tokens, scored_tokens
+from holdfast.objectives.divergences import SampledReverseKL
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood, supervised_sums
 from holdfast.types import Batch, Example, LossSum, Scores
 from tests.models.architectures import strong_model, twin
@@ -58,7 +59,7 @@ class WholeBatchVariance:
         return {}
 
 
-SEPARABLE = [NegativeLogLikelihood(), DynamicFineTuning(), ConfidencePenalty()]
+SEPARABLE = [NegativeLogLikelihood(), DynamicFineTuning(), ConfidencePenalty(), SampledReverseKL()]
 
 
 def tokens_of(weights: Tensor) -> Tokens:
@@ -138,7 +139,8 @@ def a_batch() -> Batch:
         mask[0] = False
         advantages = generator.normal(size=length)
         tokens = generator.integers(0, 96, length)
-        examples.append(Example(index, index, tokens, mask, per_token={"advantages": advantages}))
+        carried = {"advantages": advantages, "teacher_logprobs": -generator.exponential(2.0, length)}
+        examples.append(Example(index, index, tokens, mask, per_token=carried))
     return pack(examples, [Share(weight, 1.0) for weight in WEIGHTS], dtype=torch.float64)
 
 

@@ -63,6 +63,7 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
         "model.freeze=[]",
         "model.unfreeze=[]",
         "model.lora=null",
+        "model.trust_remote_code=false",  # whoever wrote the export has no say in that
     ]
     loaded = load_run(path, [*here, *overrides])
     return start(verb, loaded)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+
+from holdfast.errors import ConfigError
 
 METRICS = "metrics.jsonl"
 
@@ -47,6 +50,16 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def check_sinks(kinds: Sequence[str]) -> None:
+    """Refuse a sink whose package is missing, while nothing has been written.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if "tensorboard" in kinds and find_spec("tensorboard") is None:
+        raise ConfigError("metrics.sinks: tensorboard needs a package: pip install 'holdfast[tensorboard]'.")
 
 
 class TensorBoardSink:

@@ -35,8 +35,13 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     Raises:
         ModelError: A pattern matches nothing, no layer is left, or peft reads the model otherwise.
     """
-    stacks = _stacks(model, section)
-    targets, others = _as_peft_reads(model, _targets(model, section, stacks))
+    stacks, layers = _stacks(model, section), _targets(model, section)
+    _refuse_idle(section.exclude, [*layers, *stacks], "exclude")
+    stacks, layers = _without(stacks, section), _without(layers, section)
+    if not layers and not stacks:
+        raise ModelError("model.lora leaves no layer to adapt. Widen targets, or shorten exclude.")
+    _refuse_idle(list(section.ranks), [*layers, *stacks], "ranks")
+    targets, others = _as_peft_reads(model, layers)
     if others and section.targets != "all-linear":
         raise ModelError(
             f"model.lora.targets: peft takes {others[0]}{_more(others)} for experts of {model.config.model_type}, and "
@@ -120,8 +125,8 @@ def _check_laid(model: Any, wanted: set[str]) -> None:
         raise ModelError(f"model.lora: peft {how} {different} of {model.config.model_type}, against what it was told.")
 
 
-def _targets(model: Any, section: LoRAConfig, stacks: list[str]) -> list[str]:
-    """Return the paths of the layers that get an adapter."""
+def _targets(model: Any, section: LoRAConfig) -> list[str]:
+    """Return the paths of the layers that get an adapter, but for those that are excluded."""
     outputs = [model.get_output_embeddings(), getattr(model, "score", None)]
     linear = {
         path: layer
@@ -130,17 +135,12 @@ def _targets(model: Any, section: LoRAConfig, stacks: list[str]) -> list[str]:
     }
     if section.targets == "all-linear":
         inside = {id(layer) for layer in model.get_decoder().modules()}
-        chosen = [path for path, layer in linear.items() if id(layer) in inside]
-    else:
-        chosen = _matching("targets", section.targets, list(linear), "linear layer")
-    kept = _without(chosen, section)
-    if not kept and not stacks:
-        raise ModelError("model.lora leaves no layer to adapt. Widen targets, or shorten exclude.")
-    return kept
+        return [path for path, layer in linear.items() if id(layer) in inside]
+    return _matching("targets", section.targets, list(linear), "linear layer")
 
 
 def _stacks(model: Any, section: LoRAConfig) -> list[str]:
-    """Return the names of the stacks of experts that get adapters."""
+    """Return the names of the stacks of experts that get adapters, but for those that are excluded."""
     if section.experts == []:
         return []
     names = [name for name, value in named_parameters(model).items() if ".experts." in name and value.ndim == 3]
@@ -149,8 +149,7 @@ def _stacks(model: Any, section: LoRAConfig) -> list[str]:
             f"model.lora.experts: {model.config.model_type} has no matrices of experts in stacks. Leave it out; "
             "experts that are layers of their own are named by targets."
         )
-    chosen = names if section.experts == "all" else _matching("experts", section.experts, names, "stack of experts")
-    return _without(chosen, section)
+    return names if section.experts == "all" else _matching("experts", section.experts, names, "stack of experts")
 
 
 def _matching(key: str, patterns: list[str], names: list[str], kind: str) -> list[str]:
@@ -163,6 +162,20 @@ def _matching(key: str, patterns: list[str], names: list[str], kind: str) -> lis
             )
         found |= dict.fromkeys(matched)
     return list(found)
+
+
+def _refuse_idle(patterns: list[str], names: list[str], key: str) -> None:
+    """Refuse patterns that match none of the names, which whoever wrote them did not mean.
+
+    Raises:
+        ModelError: One does.
+    """
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ModelError(
+                f"model.lora.{key}: {pattern!r} matches nothing that would get an adapter. Such are "
+                f"{', '.join(sorted(names)[:3])}."
+            )
 
 
 def _without(names: list[str], section: LoRAConfig) -> list[str]:

@@ -6,6 +6,7 @@ on wrong numbers without an error. Two short documents show it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ def check_forward(
     compute_dtype: torch.dtype,
     device: torch.device | None = None,
     images: ImageSide | None = None,
+    all_agree: Callable[[bool], bool] = bool,
 ) -> tuple[CheckResult, str]:
     """Compare, and fall back to one document per row if packing is not exact and may be given up.
 
@@ -57,6 +59,8 @@ def check_forward(
         compute_dtype: Sets the tolerance.
         device: Where the model computes.
         images: Then one of the documents has an image.
+        all_agree: Whether something is true on all ranks; each measures with its own device, and all must take the
+            same path.
 
     Returns:
         What was measured, and a note for the user ("" if there is nothing to say).
@@ -65,17 +69,17 @@ def check_forward(
         ModelError: Our path differs from transformers'.
     """
     policy.eval()
-    note = ""
+    note, chooses = "", may_fall_back and not policy.padded
     try:
         result = _measure(policy, compute_dtype, device, images)
         exact = _exact(result, compute_dtype)
         reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
     except ModelError as error:
-        if policy.padded or not may_fall_back:
+        if not chooses:
             raise
         exact, reason = False, str(error).split(". ")[0]
         result = CheckResult(float("inf"), float("inf"))
-    if not exact and not policy.padded and may_fall_back:
+    if chooses and not (exact := all_agree(exact)):
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
         result = _measure(policy, compute_dtype, device, images)

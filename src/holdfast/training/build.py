@@ -14,6 +14,7 @@ from holdfast.data.assembly import Layout
 from holdfast.data.stream import BatchStream
 from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError
+from holdfast.metrics.sink import check_sinks
 from holdfast.metrics.throughput import peak_flops
 from holdfast.models.build import blueprint
 from holdfast.objectives.base import Objective
@@ -80,6 +81,7 @@ def begin(config: TrainingConfig, base: Path, world: World, live: Live) -> Start
     with exchange.together():
         if world.is_first:
             check_writable(directory)
+    together(exchange, lambda: check_sinks(config.metrics.sinks))
     observers = together(exchange, lambda: _observers(config, base, live))
     data = first_rank_first(exchange, lambda: open_data(config, base, live.rows))
     together(exchange, lambda: check_batch(config, data, world.size))

@@ -62,6 +62,7 @@ def build_policy(
             compute_dtype=getattr(torch, plan.compute_dtype),
             device=world.device,
             images=images if isinstance(images, ImageSide) else None,
+            all_agree=lambda found: all(exchange.gather(found)),
         ),
     )
     if world.is_first:
