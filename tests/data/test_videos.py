@@ -213,11 +213,14 @@ def test_a_tokenizer_without_the_token_takes_images_and_no_videos() -> None:
         sequence("qwen2_vl", {"prompt": "<video>", "completion": "a", "videos": [FRAMES]}, tokenizer_of("qwen2_vl"))
 
 
-def test_prompts_of_a_policy_have_no_videos() -> None:
+def test_prompts_have_no_videos_where_no_engine_could_show_them() -> None:
     rows = RowTokeniser(video_tokenizer(), DataConfig(path="rows"), Path.cwd(), side_of("qwen2_vl"))
+    row = {"prompt": "<video>", "videos": [FRAMES]}
 
-    with pytest.raises(DataError, match=r"row 1 has a video, and completions are sampled from prompts of text and im"):
-        rows.opening({"prompt": "<video>", "videos": [FRAMES]}, "row 1")
+    with pytest.raises(DataError, match=r"row 1 has a video, and nobody shows it\. Remove the row, or use another eng"):
+        rows.opening(row, "row 1", "nobody shows it")
+
+    assert rows.opening(row, "row 1").laid.tokens.count(video_config("qwen2_vl")["video_token_id"]) > 1
 
 
 def test_sizes_come_from_the_model_s_file_for_videos_unless_the_run_says_otherwise(tmp_path: Path) -> None:

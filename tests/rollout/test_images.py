@@ -62,8 +62,8 @@ def requests_of(origin: Blueprint, group: int = 3) -> list[Request]:
 
 
 def stops_of(origin: Blueprint) -> Stops:
-    assert origin.family.image_token_id is not None
-    return Stops(frozenset({1, origin.family.image_token_id}))
+    marks = (origin.family.image_token_id, origin.family.video_token_id)
+    return Stops(frozenset({1, *(token for token in marks if token is not None)}))
 
 
 def engine_of(origin: Blueprint, model: Any, kind: str, rows: int = 512) -> RolloutEngine:
@@ -71,7 +71,7 @@ def engine_of(origin: Blueprint, model: Any, kind: str, rows: int = 512) -> Roll
     if kind == "inprocess":
         engine = InProcessEngine(origin, CPU, torch.float64, stops_of(origin), rows=rows)
     else:
-        engine = TransformersEngine(origin, CPU, torch.float64, stops_of(origin), 0, rows)
+        engine = TransformersEngine(origin, CPU, torch.float64, stops_of(origin), 0, rows=rows)
     engine.update_weights(named_parameters(model).items(), 7)
     return engine
 

@@ -208,7 +208,7 @@ def test_weights_of_the_right_dtype_are_shared_and_not_copied() -> None:
 def test_transformers_own_loop_gives_the_same_completions(sampling: dict[str, float]) -> None:
     model, asked = reference("qwen3"), requests(5)
     options = SamplingConfig(max_new_tokens=24, **sampling)
-    other = TransformersEngine(origin_of(model), torch.device("cpu"), torch.float64, Stops(frozenset({EOS})), 0, 6)
+    other = TransformersEngine(origin_of(model), torch.device("cpu"), torch.float64, Stops(frozenset({EOS})), 0, rows=6)
     other.update_weights(named_parameters(model).items(), 7)
 
     found = generate(engine_of(model), asked, options)

@@ -129,18 +129,20 @@ class RowTokeniser:
         images = self._images.prepared(content, where)
         return self._images.laid_in(self._stretches(self._images.in_text(content), where, counts), images, where)
 
-    def opening(self, row: Row, row_name: str) -> Opening:
+    def opening(self, row: Row, row_name: str, why_no_videos: str = "") -> Opening:
         """Return what a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
+
+        Args:
+            row: The row.
+            row_name: For errors.
+            why_no_videos: Why it may have none; "" if it may.
 
         Raises:
             DataError: The row has no prompt, its images cannot be read, or the template refuses it.
         """
         content = self._prompt(row, row_name)
-        if any(isinstance(image, Video) for image in content.images):
-            raise DataError(
-                f"{row_name} has a video, and completions are sampled from prompts of text and images. Remove the row, "
-                "or train on it by `holdfast sft` or `holdfast dpo`."
-            )
+        if why_no_videos and any(isinstance(image, Video) for image in content.images):
+            raise DataError(f"{row_name} has a video, and {why_no_videos}. Remove the row, or use another engine.")
         images = self._images.prepared(content, row_name, whole=True)
         written = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)

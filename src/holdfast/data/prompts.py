@@ -50,7 +50,11 @@ class PromptStream(BatchStream[Prompt, PromptBatch]):
 
 
 def prompt_tokeniser(
-    tokeniser: RowTokeniser, decode: Callable[[list[int]], str], config: DataConfig, longest: int
+    tokeniser: RowTokeniser,
+    decode: Callable[[list[int]], str],
+    config: DataConfig,
+    longest: int,
+    why_no_videos: str = "",
 ) -> Callable[[Row, int, str, str], Tokenised[Prompt]]:
     """Return the function that turns rows into prompts.
 
@@ -59,10 +63,11 @@ def prompt_tokeniser(
         decode: Tokens to text, special tokens included.
         config: The data section.
         longest: Tokens a prompt may have.
+        why_no_videos: Why a prompt may have no videos; "" if it may.
     """
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
-        written, laid, positions = tokeniser.opening(row, name)
+        written, laid, positions = tokeniser.opening(row, name, why_no_videos)
         tokens = np.asarray(laid.tokens, dtype=np.int64)
         if tokens.size == 0:
             raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.data.vision_families import FAMILIES, video_token
 from holdfast.errors import ModelError
@@ -29,14 +29,21 @@ class Family:
     """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
     why_not_packed: str = ""
     image_token_id: int | None = None
-    video_token_id: int | None = None
     """The token that features of images take the place of, where images of the family are known."""
+    video_token_id: int | None = None
+    """Likewise of videos."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
     def head_spec(self, *, float32_product: bool, chunk_tokens: int | None) -> HeadSpec:
         """Return how this architecture's logits follow from hidden states."""
         return HeadSpec(self.logit_scale, self.logit_softcap, float32_product, chunk_tokens)
+
+    def with_one_image_token(self, tokens: Tensor) -> Tensor:
+        """Return tokens with the image token in the place of the video token: the tower runs once over both."""
+        if self.image_token_id is None or self.video_token_id is None:
+            return tokens
+        return tokens.masked_fill(tokens == self.video_token_id, self.image_token_id)
 
 
 _PACKED_KINDS = {"full_attention", "sliding_attention", "attention"}

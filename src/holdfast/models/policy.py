@@ -191,11 +191,11 @@ class PolicyModel(nn.Module):
         count. It ends its completion, so nothing reads it there. Tokens of an image are never trained, which tells the
         two apart; so it is with a video's.
         """
-        token, video = self.family.image_token_id, self.family.video_token_id
+        token = self.family.image_token_id
         if token is None:
             return batch.tokens
         tokens = batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
-        return tokens if video is None else tokens.masked_fill(~batch.loss_mask & (tokens == video), token)
+        return torch.where(batch.loss_mask, tokens, self.family.with_one_image_token(tokens))
 
     def _embedded_beside(self, batch: Batch) -> Tensor:
         """Return the tokens' embeddings, after running the tower on inputs that belong to no sequence.

@@ -138,8 +138,7 @@ class InProcessEngine:
         if not chosen:
             assert decoding is not None
             return decoding
-        model, routers = self._replica.model, self._routers
-        new = _Decoding(model, routers, head, self._spec, self._sampling, chosen, self._replica.device)
+        new = _Decoding(self._replica, self._routers, head, self._spec, self._sampling, chosen)
         return new if decoding is None else decoding.joined(new)
 
     def _head(self) -> Head:
@@ -167,23 +166,23 @@ class _Decoding:
 
     def __init__(
         self,
-        model: Any,
+        replica: Replica,
         routers: Routers | None,
         head: Head,
         spec: Any,
         sampling: SamplingConfig,
         requests: Sequence[Request],
-        device: torch.device,
     ) -> None:
-        self._model, self._head, self._spec, self._sampling = model, head, spec, sampling
-        self._routers, self._device = routers, device
+        self._replica, self._head, self._spec, self._sampling = replica, head, spec, sampling
+        self._routers, self._device = routers, replica.device
+        device, config = replica.device, replica.model.config.get_text_config()
         self.rows = [_Row(request, place) for request in requests for place in range(len(request.seeds))]
         self._seeds = torch.tensor([seed for request in requests for seed in request.seeds]).to(device)
         self._drawn = torch.zeros(len(self.rows), dtype=torch.int64, device=device)
         """[rows], tokens each row has drawn"""
         self._last: Tensor | None = None
         """[rows], tokens drawn whose successors are not predicted yet; None right after prompts were computed"""
-        self._last_position = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31) - 1
+        self._last_position = getattr(config, "max_position_embeddings", 2**31) - 1
         self._pending: list[tuple[Tensor, Tensor]] = []
         """Tokens and log-probabilities of the steps since the last look."""
         self._unnoted: list[Tensor] = []
@@ -218,7 +217,7 @@ class _Decoding:
         positions = torch.from_numpy(np.concatenate(wide, axis=1)).to(self._device)[:, None]  # [A, 1, T]
         cache = PromptCache()
         output, choices = self._run(
-            input_ids=tokens,
+            input_ids=self._replica.family.with_one_image_token(tokens),
             position_ids=positions[0] if axes == 1 else positions,
             past_key_values=cache,
             **joined_inputs(requests, self._device),
@@ -235,7 +234,7 @@ class _Decoding:
     def _run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
         """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
         with watched(self._routers) as seen:
-            output = backbone_of(self._model)(use_cache=True, **inputs)
+            output = backbone_of(self._replica.model)(use_cache=True, **inputs)
         return output, None if self._routers is None else choices_of(seen)
 
     def _prompt_tokens(self) -> Tensor | None:

@@ -20,7 +20,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.build import Live, begin, build_model, parts_of_run
 from holdfast.training.build_critic import add_critic
 from holdfast.training.build_sharded import image_side_of
-from holdfast.training.engines import build_engine, stop_tokens
+from holdfast.training.engines import build_engine, stop_tokens, why_no_videos
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
@@ -118,7 +118,8 @@ def _tokeniser(measured: Evaluation, base: Path, images: ImageSide | str) -> Tok
     assert isinstance(config, GRPOConfig)
     rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base, images))
     longest = config.data.max_length - config.rollout.max_new_tokens
-    return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
+    refusal = why_no_videos(measured, config.rollout.engine)
+    return prompt_tokeniser(rows, tokenizer.decode, config.data, longest, refusal)
 
 
 def _policy(  # noqa: PLR0913 - what a policy is made of

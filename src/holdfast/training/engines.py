@@ -39,7 +39,7 @@ def build_engine(
         lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
     )
     dtype = getattr(torch, measured.plan.compute_dtype)
-    can = origin.packed and not measured.policy.padded
+    can = _decodes_in_process(measured)
     if kind == "inprocess" and not can:
         why = origin.family.why_not_packed or "its attention is not computed per document (model.attention)"
         raise ConfigError(
@@ -54,6 +54,17 @@ def build_engine(
         )
     fill = pad_token(tokenizer)
     return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
+
+
+def _decodes_in_process(measured: Evaluation) -> bool:
+    return measured.origin.packed and not measured.policy.padded
+
+
+def why_no_videos(measured: Evaluation, kind: EngineKind) -> str:
+    """Return why what this engine completes may have no videos; "" where it may."""
+    if _decodes_in_process(measured) and kind != "transformers":
+        return ""
+    return "transformers' generate, which samples here, would place its frames as if they were images"
 
 
 def stop_tokens(origin: Blueprint) -> list[int]:
