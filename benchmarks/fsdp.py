@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from measure import Meter, Round, Verdicts, heading, mean_of_ranks, run_ranks, show_round
 
-STEPS, WARM_UP, TOKENS, LONGEST = 4, 1, 4096, 256
+STEPS, WARM_UP, TOKENS, LONGEST = 8, 1, 4096, 256
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 32_000,
