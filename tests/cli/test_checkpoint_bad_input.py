@@ -116,14 +116,30 @@ def contents(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a file", "an empty directory", "a later version's", *SINGLE, *FOREIGN])
+NONE = ["nothing", "a file", "an empty directory", "a later version's", *SINGLE, *FOREIGN]
+ALL_COMMANDS = ["nothing", "Lightning"]
+"""What every command is tried on in the fast tests; on the rest, two commands, in turn."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [
+        *(pytest.param(kind, kind in ALL_COMMANDS, id=kind) for kind in NONE),
+        *(
+            pytest.param(kind, True, id=f"{kind}, all commands", marks=pytest.mark.slow)
+            for kind in NONE
+            if kind not in ALL_COMMANDS
+        ),
+    ],
+)
 def test_every_command_names_what_is_no_checkpoint_and_touches_nothing(
-    checkpoint: Command, place: Path, kind: str
+    checkpoint: Command, place: Path, kind: str, every: bool
 ) -> None:
     path, words = lay(place, kind)
     before = contents(place)
+    commands, first = verbs(path), NONE.index(kind)
 
-    for arguments in verbs(path):
+    for arguments in commands if every else [commands[(first + turn) % len(commands)] for turn in (0, 3)]:
         done = checkpoint(*arguments)
 
         assert done.code == 2, (arguments, done)

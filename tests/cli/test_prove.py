@@ -41,7 +41,7 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
 @pytest.mark.parametrize(
     ("broken", "divergence"),
     [
-        ("rng", r"first divergence: step [345]: loss is "),
+        pytest.param("rng", r"first divergence: step [345]: loss is ", marks=pytest.mark.slow, id="rng"),
         pytest.param(
             "cursor", r"first divergence: step [345]: (loss|data/order_hash) is ", marks=pytest.mark.slow, id="cursor"
         ),

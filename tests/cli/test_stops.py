@@ -61,7 +61,11 @@ def start(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], LiveRun]]:
 
 
 @pytest.mark.parametrize(
-    ("ask", "reason"), [(LiveRun.press_ctrl_c, "Ctrl-C"), (LiveRun.terminate, "SIGTERM")], ids=["Ctrl-C", "SIGTERM"]
+    ("ask", "reason"),
+    [
+        pytest.param(LiveRun.press_ctrl_c, "Ctrl-C", id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(LiveRun.terminate, "SIGTERM", id="SIGTERM"),
+    ],
 )
 def test_the_first_request_saves_and_stops_the_run_after_its_step_and_says_so(
     start: Any, endless: dict[str, Any], ask: Callable[[LiveRun], None], reason: str

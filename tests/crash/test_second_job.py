@@ -70,7 +70,7 @@ def test_a_second_job_is_refused_and_the_first_one_is_what_it_would_have_been(
     assert state_differences(tmp_path, straight) == []
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(3, id="20-jobs that start at the same moment")])
+@pytest.mark.parametrize("jobs", [pytest.param(3, id="20-jobs that start at the same moment", marks=pytest.mark.slow)])
 def test_of_jobs_that_start_together_one_trains_and_the_others_are_refused(
     warm: WarmPython, straight: Path, tmp_path: Path, jobs: int
 ) -> None:

@@ -69,7 +69,7 @@ def peft_model(start: dict[str, torch.Tensor]) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "data", "parallel"),
     [(1, {}, {}), (2, {"tokens_per_micro_batch": 64}, {}), (2, {"packing": "none"}, {"recompute": "full"}),
-     (4, {}, {"replicate": 2})],
+     pytest.param(4, {}, {"replicate": 2}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_adapters_are_trained_as_peft_trains_them(
     pools: Any, llama: Path, ranks: int, data: dict[str, Any], parallel: dict[str, Any]
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, lla
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_checkpoints_of_adapters_alone_are_small_whole_and_resume_at_any_number_of_ranks(
     pools: Any, llama: Path, tmp_path: Path, ranks: int
 ) -> None:

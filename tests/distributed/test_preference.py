@@ -97,7 +97,13 @@ LOSSES: dict[str, tuple[dict[str, Any], oracle.Loss]] = {
 
 
 @pytest.mark.parametrize(("preference", "loss"), LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("data", [{"tokens_per_micro_batch": 96}, {"packing": "none"}], ids=["shared", "padded"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({"tokens_per_micro_batch": 96}, id="shared"),
+        pytest.param({"packing": "none"}, id="padded", marks=pytest.mark.slow),
+    ],
+)
 def test_every_loss_makes_the_updates_of_its_paper(
     pools: Any, directory: Path, preference: dict[str, Any], loss: oracle.Loss, data: dict[str, Any]
 ) -> None:
@@ -228,7 +234,7 @@ def test_rows_that_changed_in_the_middle_are_not_found_in_the_file(pools: Any, d
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-@pytest.mark.parametrize("data", [{}, {"packing": "none"}])
+@pytest.mark.parametrize("data", [{}, pytest.param({"packing": "none"}, marks=pytest.mark.slow)])
 def test_evaluation_does_not_depend_on_the_split(
     pools: Any, directory: Path, tmp_path: Path, loss: str, data: dict[str, Any]
 ) -> None:

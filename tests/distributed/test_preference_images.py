@@ -95,7 +95,11 @@ def tree_of(place: Path, data: dict[str, Any], **sections: Any) -> dict[str, Any
         pytest.param(2, "mixed", {"tokens_per_micro_batch": 192}, id="2 ranks, small packs"),
         pytest.param(2, "a picture in one row of four", {}, id="2 ranks, images on one"),
         pytest.param(
-            2, "mixed", {"packing": "none", "tokens_per_micro_batch": 192}, id="2 ranks, padded, a pair at a time"
+            2,
+            "mixed",
+            {"packing": "none", "tokens_per_micro_batch": 192},
+            id="2 ranks, padded, a pair at a time",
+            marks=pytest.mark.slow,
         ),
         pytest.param(2, "pictures in the first update alone", {}, id="2 ranks, no image later"),
     ],
@@ -132,7 +136,9 @@ def test_a_frozen_tower_changes_no_other_gradient(
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize(("ranks", "data"), [(1, {}), (2, {"tokens_per_micro_batch": 128})])
+@pytest.mark.parametrize(
+    ("ranks", "data"), [(1, {}), pytest.param(2, {"tokens_per_micro_batch": 128}, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kto_puts_answers_behind_the_pictures_of_other_rows(
     pools: Any,

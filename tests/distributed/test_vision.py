@@ -91,7 +91,14 @@ def tree(directory: Path, data: dict[str, Any], parallel: dict[str, Any], **mode
         pytest.param(1, "mixed", {}, {}, id="1 rank, packed"),
         pytest.param(1, "mixed", {"packing": "none"}, {}, id="1 rank, padded"),
         pytest.param(2, "mixed", {"tokens_per_micro_batch": 160}, {}, id="2 ranks, small packs"),
-        pytest.param(2, "mixed", {"packing": "none", "tokens_per_micro_batch": 256}, {}, id="2 ranks, padded"),
+        pytest.param(
+            2,
+            "mixed",
+            {"packing": "none", "tokens_per_micro_batch": 256},
+            {},
+            id="2 ranks, padded",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             2, "a picture in one row of eight", {"tokens_per_micro_batch": 128}, {}, id="2 ranks, images on one"
         ),

@@ -118,6 +118,7 @@ def test_what_is_evaluated_and_exported_instead_is_the_average(pools: Any, strai
     assert not (tmp_path / "r" / "exports" / "final-ema").exists()
 
 
+@pytest.mark.slow
 def test_averages_that_come_or_go_at_a_resume_are_declared(pools: Any, tmp_path: Path) -> None:
     pools(2).run(run, values(tmp_path, steps=2))
     without = values(tmp_path, steps=3)
@@ -176,6 +177,7 @@ def test_the_averages_in_a_checkpoint_are_exported_as_the_run_itself_does(straig
         exported(straight, "--ema", "--format", "torch")
 
 
+@pytest.mark.slow
 def test_averages_of_adapters_are_exported_alone_and_merged_as_the_run_itself_does(pools: Any, tmp_path: Path) -> None:
     adapted = values(tmp_path, steps=2, checkpoint={"export_at_end": True})
     adapted["model"] |= {"lora": {"rank": 2}}

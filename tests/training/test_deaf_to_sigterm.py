@@ -145,6 +145,7 @@ def test_a_run_with_a_rank_that_blocks_sigterm_is_refused_before_step_1(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_handler_that_the_user_s_loss_replaces_in_step_1_is_told_after_it_with_the_step_saved(tmp_path: Path) -> None:
     write(tmp_path, objective={"kind": "path", "path": "loss.py:make"})
 

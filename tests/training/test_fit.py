@@ -105,7 +105,11 @@ def test_an_observer_can_ask_for_an_evaluation_and_a_checkpoint(pools: Any, obse
     ("name", "message"),
     [
         ("fails", "Observer watch.py:fails failed at step 1: ValueError: no such metric."),
-        ("answers_nonsense", "Observer watch.py:answers_nonsense answered 'explode' at step 1; it may answer stop"),
+        pytest.param(
+            "answers_nonsense",
+            "Observer watch.py:answers_nonsense answered 'explode' at step 1; it may answer stop",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_observer_that_fails_ends_the_run_on_all_ranks_alike(
