@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.mesh import World
+from holdfast.training.copies import free_bytes
 from tests.distributed.grpo_cases import by_hand, leave_and_make_again, prompts_of, settings, train
 from tests.tiny import tiny_directory, tiny_model
 
@@ -65,6 +69,28 @@ def test_what_is_sampled_does_not_depend_on_the_number_of_ranks(pools: Any, llam
     assert [[item[:4] for item in step] for step in one] == [[item[:4] for item in step] for step in two]
     assert [[item[:4] for item in step] for step in one] == [[item[:4] for item in step] for step in four]
     assert len({item[2] for step in one for item in step}) > 40, "completions must differ"
+
+
+def test_a_copy_of_the_weights_that_has_no_room_is_refused_before_step_1(pools: Any, llama: Path) -> None:
+    """Of 8 bytes a parameter; a single rank samples over the weights that it trains, and needs none."""
+    gib = 8 * sum(value.numel() for value in tiny_model("llama", tie_word_embeddings=True).parameters()) / 2**30
+
+    errors = pools(2).errors(train, settings(str(llama), rollout={"copy_gib": 0.999 * gib}), ROWS, 1)
+
+    for rank, (kind, message) in enumerate(errors):
+        assert kind == "ConfigError"
+        assert f"takes {gib:.3g} GiB in float64, and rank 0 may take" in message, rank
+    pools(2).run(train, settings(str(llama), rollout={"copy_gib": 1.001 * gib}), ROWS, 1)
+    pools(1).run(train, settings(str(llama), rollout={"copy_gib": 1e-9}), ROWS, 1)
+
+
+def test_what_is_free_is_what_the_system_says_shared_by_the_ranks_of_a_machine() -> None:
+    told = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
+    channel = FailureChannel(torch.distributed.HashStore(), 0, 4)
+    alone, one_of_four = (World(0, 4, 0, torch.device("cpu"), channel, local_size=size) for size in (None, 4))
+
+    assert free_bytes(alone) == pytest.approx(int(told) * 1024, rel=0.1)
+    assert free_bytes(one_of_four) == pytest.approx(free_bytes(alone) / 4, rel=0.1)
 
 
 def test_the_reward_rises(pools: Any, llama: Path) -> None:

@@ -69,6 +69,9 @@ class RolloutConfig(SamplingConfig):
     `auto` takes the first where the model's attention allows it."""
     rows: PositiveInt = 512
     """Most completions decoded together on one rank. Memory and speed only."""
+    copy_gib: Positive | None = None
+    """Most memory for the whole weights that a rank decodes over, in GiB; default: what is free at the start. A run
+    that would take more is refused."""
     seed: Count | None = None
     """Seed of the sampling; default: the run's seed."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"

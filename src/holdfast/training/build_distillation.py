@@ -19,6 +19,7 @@ from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
+from holdfast.training.copies import check_copy_fits
 from holdfast.training.distillation import DistillEvaluation, DistillRun, SampledDistillRun, prompt_alone
 from holdfast.training.engines import build_engine, pad_token, stop_tokens
 from holdfast.training.evaluate import split_at_answer
@@ -164,6 +165,7 @@ def _checked_engine(config: DistillConfig, student: Evaluation) -> Any:
             "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
             "Give the tokenizer an eos_token, or set rollout.stop."
         )
+    check_copy_fits(student, budget_gib=None)
     return build_engine(student, config.rollout.engine, config.rollout.rows)
 
 
