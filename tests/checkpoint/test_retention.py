@@ -137,6 +137,15 @@ def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(four: LocalStorage)
     assert "step-00000004" in four.names()
 
 
+def test_one_that_is_damaged_after_it_was_known_is_found_out(four: LocalStorage) -> None:
+    assert prune(four, Retention(last=4), wait=True) == []
+    manifest = four.path("step-00000004") / NAME
+    manifest.write_bytes(manifest.read_bytes().replace(b'"finite":true', b'"finite":tru2'))
+
+    assert prune(four, Retention(last=2), wait=True) == [1]
+    assert "step-00000004" in four.names()
+
+
 class Stubborn(LocalStorage):
     """A network file system that will not rename for a while."""
 

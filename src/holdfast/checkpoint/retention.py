@@ -6,9 +6,10 @@ import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import PINS, QUARANTINE, REHEARSAL, STAGING, TRASH, fresh, step_name, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest, NewerFormat, parse
 from holdfast.checkpoint.storage import Storage
@@ -34,8 +35,19 @@ class Retention:
     best: Sequence[Best] = ()
 
 
+class Rated(NamedTuple):
+    """What the rules ask of a checkpoint."""
+
+    finite: bool
+    metrics: Mapping[str, float | None]
+
+
+_rated: dict[str, Rated] = {}
+"""By the hash of a manifest's bytes: parsing what stays would take longer with every checkpoint that does."""
+
+
 def kept_steps(
-    found: Mapping[int, Manifest], policy: Retention, *, pinned: Iterable[int] = (), needed: Iterable[int] = ()
+    found: Mapping[int, Manifest | Rated], policy: Retention, *, pinned: Iterable[int] = (), needed: Iterable[int] = ()
 ) -> set[int]:
     """Return the steps that stay.
 
@@ -91,6 +103,23 @@ def manifests(storage: Storage) -> dict[int, Manifest]:
     return found
 
 
+def _all_rated(storage: Storage) -> dict[int, Rated]:
+    """Return what the rules ask, of the checkpoints that `manifests` returns."""
+    found = {}
+    for step, name in steps(storage).items():
+        place = f"{name}/{NAME}"
+        try:
+            data = storage.read(place)
+            known = hash_bytes(data)
+            if known not in _rated:
+                manifest = parse(data, f"{storage.root}/{place}")
+                _rated[known] = Rated(manifest.finite, manifest.metrics)
+        except (OSError, CheckpointCorrupt, NewerFormat):
+            continue
+        found[step] = _rated[known]
+    return found
+
+
 def read_pins(storage: Storage) -> set[int]:
     """Return the steps the user keeps."""
     if not storage.exists(PINS):
@@ -113,7 +142,7 @@ def prune(storage: Storage, policy: Retention, *, needed: Iterable[int] = (), wa
 
     Each is renamed before it is deleted, so that nobody sees half a checkpoint; files go on a thread of their own.
     """
-    found = manifests(storage)
+    found = _all_rated(storage)
     keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
     doomed = [step for step in found if step not in keep]
     trash = []
