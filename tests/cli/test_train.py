@@ -49,6 +49,23 @@ def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates
     assert float(printed["eval/held/loss"]) == pytest.approx(final, rel=1e-5)
 
 
+def test_a_run_starts_where_an_evaluation_was_before_it(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    rows = [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(5)]
+    write_rows(tmp_path / "held.jsonl", rows)
+    tree |= {"evaluation": {"sets": {"held": {"path": "held.jsonl"}}, "completions": {"samples": 2}}}
+    write_run(tmp_path / "run.yaml", tree)
+
+    evaluated = warm.run("-m", "holdfast.cli.main", "eval", "run.yaml", "launch.ranks=1", cwd=tmp_path)
+    before = {path.name for path in (tmp_path / "runs/run").iterdir()}
+    trained = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", "launch.ranks=1", "steps=1", cwd=tmp_path)
+
+    assert evaluated.code == 0, evaluated.err
+    assert "eval/held/loss" in evaluated.out
+    assert "completions" in before
+    assert trained.code == 0, trained.err
+    assert [line["step"] for line in metrics(tmp_path / "runs/run")][-1] == 1
+
+
 def test_an_export_names_its_configuration_as_the_command_looks_for_it() -> None:
     assert train.EXPORTED_CONFIG == EXPORTED_CONFIG
 

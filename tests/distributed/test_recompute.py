@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from holdfast.config.parallel import ParallelConfig
-from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.apply import _KEPT_OPERATIONS, _keep_products, apply_plan
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import plan_shards
 from tests.distributed.cases import rows_of, settings, train
@@ -139,3 +140,15 @@ def test_dropout_draws_the_same_numbers_again(pools: Any, directories: dict[str,
     assert kept["losses"] == again["losses"] != plain["losses"]
     for name, gradient in kept["gradients"][0].items():
         np.testing.assert_allclose(again["gradients"][0][name], gradient, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_selective_recomputation_names_operations_that_there_are() -> None:
+    """A name of another version would keep nothing, and no gradient would tell."""
+    import torch.nn.attention.varlen  # registers its operation
+
+    there = {*dir(torch.ops.aten), *dir(torch.ops.torch_attn)}
+
+    assert set(_KEPT_OPERATIONS) <= there
+    for operation in (torch.ops.aten._grouped_mm.default, torch.ops.torch_attn._varlen_attn.default):
+        assert _keep_products(None, operation) is CheckpointPolicy.MUST_SAVE
+    assert _keep_products(None, torch.ops.aten.silu.default) is CheckpointPolicy.PREFER_RECOMPUTE

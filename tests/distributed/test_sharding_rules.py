@@ -89,12 +89,13 @@ def summed_gradient(world: World, reduce: str) -> float:
     return float(full_tensor(gradient)[0])
 
 
-def test_gradients_of_bfloat16_storage_add_up_in_float32(pools: Any) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_bfloat16_storage_add_up_in_float32(pools: Any, ranks: int) -> None:
     one = float(torch.tensor(0.01, dtype=torch.bfloat16))
-    exact = float(torch.tensor(2 * 256 * one, dtype=torch.bfloat16))
+    exact = float(torch.tensor(ranks * 256 * one, dtype=torch.bfloat16))
 
-    assert pools(2).run(summed_gradient, "auto")[0] == exact
-    assert pools(2).run(summed_gradient, "each_micro_batch")[0] != exact  # what the rule protects from
+    assert pools(ranks).run(summed_gradient, "auto")[0] == exact
+    assert pools(ranks).run(summed_gradient, "each_micro_batch")[0] != exact  # what the rule protects from
 
 
 class Recorder(NegativeLogLikelihood):

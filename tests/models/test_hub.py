@@ -96,6 +96,7 @@ def found(hub: Hub, home: Path) -> dict[str, Any]:
     """Return what every case gave, starting with an empty cache."""
     cases = {
         "tokenizer alone": case("tokenizer", path="other/model", tokenizer="lab/words"),
+        "tokenizer beside a revision": case("tokenizer", path="lab/tiny", revision="v2", tokenizer="lab/words"),
         "model": case("blueprint", path="lab/tiny"),
         "revision": case("blueprint", path="lab/tiny", revision="v2"),
         "files": case("files", path="lab/tiny"),
@@ -127,6 +128,10 @@ def test_a_tokenizer_is_downloaded_without_the_weights(hub: Hub, found: dict[str
     assert len(found["tokenizer alone"]) == 3
     assert "lab/words/tokenizer.json" in hub.fetched
     assert "lab/words/model.safetensors" not in hub.fetched
+
+
+def test_a_revision_is_the_model_s_and_no_other_repository_s(found: dict[str, Any]) -> None:
+    assert found["tokenizer beside a revision"] == found["tokenizer alone"]
 
 
 def test_what_was_downloaded_once_is_not_downloaded_again(hub: Hub, home: Path, found: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ def parameters(**changes: Any) -> list[ParameterInfo]:
 
 def plan(config: dict[str, Any] | None = None, more: list[ParameterInfo] | None = None, **how: Any) -> ShardPlan:
     modules = ["", "model", "model.embed", "lm_head", *BLOCKS, *(f"{block}.mlp" for block in BLOCKS)]
-    options = {"shard": 2, "device": "cpu"} | how
+    options = {"shard": 2, "device": "cpu", "head": "lm_head"} | how
     return plan_shards(parameters(more=more or []), modules, BLOCKS, ParallelConfig(**(config or {})), **options)
 
 
@@ -87,6 +87,7 @@ def test_every_parameter_has_exactly_one_unit() -> None:
     [
         ({"units": ["nothing"]}, [], r"'nothing' matches no module"),
         ({"units": ["embed$"]}, [], r"tied parameter would lie in two units \(model\.embed\.weight in model\.embed, "),
+        ({"units": ["head"]}, [], r"a unit of lm_head, and the loss reads lm_head\.weight outside of it"),
         ({}, [ParameterInfo("scale", (), "float32", True)], r"^scale: a trained parameter without dimensions"),
         (
             {},
@@ -121,6 +122,26 @@ def test_compute_and_reduction_follow_storage_and_device() -> None:
     assert plan(device="cuda").compute_dtype == "bfloat16"
     assert plan(device="cuda").reduce_dtype == "float32"
     assert plan({"compute_dtype": "float32"}, device="cuda").compute_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "sharded"),
+    [
+        ("float32", {}, False),
+        ("bfloat16", {}, True),
+        ("bfloat16", {"reduce": "each_micro_batch"}, False),
+        ("bfloat16", {"trainable": False}, False),
+    ],
+)
+def test_a_rank_alone_leaves_adding_gradients_to_autograd_only_where_that_is_exact(
+    dtype: str, changes: dict[str, Any], sharded: bool
+) -> None:
+    stored = [ParameterInfo("model.layers.0.w", (4, 4), dtype, changes.pop("trainable", True))]
+    config = ParallelConfig(**{"compute_dtype": dtype, **changes})
+
+    made = plan_shards(stored, BLOCKS, BLOCKS[:1], config, shard=1, device="cpu")
+
+    assert made.sharded is sharded
 
 
 def test_bfloat16_storage_reduces_once_per_update() -> None:

@@ -16,8 +16,9 @@ class HeadConfig(Section):
     """How log-probabilities are computed from hidden states."""
 
     dtype: Literal["model", "float32"] = "model"
-    """Dtype of the head's matrix product. `float32` multiplies in full precision even when the body computes in
-    bfloat16 (ScaleRL, arXiv:2510.13786, section 3.2). The log-sum-exp is float32 or better in both cases."""
+    """Dtype of the head's matrix product, in training and in `rollout.engine: inprocess`. `float32` multiplies and adds
+    in full precision even when the body computes in bfloat16 (ScaleRL, arXiv:2510.13786, section 3.2); the matrix
+    itself is gathered in the compute dtype. The log-sum-exp is float32 or better in both cases."""
 
     chunk_tokens: PositiveInt | None = None
     """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 32 MiB
@@ -44,7 +45,7 @@ class ModelConfig(Section):
     """A transformers configuration with `model_type`; weights start random, the same for every number of ranks."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit of `path` on the hub; other repositories are taken as they are now."""
 
     hub: Literal["hf", "modelscope"] = "hf"
     """Where a name that is no local directory is looked up."""

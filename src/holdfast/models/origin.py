@@ -59,9 +59,10 @@ def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
         raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).")
     patterns = _TEXTS + (_WEIGHTS if weights else []) + (["*.py"] if config.trust_remote_code else [])
+    revision = config.revision if name == config.path else None  # other repositories have revisions of their own
     if config.hub == "modelscope":
-        return _from_modelscope(name, config.revision, patterns)
-    return _from_hugging_face(name, config.revision, patterns)
+        return _from_modelscope(name, revision, patterns)
+    return _from_hugging_face(name, revision, patterns)
 
 
 def _from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -34,6 +34,8 @@ _KEPT_OPERATIONS = [
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
+    "_varlen_attn",
+    "_grouped_mm",
 ]
 """What selective recomputation keeps: matrix products and attention cost the most to run again."""
 

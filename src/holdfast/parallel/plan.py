@@ -123,29 +123,39 @@ def plan_shards(
     shard: int,
     device: str,
     towers: Sequence[str] = (),
+    head: str | None = None,
 ) -> ShardPlan:
     """Plan how parameters are split.
 
     Args:
         parameters: Of the whole model, canonical names, one entry per tie.
-        modules: Canonical paths of all modules, for `parallel.units`.
+        modules: Canonical paths of all modules that run by themselves, for `parallel.units`.
         blocks: Canonical paths of the transformer blocks, in order.
         config: The section.
         shard: Ranks of one copy.
         device: cpu or cuda.
         towers: Canonical paths of modules that only some batches run; each is a unit, its blocks aside.
+        head: Canonical path of the layer of logits, whose matrix the root reads: it can be no unit.
 
     Raises:
         PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
     """
     _refuse_scalars(parameters)
     groups = _groups(modules, blocks, towers, config)
+    if head in groups:
+        raise PlanError(
+            f"parallel.units makes a unit of {head}, and the loss reads {head}.weight outside of it, where FSDP2 has "
+            "only a shard. Leave it to the root: choose patterns that do not match it, such as 'layers\\.\\d+$'."
+        )
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     numbers = [parameter for parameter in parameters if not parameter.stands_for]
     storage = {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
+    last_only = _reduce_last_only(config, storage)
+    # Alone and stored as it is computed with, a model needs no FSDP2; but autograd adds gradients in their storage.
+    alone = shard == 1 and config.replicate == 1 and not config.cpu_offload
     return ShardPlan(
         units=_units(parameters, groups, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
@@ -155,9 +165,9 @@ def plan_shards(
         shard=shard,
         compute_dtype=compute,
         reduce_dtype=wide,
-        reduce_last_only=_reduce_last_only(config, storage),
+        reduce_last_only=last_only,
         cpu_offload=config.cpu_offload,
-        sharded=not (shard == 1 and config.replicate == 1 and _is_whole(numbers, compute) and not config.cpu_offload),
+        sharded=not (alone and _is_whole(numbers, compute) and not (trained and last_only)),
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
@@ -223,7 +233,8 @@ def _groups(
         matched = [path for path in modules if path and re.search(pattern, path)]
         if not matched:
             raise PlanError(
-                f"parallel.units: {pattern!r} matches no module. Modules are named like {', '.join(modules[1:4])}."
+                f"parallel.units: {pattern!r} matches no module that runs by itself. Modules are named like "
+                f"{', '.join(modules[1:4])}."
             )
         chosen |= {path: (path,) for path in matched}
     return chosen

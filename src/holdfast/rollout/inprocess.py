@@ -59,6 +59,7 @@ class InProcessEngine:
         stops: What ends a completion.
         rows: Most completions decoded together.
         tells_experts: Completions say which experts their tokens met; for a mixture of them.
+        float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
     """
 
     def __init__(  # noqa: PLR0913 - what an engine is made of
@@ -70,11 +71,12 @@ class InProcessEngine:
         *,
         rows: int = 512,
         tells_experts: bool = False,
+        float32_head: bool = False,
     ) -> None:
         register()
         self._replica = Replica(origin, device, dtype, CACHED)
         self._routers = Routers(self._replica.model) if tells_experts else None
-        self._spec = origin.family.head_spec(float32_product=False, chunk_tokens=None)
+        self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
         self._stops = stops
         self._rows = rows
         self._waiting: deque[Request] = deque()
@@ -143,7 +145,10 @@ class InProcessEngine:
 
     def _head(self) -> Head:
         layer: Any = output_layer_of(self._replica.model)
-        return Head(for_few_rows(layer.weight), getattr(layer, "bias", None))
+        weight, bias = layer.weight, getattr(layer, "bias", None)
+        if self._spec.float32_product and weight.dtype == torch.bfloat16:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        return Head(for_few_rows(weight), bias)
 
     def _sampled(self, row: _Row, finish: Finish) -> Sampled:
         length = len(row.request.prompt) + len(row.tokens)
@@ -272,7 +277,7 @@ class _Decoding:
 
     def _draw(self) -> tuple[Tensor, Tensor]:
         sampling = self._sampling
-        logits, _ = logits_of(self._hidden, self._head, self._spec)
+        logits, _ = logits_of(self._hidden.to(self._head.weight.dtype), self._head, self._spec)
         if self._seen is not None:
             logits = penalise(logits, self._seen, sampling.repetition_penalty)
         if sampling.temperature == 0.0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from holdfast.config.distill import DistillConfig
 from holdfast.config.runs import TrainingConfig
@@ -139,9 +141,20 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
         )
         for name, value in named_parameters(policy).items()
     ]
-    modules = [canonical_name(name) for name, _ in policy.language_model.named_modules()]
+    model: Any = policy.language_model
+    outputs = [model.get_output_embeddings(), getattr(model, "score", None)]  # logits, or a reward model's scores
+    # A list of modules has no forward pass of its own, around which FSDP2 could gather it.
+    runs = [(name, part) for name, part in model.named_modules() if type(part).forward is not nn.Module.forward]
     blocks = blocks_of(policy.language_model)
     if not blocks and not config.parallel.units:
         raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
-    towers = towers_of(policy.language_model)
-    return plan_shards(parameters, modules, blocks, config.parallel, shard=shard, device=device, towers=towers)
+    return plan_shards(
+        parameters,
+        [canonical_name(name) for name, _ in runs],
+        blocks,
+        config.parallel,
+        shard=shard,
+        device=device,
+        towers=towers_of(model),
+        head=next((canonical_name(name) for name, part in runs if any(part is each for each in outputs)), None),
+    )

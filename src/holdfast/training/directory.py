@@ -18,6 +18,7 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 
 IDENTITY, EVENTS = "run.json", "events.jsonl"
+COMPLETIONS = "completions"
 FOLDER = "checkpoints"
 """As in `checkpoint.layout`; repeated here because that package imports torch."""
 
@@ -38,7 +39,9 @@ def check_writable(directory: Path) -> None:
     """
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
-    others = {entry.name for entry in directory.iterdir()} - {FOLDER, "logs"} if directory.exists() else set()
+    # What an evaluation before the run leaves is no reason to refuse the run.
+    own = {FOLDER, "logs", COMPLETIONS}
+    others = {entry.name for entry in directory.iterdir()} - own if directory.exists() else set()
     foreign = directory / FOLDER
     if foreign.is_dir() and any(not entry.name.startswith((".", "step-", "pins")) for entry in foreign.iterdir()):
         others.add(FOLDER)

@@ -46,7 +46,8 @@ def build_engine(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
     if can and kind != "transformers":
-        return InProcessEngine(origin, device, dtype, stops, rows=rows, tells_experts=tells_experts)
+        wide = measured.config.model.head.dtype == "float32"
+        return InProcessEngine(origin, device, dtype, stops, rows=rows, tells_experts=tells_experts, float32_head=wide)
     if kind == "auto" and measured.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"
         print(

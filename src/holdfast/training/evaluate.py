@@ -20,6 +20,7 @@ from holdfast.parallel.collectives import reduce_sums
 from holdfast.parallel.stream import live_tensors
 from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.sampling import mixed
+from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine
 from holdfast.training.run import Evaluation
 from holdfast.training.together import together
@@ -74,7 +75,7 @@ def evaluate(
                 found |= more
                 if run.world.is_first:
                     name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
-                    write_completions(run.directory / "completions" / name, answered)
+                    write_completions(run.directory / COMPLETIONS / name, answered)
             metrics |= {f"eval/{held_out.name}/{name}": value for name, value in found.items()}
     return metrics
 

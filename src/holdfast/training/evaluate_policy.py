@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.rollout import SamplingConfig
 from holdfast.rollout.sampling import mixed
+from holdfast.training.directory import COMPLETIONS
 from holdfast.training.policy import PolicyEvaluation, PromptSet, rest
 from holdfast.training.rollout_metrics import length_metrics, reward_metrics
 from holdfast.training.rollouts import rewards_of, sample_groups, score_groups, share_facts
@@ -42,7 +43,7 @@ def evaluate_policy(
         if run.world.is_first:
             name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
             flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
-            write_groups(run.directory / "completions" / name, flat)
+            write_groups(run.directory / COMPLETIONS / name, flat)
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in found.items()}
     rest(run)
     return metrics
