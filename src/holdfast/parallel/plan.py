@@ -142,11 +142,7 @@ def plan_shards(
     """
     _refuse_scalars(parameters)
     groups = _groups(modules, blocks, towers, config)
-    if head in groups:
-        raise PlanError(
-            f"parallel.units makes a unit of {head}, and the loss reads {head}.weight outside of it, where FSDP2 has "
-            "only a shard. Leave it to the root: choose patterns that do not match it, such as 'layers\\.\\d+$'."
-        )
+    _refuse_head(head, groups)
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     numbers = [parameter for parameter in parameters if not parameter.stands_for]
@@ -155,7 +151,7 @@ def plan_shards(
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
     # Alone and stored as it is computed with, a model needs no FSDP2; but autograd adds gradients in their storage.
-    alone = shard == 1 and config.replicate == 1 and not config.cpu_offload
+    whole = shard * config.replicate == 1 and not config.cpu_offload and _is_whole(numbers, compute)
     return ShardPlan(
         units=_units(parameters, groups, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
@@ -167,7 +163,7 @@ def plan_shards(
         reduce_dtype=wide,
         reduce_last_only=last_only,
         cpu_offload=config.cpu_offload,
-        sharded=not (alone and _is_whole(numbers, compute) and not (trained and last_only)),
+        sharded=not whole or (trained and last_only),
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
@@ -267,6 +263,14 @@ def _refuse_scalars(parameters: Sequence[ParameterInfo]) -> None:
         raise PlanError(
             f"{', '.join(scalars)}: a trained parameter without dimensions cannot be sharded. Freeze it "
             "(model.freeze), or give it shape [1] in the model."
+        )
+
+
+def _refuse_head(head: str | None, groups: Mapping[str, tuple[str, ...]]) -> None:
+    if head in groups:
+        raise PlanError(
+            f"parallel.units makes a unit of {head}, and the loss reads {head}.weight outside of it, where FSDP2 has "
+            "only a shard. Leave it to the root: choose patterns that do not match it, such as 'layers\\.\\d+$'."
         )
 
 

@@ -40,7 +40,7 @@ def copy_bytes(measured: Evaluation) -> int:
     plan, config = measured.plan, measured.config
     if not plan.sharded and config.model.dtype == plan.compute_dtype and config.model.lora is None:
         return 0
-    size = getattr(torch, plan.compute_dtype).itemsize
+    size = int(getattr(torch, plan.compute_dtype).itemsize)
     return sum(parameter.numel() for parameter in measured.origin.skeleton.parameters()) * size
 
 
