@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.models.expert_choices import COLUMN
 from holdfast.models.policy import PolicyModel
-from holdfast.models.routers import choices_of
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Scored
 from holdfast.training.build import Live
@@ -100,9 +100,9 @@ def routed(world: World, tree: dict[str, Any]) -> list[tuple[np.ndarray[Any, Any
     found = []
     for batch in mini_batch.micro_batches:
         assert policy.routers is not None
-        with policy.routers.watched() as seen:
+        with policy.routers.choices() as chosen:
             policy(batch)
-        found.append((batch.per_token[COLUMN].flatten(0, 1).numpy(), choices_of(seen).numpy()))
+        found.append((batch.per_token[COLUMN].flatten(0, 1).numpy(), torch.stack(chosen, 1).numpy()))
     return found
 
 
@@ -124,6 +124,8 @@ def test_a_reference_is_routed_by_its_own_routers(pools: Any, directory: str) ->
     )
 
     assert apart(apart_from, within) < 1e-7
+    differs = [line["router/replay_differs"] for line in within["lines"]]
+    assert max(differs) > 0, "base and adapted model must route otherwise, or the test shows nothing"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,42 @@ def test_a_router_that_does_not_choose_is_named() -> None:
     with torch.device("meta"):
         gate = Gate(32, 4)
 
-    assert why_not_replayed([gate], 32) == "router 0 (Gate) does not choose its experts by one topk"
+    assert why_not_replayed([gate], 32) == (
+        "router 0 (Gate) does not choose by one topk over its experts, and say which"
+    )
+
+
+def test_a_router_that_does_not_say_what_it_chose_is_named() -> None:
+    from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4Router
+
+    with torch.device("meta"):
+        router = Llama4Router(Llama4TextConfig(hidden_size=32, num_local_experts=4, num_experts_per_tok=1))
+
+    assert why_not_replayed([router], 32) == (
+        "router 0 (Llama4Router) does not choose by one topk over its experts, and say which"
+    )
+
+
+def test_a_group_that_is_left_out_now_has_the_weight_it_has() -> None:
+    """DeepSeek-V2 makes scores of such groups 0 and takes the weights from what is left."""
+    from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    limits = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = DeepseekV2Config(hidden_size=32, n_routed_experts=4, routed_scaling_factor=1.5, **limits)
+    router = DeepseekV2TopkRouter(config)
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+    chosen = router(hidden)[2]
+    told = torch.where(chosen < 2, chosen + 2, chosen - 2)  # the other group's
+    scores = softmax((hidden @ router.weight.T).detach().double().numpy())
+
+    ChoicesToFollow([router], "deepseek_v2").follow((told[:, None] + 1).to(torch.int16))
+    _, weights, followed = router(hidden)
+
+    assert torch.equal(followed, told)
+    np.testing.assert_allclose(weights.detach().numpy(), 1.5 * np.take_along_axis(scores, told.numpy(), -1), rtol=1e-5)
 
 
 def test_what_was_never_read_is_left_to_the_router() -> None:

@@ -27,6 +27,7 @@ COLUMN = "expert_choices"
 """Per token, [L, layers, k] int16: the experts to send it to, each by its index + 1; 0 lets the router choose."""
 
 _TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
+_MASKING: tuple[Any, ...] = (torch.masked_fill, Tensor.masked_fill)
 
 
 class TopK(NamedTuple):
@@ -109,16 +110,21 @@ class _Following(TorchFunctionMode):
     def __init__(self, chosen: Tensor, experts: int) -> None:
         super().__init__()
         self.chosen, self._experts = chosen, experts
+        self._unmasked: tuple[Tensor, Tensor] | None = None
         self.differing: Tensor | None = None
         """[T, 2]: whether the router would have sent a token elsewhere, and whether it was told."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's form
         found = func(*args, **(kwargs or {}))
+        if func in _MASKING:
+            self._unmasked = (found, args[0])
         if func not in _TOPK or found[1].shape != self.chosen.shape:
             return found
         scores: Tensor = args[0] if args else kwargs["input"]
         if scores.shape[-1] != self._experts:
             return found
+        if self._unmasked is not None and scores is self._unmasked[0]:
+            scores = self._unmasked[1]  # a group that the router would leave out now has the weight that it has
         with torch.no_grad():
             told = self.chosen > 0
             indices = torch.where(told, self.chosen - 1, found[1])
@@ -137,12 +143,15 @@ def why_not_replayed(routers: Sequence[nn.Module], width: int) -> str | None:
     if not routers:
         return "it is no mixture of experts"
     for layer, router in enumerate(routers):
-        asked = _Asking(_experts(router))
+        asked, output = _Asking(_experts(router)), None
         weight = next(router.parameters())
         with suppress(RuntimeError, TypeError, ValueError, NotImplementedError), torch.no_grad(), asked:
-            router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
-        if asked.answers != 1:
-            return f"router {layer} ({type(router).__name__}) does not choose its experts by one topk"
+            output = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
+        told = output if isinstance(output, tuple) else (output,)
+        if asked.answers != 1 or not any(isinstance(part, Tensor) and part.dtype == torch.int64 for part in told):
+            return (
+                f"router {layer} ({type(router).__name__}) does not choose by one topk over its experts, and say which"
+            )
     return None
 
 

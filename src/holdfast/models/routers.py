@@ -58,6 +58,7 @@ class Routers:
         self.name = str(config.model_type)
         self.top_k = _top_k(model)
         self._seen: list[Routed] | None = None
+        self._chosen: list[Tensor] | None = None
         found = routers_of(model)
         self.layers = len(found)
         for router, index in found:
@@ -68,6 +69,8 @@ class Routers:
         def report(_: nn.Module, __: object, output: Any) -> None:
             if self._seen is not None:
                 self._seen.append(_routed(output, index))
+            if self._chosen is not None:
+                self._chosen.append(_told(_routed(output, index), self.name))
 
         return report
 
@@ -80,6 +83,16 @@ class Routers:
             yield seen
         finally:
             self._seen = None
+
+    @contextmanager
+    def choices(self) -> Iterator[list[Tensor]]:
+        """Collect [T, k] int16 of each router that runs inside the block: the experts its tokens met, by index + 1."""
+        chosen: list[Tensor] = []
+        self._chosen = chosen
+        try:
+            yield chosen
+        finally:
+            self._chosen = None
 
     def unused(self, name: str, shape: Sequence[int]) -> float:
         """Return how many elements of a parameter a token does not meet: those of experts it is not sent to.
@@ -122,10 +135,10 @@ class Routers:
         return Tally(probabilities, choices, tokens * len(seen), torch.stack(loads))
 
 
-def watched(routers: Routers | None) -> AbstractContextManager[list[Routed]]:
-    """Collect what routers say inside the block; nothing where there are none to watch."""
-    nothing: list[Routed] = []
-    return nullcontext(nothing) if routers is None else routers.watched()
+def choices(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
+    """Collect what routers choose inside the block; nothing where there are none to watch."""
+    nothing: list[Tensor] = []
+    return nullcontext(nothing) if routers is None else routers.choices()
 
 
 class Tally(NamedTuple):
@@ -170,12 +183,6 @@ def global_loads(choices: Tensor, rows: Tensor, count: float) -> Tensor:
     """
     rows = rows.clamp(min=1.0)
     return choices.numel() * count * choices / rows**2
-
-
-def choices_of(seen: Sequence[Routed]) -> Tensor:
-    """Return [T, layers, k] int16 of one forward pass: the experts each token met, by index + 1."""
-    chosen = [routed.chosen for routed in seen]
-    return (torch.stack([part for part in chosen if part is not None], 1) + 1).to(torch.int16)
 
 
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
@@ -239,6 +246,12 @@ def _routed(output: Any, index: int) -> Routed:
         if isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape[:-1] == logits.shape[:-1]
     ]
     return Routed(logits, chosen[0] if chosen else None)
+
+
+def _told(routed: Routed, name: str) -> Tensor:
+    if routed.chosen is None:
+        raise ModelError(f"A router of {name} does not say which experts it chose. Set rollout.replay_routing: false.")
+    return (routed.chosen + 1).to(torch.int16)
 
 
 def _marks(chosen: Tensor, like: Tensor) -> Tensor:

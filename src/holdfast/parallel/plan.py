@@ -146,7 +146,7 @@ def plan_shards(
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     numbers = [parameter for parameter in parameters if not parameter.stands_for]
-    storage = {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
+    storage = _storage(numbers, trained)
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
@@ -168,6 +168,10 @@ def plan_shards(
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
     )
+
+
+def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:
+    return {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
 
 
 def _is_whole(numbers: Sequence[ParameterInfo], compute: str) -> bool:

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.rollout import SamplingConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
-from holdfast.models.routers import Routed, Routers, choices_of, watched
+from holdfast.models.routers import Routers, choices
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, joined_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
@@ -84,7 +83,7 @@ class TransformersEngine:
         seeds = torch.tensor([request.seeds[place] for request, place in rows])
         drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
-        with watched(self._routers) as seen:
+        with choices(self._routers) as chosen:
             out: Tensor = self._replica.model.generate(
                 input_ids=tokens.to(device),
                 attention_mask=mask.to(device),
@@ -103,25 +102,28 @@ class TransformersEngine:
                 repetition_penalty=None,
             )
         logprobs = torch.stack(drawing.logprobs, 1).tolist()
-        found = []
-        for number, (request, place) in enumerate(rows):
-            sampled = self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
-            if self._routers is not None:
-                of_prompt, own = self._choices(seen, number, len(rows), width - len(request.prompt))
-                choices = column(of_prompt, own, len(request.prompt) + len(sampled.tokens))
-                sampled = sampled._replace(expert_choices=choices)
-            found.append(sampled)
-        return found
+        done = [
+            self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
+            for number, (request, place) in enumerate(rows)
+        ]
+        return self._with_choices(done, rows, chosen)
 
-    def _choices(
-        self, seen: Sequence[Routed], number: int, rows: int, padding: int
-    ) -> tuple[NDArray[np.int16], list[NDArray[np.int16]]]:
-        """Return what a row's prompt met and what its drawn tokens met, out of all calls of all routers."""
-        assert self._routers is not None
+    def _with_choices(
+        self, done: list[Sampled], rows: Sequence[tuple[Request, int]], chosen: Sequence[Tensor]
+    ) -> list[Sampled]:
+        """Add the experts that tokens met, told by every router of every pass; the first passes over the prompts."""
+        if self._routers is None:
+            return done
         layers = self._routers.layers
-        passes = [choices_of(seen[start : start + layers]) for start in range(0, len(seen), layers)]
-        of_row = [part.view(rows, -1, *part.shape[1:])[number].cpu().numpy() for part in passes]  # [T, layers, k] each
-        return of_row[0][padding:], [part[0] for part in of_row[1:]]
+        passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
+        prompts, *own = (part.view(len(rows), -1, *part.shape[1:]).cpu().numpy() for part in passes)
+        drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
+        found = []
+        for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):
+            size = len(request.prompt)
+            told = column(prompts[number, prompts.shape[1] - size :], list(drawn[number]), size + len(sampled.tokens))
+            found.append(sampled._replace(expert_choices=told))
+        return found
 
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""

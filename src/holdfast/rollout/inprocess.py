@@ -22,7 +22,7 @@ from holdfast.models.attention import Documents
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
 from holdfast.models.family import backbone_of, output_layer_of
-from holdfast.models.routers import Routers, choices_of, watched
+from holdfast.models.routers import Routers, choices
 from holdfast.models.scores import Head, logits_of
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register
 from holdfast.rollout.engine import Interrupted, Request, Sampled
@@ -221,7 +221,7 @@ class _Decoding:
         wide = [np.broadcast_to(positions, (axes, positions.shape[1])) for positions in placed]
         positions = torch.from_numpy(np.concatenate(wide, axis=1)).to(self._device)[:, None]  # [A, 1, T]
         cache = PromptCache()
-        output, choices = self._run(
+        output, met = self._run(
             input_ids=self._replica.family.with_one_image_token(tokens),
             position_ids=positions[0] if axes == 1 else positions,
             past_key_values=cache,
@@ -230,17 +230,17 @@ class _Decoding:
         )
         ends = np.cumsum(lengths).tolist()
         spans = [(ends[number] - lengths[number], ends[number]) for number in of_row]
-        if choices is not None:
-            of_prompts = choices.cpu().numpy()
+        if met is not None:
+            of_prompts = met.cpu().numpy()
             for row, (start, end) in zip(self.rows, spans, strict=True):
                 row.prompt_choices = of_prompts[start:end]
         return RowCache(cache, spans), output.last_hidden_state[0]
 
     def _run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
         """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
-        with watched(self._routers) as seen:
+        with choices(self._routers) as chosen:
             output = backbone_of(self._replica.model)(use_cache=True, **inputs)
-        return output, None if self._routers is None else choices_of(seen)
+        return output, torch.stack(chosen, 1) if chosen else None
 
     def _prompt_tokens(self) -> Tensor | None:
         """Return [rows, V], which tokens stand in each row; None where no option asks for it."""
@@ -264,15 +264,15 @@ class _Decoding:
         if self._last is None:
             return
         self._cache.begin_step()
-        output, choices = self._run(
+        output, met = self._run(
             input_ids=self._last[:, None],
             # Rows that have ended go on until they are dropped; theirs is the only position that may lie beyond.
             position_ids=(self._cache.view.places + self._ahead)[:, None].clamp(max=self._last_position),
             past_key_values=self._cache,
             rows=self._cache,
         )
-        if choices is not None:
-            self._unnoted.append(choices)
+        if met is not None:
+            self._unnoted.append(met)
         self._hidden, self._last = output.last_hidden_state[:, 0], None
 
     def _draw(self) -> tuple[Tensor, Tensor]:

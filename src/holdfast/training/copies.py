@@ -40,8 +40,9 @@ def copy_bytes(measured: Evaluation) -> int:
     plan, config = measured.plan, measured.config
     if not plan.sharded and config.model.dtype == plan.compute_dtype and config.model.lora is None:
         return 0
-    size = int(getattr(torch, plan.compute_dtype).itemsize)
-    return sum(parameter.numel() for parameter in measured.origin.skeleton.parameters()) * size
+    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+    numbers = sum(int(parameter.numel()) for parameter in measured.origin.skeleton.parameters())
+    return numbers * dtype.itemsize
 
 
 def free_bytes(world: World) -> int:

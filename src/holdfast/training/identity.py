@@ -109,7 +109,9 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
     if isinstance(config, GRPOConfig):
         loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
-        loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+        # Only where it is on: checkpoints from before there was such a thing go on.
+        sampled_by = _SAMPLED_BY | ({"replay_routing"} if config.rollout.replay_routing else set())
+        loss["rollout"] = config.rollout.model_dump_json(include=sampled_by)
         if config.critic is not None:
             loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
