@@ -195,3 +195,28 @@ def test_a_directory_or_a_binary_file_is_no_configuration(tmp_path: Path) -> Non
     for path in (tmp_path, tmp_path / "weights.bin"):
         with pytest.raises(ConfigError, match="cannot be read: "):
             load(path, [], SFTConfig)
+
+
+def test_what_has_no_effect_is_refused(mistakes: Mistakes) -> None:
+    text = "steps: 3\nmodel: {path: m}\ndata: {path: rows.jsonl, packing: wrapped, overlong: refuse}\n"
+
+    assert mistakes(text) == [
+        "run.yaml:3: data.overlong: refuse has no effect with packing: wrapped, where no row is too long; leave it out"
+    ]
+
+
+def test_rules_between_keys_are_told_beside_values_that_are_wrong(mistakes: Mistakes) -> None:
+    text = WHOLE + "optim: {lr: fast}\nmodel: {path: m, dtype: bfloat16}\n"
+
+    lines = mistakes(text.replace("model: {path: some-model}\n", ""))
+
+    assert lines[0] == "run.yaml has 2 mistakes:"
+    assert lines[1] == "run.yaml:3: optim.lr: 'fast' should be a number"
+    assert lines[2].startswith("run.yaml:4: model.dtype: bfloat16")
+
+
+def test_rules_that_ask_for_a_wrong_value_are_not_told(mistakes: Mistakes) -> None:
+    """Without it no end would be set; whoever mends it has set one."""
+    text = "steps: many\nmodel: {path: m}\ndata: {path: rows.jsonl}\n"
+
+    assert mistakes(text) == ["run.yaml:1: steps: 'many' should be a whole number"]

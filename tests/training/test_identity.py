@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
-from holdfast.training.identity import user_files
+from holdfast.training.identity import _loss, user_files
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -17,6 +18,17 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 def run(**data: Any) -> SFTConfig:
     section = {"synthetic": {"task": "sort"}, **data}
     return from_mapping({"model": {"path": "m"}, "steps": 1, "data": section}, SFTConfig)
+
+
+def test_replayed_experts_are_told_and_their_absence_is_as_before() -> None:
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+
+    plain, replayed = (
+        _loss(from_mapping({**tree, "rollout": {"replay_routing": on}}, GRPOConfig))["rollout"] for on in (False, True)
+    )
+
+    assert "replay_routing" not in plain
+    assert replayed == plain[:-1] + ',"replay_routing":true}'
 
 
 def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(

@@ -85,7 +85,7 @@ class TextConfig(Section):
     max_length: PositiveInt = 1024
     """Longest sequence in tokens."""
     overlong: Literal["truncate", "split", "drop", "refuse"] = "truncate"
-    """What happens to a longer row; each case is counted in the metrics."""
+    """What happens to a longer row; each case is counted in the metrics. With `packing: wrapped` none is."""
     train_on: Literal["all_turns", "last_turn"] = "all_turns"
     """Which assistant turns of a conversation are trained."""
     train_on_prompt: bool = False
@@ -181,11 +181,21 @@ class DataConfig(SourceConfig, TextConfig):
                 f"{self.max_length} does not fit tokens_per_micro_batch={self.tokens_per_micro_batch}; raise "
                 f"tokens_per_micro_batch to at least {self.max_length} or lower max_length",
             )
-        if self.packing == "wrapped" and self.average != "token_mean":
+        if self.packing == "wrapped":
+            yield from self._wrapped()
+
+    def _wrapped(self) -> Iterator[Mistake]:
+        """Yield what has no meaning where documents are cut at window edges."""
+        if self.average != "token_mean":
             yield (
                 "average",
                 f"{self.average} has no meaning with packing: wrapped, which cuts documents at window edges; use "
                 "average: token_mean or packing: best_fit",
+            )
+        if self.overlong != "truncate":
+            yield (
+                "overlong",
+                f"{self.overlong} has no effect with packing: wrapped, where no row is too long; leave it out",
             )
 
     def all_sources(self) -> list[SourceConfig]:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast.config.explain import explain
+from holdfast.config.explain import explain, rules_beside
 from holdfast.config.tree import section_at
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
@@ -84,6 +84,7 @@ def check(draft: Draft, root: type[Root]) -> Root:
         config = root.model_validate(document.values)
     except ValidationError as error:
         found += explain(error, document, root, draft.origins)
+        found += rules_beside(error, document, root, draft.origins)
     lines = [text for _, text in sorted(found, key=lambda pair: pair[0])] + draft.mistakes
     if config is not None and not lines:
         return config
