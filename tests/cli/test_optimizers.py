@@ -16,7 +16,7 @@ OWN = Path(__file__).parents[1] / "optim" / "own.py"
 @pytest.mark.parametrize(
     ("ranks", "path"),
     [
-        (2, "own.py:Factored"),
+        pytest.param(2, "own.py:Factored", marks=pytest.mark.slow),
         pytest.param(2, "torch.optim:Adagrad", marks=pytest.mark.slow),
         pytest.param(1, "torch.optim:Adafactor", marks=pytest.mark.slow),
     ],

@@ -24,6 +24,7 @@ def losses(place: Path, name: str) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["kl"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_stops_the_run_after_its_last_whole_step_and_the_same_command_goes_on(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
