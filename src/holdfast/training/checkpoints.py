@@ -156,7 +156,8 @@ class Checkpoints:
         if choice is not None:
             loaded = resume(run, self._storage, choice, self._ranks)
             self.session.resumed = choice.manifest
-            self._deviations = loaded.deviations
+            # Retention deletes the checkpoints that recorded them first.
+            self._deviations = tuple(dict.fromkeys((*choice.manifest.deviations, *loaded.deviations)))
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
             return
