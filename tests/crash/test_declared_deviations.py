@@ -37,9 +37,10 @@ def printed(world: World, values: dict[str, Any]) -> str:
 
 
 def test_what_was_once_declared_stands_in_all_later_manifests(pools: Any, tmp_path: Path) -> None:
-    frozen, few = {"model": {"freeze": [r"layers\.0\."]}}, {"keep": {"last": 2}}
-    resume = {"unfreeze": [r"layers\.0\."], "changed": ["objective"]}
-    averaged = {"data": {"average": "sequence_mean"}}
+    frozen: dict[str, Any] = {"model": {"freeze": [r"layers\.0\."]}}
+    few: dict[str, Any] = {"keep": {"last": 2}}
+    resume: dict[str, Any] = {"unfreeze": [r"layers\.0\."], "changed": ["objective"]}
+    averaged: dict[str, Any] = {"data": {"average": "sequence_mean"}}
     pools(2).run(run, values_of(tmp_path, steps=2, checkpoint=few, **frozen))
 
     told = pools(2).run(printed, values_of(tmp_path, steps=4, checkpoint=few | {"resume": resume}, **averaged))
