@@ -25,6 +25,7 @@ from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.versions import versions
 from holdfast.errors import UserError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
@@ -318,7 +319,7 @@ class Checkpoints:
         run = self._run
         return {
             "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
-            "versions": directory.versions(),
+            "versions": versions(),
             "fingerprints": run.identity,
             "deviations": self._deviations,
         }
