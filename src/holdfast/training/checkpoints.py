@@ -18,6 +18,7 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
 from holdfast.checkpoint.retention import clean, has_any
@@ -219,6 +220,8 @@ class Checkpoints:
         """Return the small files of every checkpoint, and refuse what transformers cannot write."""
         try:
             return run_assets(self._run) if self._run.world.is_first else {}
+        except ExportFailed as error:
+            raise RehearsalFailed(f"{error} Nothing was trained.") from error
         except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise RehearsalFailed(
                 "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
