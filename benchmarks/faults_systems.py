@@ -339,19 +339,19 @@ class Transformers(System):
 class Lightning(System):
     """Fabric's sharded save and load with ModelParallelStrategy, which is DCP and a pickle of the rest."""
 
-    distribution = "lightning"
+    distribution = "lightning-fabric"
     fabric: Any
 
     @staticmethod
     def preload() -> None:
         """Import what forked ranks need."""
         System.preload()
-        __import__("lightning.fabric.strategies")
+        __import__("lightning_fabric.strategies")
 
     def join(self) -> None:
         """Let Fabric join."""
-        from lightning import Fabric
-        from lightning.fabric.strategies import ModelParallelStrategy
+        from lightning_fabric import Fabric
+        from lightning_fabric.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(
             parallelize_fn=lambda model, _: System.sharded(self, model),
@@ -394,5 +394,5 @@ SYSTEMS: dict[str, type[System]] = {
     "DCP": System,
     "accelerate": Accelerate,
     "transformers": Transformers,
-    "lightning": Lightning,
+    "lightning-fabric": Lightning,
 }

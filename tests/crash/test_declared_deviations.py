@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import find
+from holdfast.parallel.mesh import World
 from tests.crash.runs import values_of
 from tests.training.cases import run
 
@@ -24,3 +27,33 @@ def test_an_unfrozen_parameter_is_recorded_in_the_next_manifest(pools: Any, tmp_
     assert "unfreeze" in recorded
     assert "layers.0.self_attn.q_proj.weight" in recorded
     assert "layers.1" not in recorded
+
+
+def printed(world: World, values: dict[str, Any]) -> str:
+    """Run, and return what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        run(world, values)
+    return lines.getvalue()
+
+
+def test_what_was_once_declared_stands_in_all_later_manifests(pools: Any, tmp_path: Path) -> None:
+    frozen: dict[str, Any] = {"model": {"freeze": [r"layers\.0\."]}}
+    few: dict[str, Any] = {"keep": {"last": 2}}
+    resume: dict[str, Any] = {"unfreeze": [r"layers\.0\."], "changed": ["objective"]}
+    averaged: dict[str, Any] = {"data": {"average": "sequence_mean"}}
+    pools(2).run(run, values_of(tmp_path, steps=2, checkpoint=few, **frozen))
+
+    told = pools(2).run(printed, values_of(tmp_path, steps=4, checkpoint=few | {"resume": resume}, **averaged))
+    first = find.one(str(tmp_path / "r")).manifest.deviations
+    again = pools(2).run(printed, values_of(tmp_path, steps=6, checkpoint=few | {"resume": resume}, **averaged))
+    pools(2).run(run, values_of(tmp_path, steps=10, checkpoint=few, **averaged))
+    pools(2).run(run, values_of(tmp_path, steps=14, checkpoint=few | {"resume": {"changed": ["objective"]}}))
+
+    assert first[0] == "objective: data.average (changed)"
+    assert f"\n{first[0]}\n" in told[0]
+    assert len(first) > 1
+    assert all("layers.0." in line and "unfreeze" in line for line in first[1:])
+    assert all(line not in again[0] for line in first)
+    last = find.one(str(tmp_path / "r"))
+    assert last.manifest.step == 14
+    assert last.manifest.deviations == first

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.checkpoint.export import (
-    ExportFailed,
     Reached,
     check_bytes,
     check_target,
@@ -21,6 +20,7 @@ from holdfast.checkpoint.export import (
     write_texts,
 )
 from holdfast.checkpoint.layout import STAGING
+from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.models.adapter_files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
 from holdfast.models.conversion import Header

@@ -19,8 +19,9 @@ from torch import nn
 
 from holdfast.checkpoint.layout import STAGING, TRASH
 from holdfast.checkpoint.manifest import NAME as MANIFEST
+from holdfast.checkpoint.readable import ExportFailed, check_readable
 from holdfast.checkpoint.storage import LocalStorage, exchange
-from holdfast.errors import ConfigError, RunStopped
+from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
 from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
@@ -45,10 +46,6 @@ ASSETS = (
 Reached = Callable[[str], object]
 PHASES = ("tensors", "assets", "read back", "publish", "published")
 """Of writing an export; what crash tests stop at."""
-
-
-class ExportFailed(RunStopped):  # noqa: N818 - the name says what happened
-    """An export could not be written, or read back differently; nothing was left in its place."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +187,7 @@ def _write(
         form.reached("read back")
         with settled(staging, hashes):
             _read_back(staging, files, headers, hashes)
+            check_readable(staging, origin)
         form.reached("publish")
         replace_directory(staging, directory)
         form.reached("published")

@@ -34,6 +34,7 @@ from holdfast.checkpoint.snapshot import hold, mesh_of, set_random_state, take
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.waiting import late_ranks_named
 from holdfast.checkpoint.writer import About, commit
+from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, RankFailed, UserError
 from holdfast.optim.tagged import UnknownType, decode, encode
 from holdfast.parallel.broken import broken_by_peer
@@ -58,7 +59,7 @@ class Restored:
     manifest: Manifest
 
 
-def save(
+def save(  # noqa: PLR0913 - what is saved, and what is said of it
     path: str,
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -67,6 +68,7 @@ def save(
     rank_extra: Any = None,
     assets: Mapping[str, bytes] | None = None,
     frozen: bool = True,
+    parent: Manifest | None = None,
     timeout_minutes: float = 30.0,
 ) -> Manifest:
     """Write a checkpoint directory, whole or not at all; a name that is taken is refused.
@@ -79,6 +81,8 @@ def save(
         rank_extra: This rank's own, beside the state of its random generators.
         assets: Files to lay beside, rank 0's.
         frozen: Also parameters that are not trained; without them a load leaves them as they are.
+        parent: Of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify` return it;
+            recorded by hash and step. Nobody else knows it: a directory may hold checkpoints of several loops.
         timeout_minutes: Longest wait for another rank.
 
     Raises:
@@ -95,7 +99,14 @@ def save(
                 rank_state={"extra": _tagged(rank_extra)},
                 assets=assets,
             )
-        about = About(run_id=storage.root, step=step_of(name) or 0, mesh=mesh_of(model))
+        about = About(
+            run_id=storage.root,
+            step=step_of(name) or 0,
+            parent=None if parent is None else parent.hash,
+            parent_step=None if parent is None else parent.step,
+            mesh=mesh_of(model),
+            versions=versions(),
+        )
         return commit(snapshot, storage, about, ranks, name=name, reached=reached)
 
 

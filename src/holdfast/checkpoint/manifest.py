@@ -83,7 +83,7 @@ class Manifest:
     finite: bool = True
     """No NaN or infinity in any tensor."""
     deviations: tuple[str, ...] = ()
-    """What was declared when the run resumed from an earlier checkpoint."""
+    """What was declared at any resume of the run so far, the earliest first."""
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
     """Of data, user files, tokenizer and template."""
     seconds: float = 0.0

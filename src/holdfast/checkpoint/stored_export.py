@@ -21,7 +21,6 @@ from holdfast.checkpoint.adapter_export import Description, write_adapters
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.export import (
     EXPORTED_CONFIG,
-    ExportFailed,
     Form,
     check_outside,
     check_target,
@@ -30,6 +29,7 @@ from holdfast.checkpoint.export import (
 )
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS, STAGING
+from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint

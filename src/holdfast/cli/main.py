@@ -148,7 +148,7 @@ def run_demo(
 @app.command()
 def version() -> None:
     """Print the versions that decide a run's numbers."""
-    from holdfast.training.directory import versions
+    from holdfast.config.versions import versions
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")

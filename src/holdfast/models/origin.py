@@ -14,7 +14,7 @@ from holdfast.errors import ModelError
 from holdfast.models.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-_PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
+PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
 """Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
 
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
@@ -133,8 +133,8 @@ def _as_in_its_file(found: Any, directory: Path) -> Any:
     file = directory / "tokenizer.json"
     if not file.exists():
         return found
-    written = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
-    if found(_PROBE, add_special_tokens=False)["input_ids"] == written:
+    written = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
+    if found(PROBE, add_special_tokens=False)["input_ids"] == written:
         return found
     print(
         f"warning: transformers' AutoTokenizer makes a {type(found).__name__} of {directory}, which splits text "

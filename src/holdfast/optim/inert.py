@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from holdfast.optim.randomness import private_randomness, with_own_generators
 from holdfast.optim.state import Collected, OptimizerState, groups_of, names_of
 from holdfast.parallel.materialise import odd_class
 
@@ -23,7 +24,7 @@ _LARGE = 8192
 
 
 def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state the optimizer will have after its first step, of zeros; the optimizer is not touched.
+    """Return the state the optimizer will have after its first step, of zeros; nothing else changes.
 
     What it will hold is learned from a copy of its class and hyper-parameters that takes one step on small parameters
     of the same dtypes, numbers of dimensions and shardings. Where a larger one gets state of a class of its own, whose
@@ -125,11 +126,12 @@ def _grown(value: Tensor, small: torch.Size, parameter: Tensor) -> Tensor:
 def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], small: nn.Parameter) -> State:
     small.grad = torch.zeros_like(small)
     twin = type(optimizer).__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
+    twin.__dict__.update(with_own_generators(vars(optimizer)))
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()  # a user's hooks see real steps only
     twin.__dict__.pop("step", None)  # a learning rate scheduler binds the real optimizer's step here
     twin.__dict__["state"] = defaultdict(dict)
     twin.__dict__["param_groups"] = [{**group, "params": [small]}]
-    twin.step()
+    with private_randomness():
+        twin.step()
     return dict(twin.state[small])

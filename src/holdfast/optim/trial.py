@@ -6,8 +6,7 @@ saved after half of the steps and goes on from what was saved. They must end ali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim.inert import stand_in
+from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
 from holdfast.optim.tagged import encode
 from holdfast.parallel.collectives import ProcessExchange
@@ -45,7 +45,7 @@ def try_optimizer(build: Build, parameters: Mapping[str, nn.Parameter], exchange
     kinds = {
         (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
     }
-    with _private_randomness():
+    with private_randomness():
         small = {_words(*kind): stand_in(value) for kind, value in kinds.items()}
         sharded = any(isinstance(value, DTensor) for value in small.values())
         whole = _started(small, whole=True)
@@ -221,12 +221,3 @@ def _shard_of(data: Tensor, like: Tensor) -> Tensor:
 def _words(dimensions: int, dtype: torch.dtype, single: bool) -> str:  # noqa: FBT001 - a key, taken apart
     kind = "1-element" if single else f"{dimensions}-dimensional"
     return f"{kind} {str(dtype).removeprefix('torch.')}"
-
-
-@contextmanager
-def _private_randomness() -> Iterator[None]:
-    # Without a list it takes every GPU of the machine, and warns that it does.
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
-        torch.manual_seed(0)
-        yield

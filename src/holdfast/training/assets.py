@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_assets
+from holdfast.checkpoint.readable import check_readable
 from holdfast.checkpoint.stored_export import ADAPTERS, STORED_HEADERS, headers_json
 from holdfast.models.adapter_files import AdapterSource
 from holdfast.models.weights_in import StoredSource
@@ -23,6 +24,7 @@ def run_assets(run: Run) -> dict[str, bytes]:
     if not run.assets:
         with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
             write_assets(Path(folder), run.origin, getattr(torch, run.config.model.dtype))
+            check_readable(Path(folder), run.origin)
             run.assets |= {
                 str(file.relative_to(folder)): file.read_bytes()
                 for file in sorted(Path(folder).rglob("*"))

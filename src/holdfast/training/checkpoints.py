@@ -18,6 +18,7 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.layout import FOLDER
 from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
 from holdfast.checkpoint.retention import clean, has_any
@@ -25,6 +26,7 @@ from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.versions import versions
 from holdfast.errors import UserError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
@@ -156,7 +158,8 @@ class Checkpoints:
         if choice is not None:
             loaded = resume(run, self._storage, choice, self._ranks)
             self.session.resumed = choice.manifest
-            self._deviations = loaded.deviations
+            # Retention deletes the checkpoints that recorded them first.
+            self._deviations = tuple(dict.fromkeys((*choice.manifest.deviations, *loaded.deviations)))
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
             return
@@ -217,6 +220,8 @@ class Checkpoints:
         """Return the small files of every checkpoint, and refuse what transformers cannot write."""
         try:
             return run_assets(self._run) if self._run.world.is_first else {}
+        except ExportFailed as error:
+            raise RehearsalFailed(f"{error} Nothing was trained.") from error
         except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise RehearsalFailed(
                 "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
@@ -317,7 +322,7 @@ class Checkpoints:
         run = self._run
         return {
             "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
-            "versions": directory.versions(),
+            "versions": versions(),
             "fingerprints": run.identity,
             "deviations": self._deviations,
         }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import shutil
 import uuid
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from holdfast.config.base import Section
 from holdfast.config.runs import as_plain
+from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 
@@ -21,8 +20,6 @@ IDENTITY, EVENTS = "run.json", "events.jsonl"
 COMPLETIONS = "completions"
 FOLDER = "checkpoints"
 """As in `checkpoint.layout`; repeated here because that package imports torch."""
-
-LIBRARIES = ("holdfast", "torch", "transformers", "datasets", "safetensors", "tokenizers", "numpy", "peft")
 
 
 def run_directory(config: Any) -> Path:
@@ -100,17 +97,6 @@ def last_saved(directory: Path) -> int | None:
 def resolved_yaml(config: Section) -> str:
     """Return the whole tree as YAML, defaults included; it can be run as it is."""
     return to_yaml(as_plain(config))
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that decide numbers."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def remove(directory: Path) -> None:

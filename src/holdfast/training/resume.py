@@ -39,14 +39,15 @@ MOVES_NUMBERS = (
 
 
 def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
-    """Continue from a verified checkpoint.
+    """Continue from a verified checkpoint; what was declared to differ is printed, and is among the deviations.
 
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
     config = run.config.checkpoint
+    accepted: list[str] = []
     with run.exchange.together():
-        _check_identity(run, storage, choice)
+        accepted += _check_identity(run, storage, choice)
     unfreeze(run, choice.manifest.step)
     loaded = load(
         storage,
@@ -70,8 +71,8 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
     _damage(run)
     run.resumed_metrics |= {name: value for name, value in choice.manifest.metrics.items() if value is not None}
     changed = _changed(run, storage, choice) if run.world.is_first else []
-    say(run, choice.words, _exactness(run, loaded), _hyperparameters(run), *loaded.notes, *changed)
-    return loaded
+    say(run, choice.words, _exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *changed)
+    return replace(loaded, deviations=(*accepted, *loaded.deviations))
 
 
 def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
@@ -111,7 +112,8 @@ def say(run: Run, *lines: str) -> None:
             print(line, flush=True)
 
 
-def _check_identity(run: Run, storage: Storage, choice: Choice) -> None:
+def _check_identity(run: Run, storage: Storage, choice: Choice) -> list[str]:
+    """Return what differs and was declared, in words."""
     allowed = run.config.checkpoint.resume.changed
     found = differences(choice.manifest.fingerprints, run.identity)
     refused = {kind: what for kind, what in found.items() if kind not in allowed}
@@ -122,6 +124,7 @@ def _check_identity(run: Run, storage: Storage, choice: Choice) -> None:
             "changed. Put them back, choose another run.name, or declare it: checkpoint.resume.changed: "
             f"[{', '.join(refused)}]."
         )
+    return [f"{kind}: {', '.join(what)} (changed)" for kind, what in found.items()]
 
 
 def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:

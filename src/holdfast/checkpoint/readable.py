@@ -1,0 +1,84 @@
+"""Load the small files of a model directory with transformers: bytes may be what was written, and written wrongly.
+
+Classes are those of the objects that were written, so no code that came with a model is looked up or run again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import RunStopped
+from holdfast.models.build import Blueprint
+from holdfast.models.origin import PROBE
+
+_OF_LOADING = {"_name_or_path", "transformers_version"}
+
+
+class ExportFailed(RunStopped):  # noqa: N818 - the name says what happened
+    """An export could not be written, or read back differently; nothing was left in its place."""
+
+
+def check_readable(folder: Path, origin: Blueprint) -> None:
+    """Load configuration and tokenizer, and compare them with those in memory.
+
+    Args:
+        folder: Where `write_assets` wrote them.
+        origin: What was written.
+
+    Raises:
+        ExportFailed: One cannot be loaded, or is another than was to be written.
+    """
+    config: Any = origin.original_config
+    found = _loaded(folder, "configuration", config)
+    # A class may normalise what it reads; then it does so with what is in memory as well.
+    expected = _plain(type(config).from_dict(json.loads(config.to_json_string())))
+    _refuse(folder, "configuration", _differing(expected, _plain(found)))
+    if origin.tokenizer is None:
+        return
+    tokenizer = _loaded(folder, "tokenizer", origin.tokenizer)
+    _refuse(folder, "tokenizer", _differing(_marks(origin.tokenizer), _marks(tokenizer)))
+
+
+def _loaded(folder: Path, what: str, written: Any) -> Any:
+    try:
+        return type(written).from_pretrained(str(folder))
+    except Exception as error:  # the tokenizers library raises Exception itself
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ExportFailed(
+            f"The {what} that was written to {folder} cannot be loaded: {type(error).__name__}: {reason} The directory "
+            f"was thrown away; save_pretrained of {type(written).__name__} must write what its from_pretrained reads."
+        ) from error
+
+
+def _refuse(folder: Path, what: str, differing: list[str]) -> None:
+    if differing:
+        raise ExportFailed(
+            f"The {what} that was written to {folder} is another one when it is loaded: {'; '.join(differing[:4])}. "
+            "The directory was thrown away. Look at what model.path and model.tokenizer name: saved and loaded by "
+            "transformers, they must stay the same."
+        )
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in _OF_LOADING}
+
+
+def _marks(tokenizer: Any) -> dict[str, Any]:
+    """Return what tells a tokenizer from another one."""
+    return {
+        "tokens of a probe text": tokenizer(PROBE)["input_ids"],
+        "words": len(tokenizer),
+        "special tokens": {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
+        "chat template": getattr(tokenizer, "chat_template", None),
+    }
+
+
+def _differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} {found.get(key)!r:.60} instead of {expected.get(key)!r:.60}"
+        for key in sorted({*expected, *found})
+        if expected.get(key) != found.get(key)
+    ]
