@@ -45,6 +45,20 @@ def test_a_dry_run_leaves_a_real_run_of_its_name_as_it_was(pools: Any, tmp_path:
     assert fingerprints(tmp_path) == before
 
 
+def test_a_dry_run_leaves_the_place_of_a_real_run_s_checkpoints_alone(pools: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    values = tree(str(tmp_path / "runs"), checkpoint={"storage": str(store)})
+
+    dry = pools(2).run(run, values | {"dry_run": True})[0]
+    left = store.exists()
+    real = pools(2).run(run, values)[0]
+
+    assert (dry.step, left, real.step) == (2, False, 4)
+    lines = read_metrics(tmp_path / "runs" / "r" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert (store / "step-00000004").is_dir()
+
+
 def test_overfitting_one_batch_repeats_its_loss_where_nothing_is_learned(pools: Any, tmp_path: Path) -> None:
     """At a rate of almost nothing the loss of a step says which rows it held."""
     optim = {"lr": 1e-12, "schedule": "constant"}

@@ -44,7 +44,7 @@ class Checkpoints:
         self._run = run
         self._config = run.config.checkpoint
         self._stack = ExitStack()
-        self._storage = open_storage(self._config.storage or run.directory / FOLDER)
+        self._storage = open_storage(directory.checkpoint_place(run.directory, run.config))
         self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
         self._session: Session | None = None
         self._lease: Lease | None = None
