@@ -160,7 +160,8 @@ class ObjectLease:
         """Give it back."""
         self._stop.set()
         self._thread.join()
-        self._storage.remove(LEASE)
+        with contextlib.suppress(OSError):  # a store that is gone must not hide why the run ends; the lease gets stale
+            self._storage.remove(LEASE)
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):

@@ -18,7 +18,7 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
-from holdfast.checkpoint.retention import clean, has_any
+from holdfast.checkpoint.retention import clean
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
@@ -62,7 +62,9 @@ class Checkpoints:
         run = self._run
         if run.config.dry_run and run.world.is_first:
             directory.remove(run.directory)  # what an interrupted dry run left behind
-        known = self._ranks.agree(has_any(self._storage) if run.world.is_first else False)
+        with run.exchange.together():
+            known = self._places.has_any() if run.world.is_first else False
+        known = self._ranks.agree(known)
         self._is_new_run = not known and not directory.is_run(run.directory)
         if not known:
             run.stream.read_ahead(run.state.step)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.layout import LEASE
 from holdfast.checkpoint.lease import Lease, ObjectLease
+from holdfast.checkpoint.retention import has_any
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import ConfigError
 from holdfast.training import directory
@@ -23,6 +24,21 @@ class Places:
         self._storage = storage
         self._leases: list[Lease] = []
         self._made: list[Path] = []
+
+    def has_any(self) -> bool:
+        """Return whether there are checkpoints, or were.
+
+        Raises:
+            ConfigError: The place does not answer.
+        """
+        try:
+            return has_any(self._storage)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._storage.root}, where this run's checkpoints are, cannot be read: {error.strerror or error}. "
+                "Nothing was changed. Mend its address, permissions or credentials, or choose another run.dir or "
+                "checkpoint.storage."
+            ) from error
 
     def take(self, stack: ExitStack) -> None:
         """Hold both until the stack is closed.
