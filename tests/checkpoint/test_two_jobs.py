@@ -73,6 +73,67 @@ def test_a_second_job_on_a_run_s_directory_is_refused_on_all_ranks(pools: Any, t
     assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["checkpoints"]
 
 
+def test_a_second_job_on_a_place_of_checkpoints_is_refused_on_all_ranks(pools: Any, tmp_path: Path) -> None:
+    store, left = tmp_path / "store", tmp_path / "store" / ".staging-step-00000007-5f"
+    values = tree(str(tmp_path / "runs"), checkpoint={"storage": f"file://{store}"})
+    with Lease(store):
+        left.mkdir()
+        errors = pools(2).errors(run, values)
+        kept = left.is_dir()
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DirectoryTaken"
+    assert f"{store} is in use by another job (process {os.getpid()} on " in errors[0][1]
+    assert "another checkpoint.storage" in errors[0][1]
+    assert kept
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+PRUNES = """
+from holdfast.checkpoint.errors import DirectoryTaken
+from holdfast.cli.prune import pruned
+
+def prunes(event):
+    if event.step == 3:
+        try:
+            list(pruned({store!r}, 2, None, [], None, dry_run=False))
+        except DirectoryTaken as error:
+            open({told!r}, "w").write(str(error))
+"""
+
+
+def test_a_run_holds_the_place_of_its_checkpoints_while_it_goes_on(pools: Any, tmp_path: Path) -> None:
+    store, told = tmp_path / "store", tmp_path / "told"
+    (tmp_path / "watch.py").write_text(PRUNES.format(store=str(store), told=str(told)))
+    checkpoint = {"storage": str(store), "every_steps": 1, "background": False}
+
+    pools(2).run(run, tree(str(tmp_path), observers=["watch.py:prunes"], checkpoint=checkpoint), str(tmp_path))
+
+    assert told.read_text().startswith(f"{store} is in use by another job (process ")
+    with Lease(store):
+        pass
+
+
+def test_a_checkpoint_storage_that_is_the_run_s_own_folder_is_held_once(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "r" / "checkpoints")
+
+    pools(2).run(run, tree(str(tmp_path), checkpoint={"storage": str(tmp_path / "link")}))
+
+    assert (tmp_path / "r" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_a_place_of_checkpoints_that_cannot_be_is_refused_and_leaves_nothing(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    values = tree(str(tmp_path / "runs"), checkpoint={"storage": str(tmp_path / "file" / "store")})
+
+    errors = pools(2).errors(run, values)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert f"checkpoint.storage={tmp_path / 'file' / 'store'} cannot be written: Not a directory" in errors[0][1]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def hold(directory: str, held: str) -> None:
     with Lease(Path(directory)):
         Path(held).touch()

@@ -57,6 +57,10 @@ class LiveRun:
         """Do what `kill` and schedulers do: SIGTERM for the command alone."""
         self._process.terminate()
 
+    def ask_for_a_save(self) -> None:
+        """Send SIGUSR1 to the command alone."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():

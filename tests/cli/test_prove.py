@@ -38,6 +38,16 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert lines[-1] == "identical"
 
 
+def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    done = prove(
+        warm, tmp_path, tree | {"checkpoint": {"storage": str(tmp_path / "store")}}, "--steps", "4", "--kill-at", "3"
+    )
+
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == "identical"
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize(
     ("broken", "divergence"),
     [

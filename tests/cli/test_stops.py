@@ -91,6 +91,30 @@ def test_the_first_request_saves_and_stops_the_run_after_its_step_and_says_so(
     assert run.processes() == {}
 
 
+def test_sigusr1_saves_and_the_run_goes_on(start: Any, endless: dict[str, Any]) -> None:
+    run = start(endless | {"checkpoint": {"at_end": False, "export_at_end": False, "keep": {"last": 9}}})
+    run.wait_for(lambda: any(b"RANK=1" in environ for environ in run.processes().values()))
+    run.ask_for_a_save()  # while the ranks start
+    saved = run.directory / "checkpoints"
+    run.wait_for(lambda: len(list(saved.glob("step-*"))) == 1)
+    first = int(next(saved.glob("step-*")).name.removeprefix("step-"))
+    run.wait_for_step(first + 5)
+
+    run.ask_for_a_save()
+    run.wait_for(lambda: len(list(saved.glob("step-*"))) == 2)
+    second = max(int(path.name.removeprefix("step-")) for path in saved.glob("step-*"))
+    run.wait_for_step(second + 3)
+    os.kill(run.rank(1), signal.SIGUSR1)  # one rank speaks for all
+    run.wait_for(lambda: len(list(saved.glob("step-*"))) == 3)
+    run.terminate()
+    done, _ = run.end()
+
+    assert done.code == 3, done.err
+    assert second > first
+    assert done.err.count("SIGUSR1: the ranks save after their step and go on.") == 2
+    assert [line["step"] for line in run.lines()] == list(range(1, len(run.lines()) + 1))
+
+
 def test_ctrl_c_while_ranks_still_start_leaves_no_process_and_no_run_directory(
     start: Any, endless: dict[str, Any]
 ) -> None:

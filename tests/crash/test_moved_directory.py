@@ -54,6 +54,20 @@ def test_a_run_whose_directory_is_gone_stops_by_name_and_goes_on_when_it_is_back
     assert others == []
 
 
+def test_a_run_whose_place_of_checkpoints_is_replaced_stops_by_name(pools: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (tmp_path / "watch.py").write_text(MOVES.format(place=str(store), how="replaced"))
+    saves = {"background": False, "storage": str(store)}
+    values = values_of(tmp_path, steps=6, observers=["watch.py:at_three"], checkpoint=saves)
+
+    errors = pools(2).errors(run, values, str(tmp_path))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "SaveFailed"
+    assert f"{store} was moved, deleted or replaced while its run goes on" in errors[0][1]
+    assert sorted(path.name for path in store.glob("step-*")) == ["step-00000002"]
+
+
 @pytest.mark.slow
 def test_a_copy_of_a_run_that_goes_on_is_a_run_of_its_own(pools: Any, tmp_path: Path) -> None:
     place = tmp_path / "r"

@@ -82,6 +82,37 @@ def test_the_second_request_ends_everything_within_10_seconds(ground, number):
     assert ground.alive() == []
 
 
+SAVES_AND_GOES_ON = """
+    time.sleep(0.5)
+    (here / f"ready-{rank}").touch()
+    time.sleep(0.5)
+    def save(number, frame):
+        with open(here / f"saves-{rank}", "a") as file:
+            print(signal.Signals(number).name, file=file)
+    signal.signal(signal.SIGUSR1, save)
+    (here / f"can-save-{rank}").touch()
+    while not (here / "end").exists():
+        time.sleep(0.02)
+"""
+
+
+def test_a_request_to_save_waits_for_the_first_rank_and_is_no_stop(ground):
+    launcher = start(ground, SAVES_AND_GOES_ON)
+
+    launcher.send_signal(signal.SIGUSR1)  # no rank has a handler yet: it would die
+    time.sleep(0.2)
+    assert not (ground.path / "can-save-0").exists()
+    ground.wait_for((ground.path / "saves-0").exists)
+    launcher.send_signal(signal.SIGUSR1)
+    ground.wait_for(lambda: (ground.path / "saves-0").read_text() == "SIGUSR1\n" * 2)
+    (ground.path / "end").touch()
+    _, shown = launcher.communicate(timeout=20)
+
+    assert launcher.returncode == 0
+    assert shown == "SIGUSR1: the ranks save after their step and go on.\n" * 2
+    assert not (ground.path / "saves-1").exists()
+
+
 def test_a_rank_that_cannot_save_yet_just_stops(ground):
     launcher = start(ground, "(here / f'ready-{rank}').touch()\ntime.sleep(600)")
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
 from holdfast.metrics.sink import read_metrics
+from holdfast.parallel.mesh import World
+from holdfast.recipes.grpo import grpo
 from tests.training.cases import run, tree
 
 
@@ -19,6 +23,43 @@ def test_min_steps_outranks_the_clock(pools: Any, tmp_path: Path) -> None:
 
     assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [(7, "max_minutes=0.0001 have passed")] * 2
     assert [line["step"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")] == list(range(1, 8))
+
+
+@pytest.mark.parametrize(("min_steps", "evaluated"), [(0, 0), (1, 1)])
+def test_an_evaluation_is_left_when_the_clock_runs_out(
+    pools: Any, tmp_path: Path, min_steps: int, evaluated: int
+) -> None:
+    """The clock is over before the evaluation at the start; it counts once `min_steps` are done."""
+    evaluation = {"sets": {"held": {"synthetic": {"task": "sort", "rows": 40, "seed": 9}}}, "at_start": True}
+    values = tree(str(tmp_path), max_minutes=1e-6, min_steps=min_steps, steps=1000, evaluation=evaluation)
+
+    outcomes = pools(2).run(run, values)
+
+    assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [(1, "max_minutes=1e-06 have passed")] * 2
+    lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    assert sum("eval/held/loss" in line for line in lines) == evaluated
+
+
+def run_policy(world: World, values: dict[str, Any]) -> Any:
+    return grpo(from_mapping(values, GRPOConfig), Path(), world)
+
+
+@pytest.mark.parametrize("min_steps", [0, 2])
+def test_a_rollout_is_left_when_the_clock_runs_out(pools: Any, tmp_path: Path, min_steps: int) -> None:
+    values = tree(
+        str(tmp_path),
+        max_minutes=1e-6,
+        min_steps=min_steps,
+        steps=1000,
+        data={"synthetic": {"task": "reverse", "rows": 64}, "batch_size": 4},
+        rollout={"group_size": 2, "max_new_tokens": 4, "show": 0},
+        reward="exact",
+    )
+
+    outcomes = pools(2).run(run_policy, values)
+
+    ended = (min_steps, "max_minutes=1e-06 have passed")
+    assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [ended] * 2
 
 
 def test_steps_and_epochs_together_end_at_whichever_comes_first(pools: Any, tmp_path: Path) -> None:
@@ -43,6 +84,20 @@ def test_a_dry_run_leaves_a_real_run_of_its_name_as_it_was(pools: Any, tmp_path:
     assert outcome.step == 2
     assert len(before) > 5
     assert fingerprints(tmp_path) == before
+
+
+def test_a_dry_run_leaves_the_place_of_a_real_run_s_checkpoints_alone(pools: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    values = tree(str(tmp_path / "runs"), checkpoint={"storage": str(store)})
+
+    dry = pools(2).run(run, values | {"dry_run": True})[0]
+    left = store.exists()
+    real = pools(2).run(run, values)[0]
+
+    assert (dry.step, left, real.step) == (2, False, 4)
+    lines = read_metrics(tmp_path / "runs" / "r" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert (store / "step-00000004").is_dir()
 
 
 def test_overfitting_one_batch_repeats_its_loss_where_nothing_is_learned(pools: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One job per run directory: two jobs in one directory would both report success and mix their shards."""
+"""One job per place of checkpoints: two jobs in one directory would both report success and mix their shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from holdfast.checkpoint.errors import DirectoryTaken, SaveFailed
-from holdfast.checkpoint.layout import LEASE
+from holdfast.checkpoint.layout import FOLDER, LEASE
 from holdfast.checkpoint.storage import Storage
 
 STALE_SECONDS = 120.0
@@ -33,6 +33,8 @@ class Lease:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LEASE
+        # What users call it: the run's directory, or the place of checkpoints that has a name of its own.
+        self._place = directory.parent if directory.name == FOLDER else directory
         self._file: IO[str] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,7 +54,7 @@ class Lease:
         unlocked = "host" in holder and (not here or (locked is None and _lives(holder)))
         if locked is False or (unlocked and self._age(file) < STALE_SECONDS):
             file.close()
-            raise DirectoryTaken(_taken(str(self._path.parent.parent), holder))
+            raise DirectoryTaken(_taken(str(self._place), holder))
         self._file = file
         self._renew()
         self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-lease", daemon=True)
@@ -85,7 +87,7 @@ class Lease:
             there = None
         held = os.fstat(self._file.fileno())
         if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
-            place = self._path.parent.parent
+            place = self._place
             raise SaveFailed(
                 f"{place} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
                 f"it back as {place} and start the same command again: it continues from the newest checkpoint in it."
@@ -158,7 +160,8 @@ class ObjectLease:
         """Give it back."""
         self._stop.set()
         self._thread.join()
-        self._storage.remove(LEASE)
+        with contextlib.suppress(OSError):  # a store that is gone must not hide why the run ends; the lease gets stale
+            self._storage.remove(LEASE)
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
@@ -182,4 +185,7 @@ def _was_mine(holder: dict[str, Any]) -> bool:
 
 def _taken(place: str, holder: dict[str, Any]) -> str:
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
-    return f"{place} is in use by another job ({who}). Wait for it, stop it, or choose another run.name."
+    return (
+        f"{place} is in use by another job ({who}). Wait for it, stop it, or choose another run.name, and another "
+        "checkpoint.storage if that is set."
+    )

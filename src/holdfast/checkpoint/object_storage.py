@@ -6,6 +6,7 @@ is there. The manifest, uploaded last under that condition, is the commit.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -15,6 +16,21 @@ import xxhash
 
 from holdfast.checkpoint.hashing import BLOCK, HashingWriter
 from holdfast.errors import ConfigError
+
+_CLIENTS = {"aiobotocore", "aiohttp", "botocore"}
+"""Libraries below s3fs whose errors are no OSError: an address that nobody answers at, credentials that are missing."""
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Turn what the store's client raises into the errors that a file system's callers expect."""
+    try:
+        yield
+    except Exception as error:
+        if {each.__module__.split(".")[0] for each in type(error).__mro__}.isdisjoint(_CLIENTS):
+            raise
+        number = errno.EACCES if "Credential" in type(error).__name__ else errno.EIO
+        raise OSError(number, f"{type(error).__name__}: {error}") from error
 
 
 class ObjectStorage:
@@ -41,27 +57,31 @@ class ObjectStorage:
     @contextmanager
     def create(self, path: str) -> Iterator[HashingWriter]:
         """Upload an object; it exists when the block ends without an error."""
-        file = self._fs.open(self._path(path), "wb")
-        try:
-            writer = HashingWriter(file)
-            yield writer
-        except BaseException:
-            discard = getattr(file, "discard", None)
-            if discard is not None:
-                discard()
-            raise
-        file.close()
+        with _as_os_errors():
+            file = self._fs.open(self._path(path), "wb")
+            try:
+                writer = HashingWriter(file)
+                yield writer
+            except BaseException:
+                discard = getattr(file, "discard", None)
+                if discard is not None:
+                    discard()
+                raise
+            file.close()
 
+    @_as_os_errors()
     def open(self, path: str) -> IO[bytes]:
         """Open for reading."""
         file: IO[bytes] = self._fs.open(self._path(path), "rb")
         return file
 
+    @_as_os_errors()
     def read(self, path: str) -> bytes:
         """Return the bytes."""
         data: bytes = self._fs.cat_file(self._path(path))
         return data
 
+    @_as_os_errors()
     def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - every read crosses the network
         """Return the hash."""
         digest = xxhash.xxh3_128()
@@ -70,14 +90,17 @@ class ObjectStorage:
                 digest.update(block)
         return digest.hexdigest()
 
+    @_as_os_errors()
     def size(self, path: str) -> int:
         """Return the size."""
         return int(self._fs.info(self._path(path))["size"])
 
+    @_as_os_errors()
     def exists(self, path: str) -> bool:
         """Return whether there is an object, or anything below."""
         return bool(self._fs.exists(self._path(path)))
 
+    @_as_os_errors()
     def is_file(self, path: str) -> bool:
         """Return whether it is an object."""
         try:
@@ -85,6 +108,7 @@ class ObjectStorage:
         except FileNotFoundError:  # isfile would take any other error for a no
             return False
 
+    @_as_os_errors()
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
         if not self.exists(path):
@@ -94,6 +118,7 @@ class ObjectStorage:
             {str(entry).removeprefix(prefix).split("/")[0] for entry in self._fs.ls(prefix, detail=False)} - {""}
         )
 
+    @_as_os_errors()
     def files(self, path: str) -> list[str]:
         """Return sorted objects below a prefix."""
         prefix = self._path(path) + "/"
@@ -109,6 +134,7 @@ class ObjectStorage:
         """Never called: `renames` is False."""
         raise AssertionError((staging, final))
 
+    @_as_os_errors()
     def put_new(self, path: str, data: bytes) -> None:
         """Upload an object only if there is none.
 
@@ -117,10 +143,12 @@ class ObjectStorage:
         """
         self._fs.pipe_file(self._path(path), data, mode="create")
 
+    @_as_os_errors()
     def replace(self, path: str, data: bytes) -> None:
         """Upload an object, whatever was there."""
         self._fs.pipe_file(self._path(path), data)
 
+    @_as_os_errors()
     def rename(self, old: str, new: str) -> None:
         """Copy an object, or all below a prefix, and delete the old names."""
         if self.is_file(old):
@@ -130,6 +158,7 @@ class ObjectStorage:
             self._fs.cp_file(self._path(f"{old}/{name}"), self._path(f"{new}/{name}"))
         self.remove(old)
 
+    @_as_os_errors()
     def remove(self, path: str) -> None:
         """Delete an object or everything below a prefix."""
         if self.exists(path):

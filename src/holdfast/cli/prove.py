@@ -100,6 +100,7 @@ def _run(plan: Plan, directory: Path, variables: Mapping[str, str], *, expected:
         sys.executable, "-m", "holdfast.cli.main", plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
         f"run.name={directory.name}", f"run.dir={directory.parent}", f"checkpoint.every_steps={plan.every}",
         "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
+        "checkpoint.storage=null",  # the two runs, and the user's own, would find each other's checkpoints there
     ]  # fmt: skip
     process = subprocess.Popen(
         command, env=inherited(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -82,6 +83,8 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
 
 def main() -> None:
     """Run as `python -m holdfast.cli.worker VERB CONFIG.json BASE`."""
+    # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hush()
     verb, file, base = sys.argv[1:4]
     config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))

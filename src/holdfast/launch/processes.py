@@ -43,6 +43,16 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
     return found
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal, as far as one can see; one without might die of it."""
+    try:
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def _belongs(pid: str, wanted: bytes, leaders: Collection[int]) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123  see living

@@ -1,4 +1,4 @@
-"""Requests to stop: the first is passed on to the ranks, which save; the second ends them now."""
+"""Requests to stop: the first is passed on to the ranks, which save; the second ends them now. SIGUSR1 only saves."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ _REQUESTS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: 
 
 
 class StopRequests:
-    """Collects SIGINT, SIGTERM and SIGHUP while it is entered; outside the main thread it collects nothing.
+    """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 while it is entered; outside the main thread it collects nothing.
 
     The handlers only count: what follows happens in the loop that watches the ranks, never in the middle of it.
     """
 
     def __init__(self) -> None:
+        self.save = False
+        """Whether somebody asked for a checkpoint that the ranks do not know of yet."""
         self._received: Counter[signal.Signals] = Counter()
         self._passed_on: set[signal.Signals] = set()
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            for number in _REQUESTS:
+            for number in (*_REQUESTS, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and `&` in scripts set that on purpose
                     self._previous[number] = signal.signal(number, self._count)
         return self
@@ -35,6 +37,9 @@ class StopRequests:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal returned, typeshed has no name
 
     def _count(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  the signature is Python's
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
         self._received[signal.Signals(number)] += 1
 
     @property

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from signal import SIGINT, SIGTERM
+from signal import SIGINT, SIGTERM, SIGUSR1
 
 from holdfast.launch.deaths import (
     EXIT_STOPPED,
@@ -27,7 +27,7 @@ from holdfast.launch.deaths import (
 )
 from holdfast.launch.directory import LaunchDirectory, Report
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, free_port, rank_environment
-from holdfast.launch.processes import Guard, end
+from holdfast.launch.processes import Guard, catches, end
 from holdfast.launch.stops import StopRequests
 from holdfast.launch.terminal import Relay
 
@@ -146,11 +146,7 @@ def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
     deadline: float | None = None
     next_look = 0.0
     while any(rank.poll() is None for rank in ranks):
-        for request, text in stops.to_pass_on():
-            tell(text)
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.process.send_signal(request)
+        _pass_on(ranks, stops)
         if stops.now:
             tell("Stopping now.")
             return
@@ -163,6 +159,19 @@ def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
         if deadline is not None and now > deadline:
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _pass_on(ranks: Sequence[_Rank], stops: StopRequests) -> None:
+    for request, text in stops.to_pass_on():
+        tell(text)
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.process.send_signal(request)
+    # One rank is enough, since all agree; two that heard of it between two steps would save twice.
+    if stops.save and ranks[0].poll() is None and catches(ranks[0].process.pid, SIGUSR1):
+        stops.save = False
+        ranks[0].process.send_signal(SIGUSR1)
+        tell("SIGUSR1: the ranks save after their step and go on.")
 
 
 def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:

@@ -15,13 +15,11 @@ from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.export import clean_exports
-from holdfast.checkpoint.layout import FOLDER
-from holdfast.checkpoint.lease import Lease, ObjectLease
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
-from holdfast.checkpoint.retention import clean, has_any
+from holdfast.checkpoint.retention import clean
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
@@ -34,6 +32,7 @@ from holdfast.training.assets import run_assets
 from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
 from holdfast.training.exports import EXPORTS, check_export
+from holdfast.training.places import Places
 from holdfast.training.resume import resume, say, start_from
 from holdfast.training.run import Run
 from holdfast.training.save_in_flight import collect_together, meet_again, wait_for_all
@@ -46,10 +45,10 @@ class Checkpoints:
         self._run = run
         self._config = run.config.checkpoint
         self._stack = ExitStack()
-        self._storage = open_storage(self._config.storage or run.directory / FOLDER)
+        self._storage = open_storage(directory.checkpoint_place(run.directory, run.config))
         self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
         self._session: Session | None = None
-        self._lease: Lease | None = None
+        self._places = Places(run.directory, self._storage)
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._rehearsed: dict[int, Report] = {}
@@ -65,7 +64,9 @@ class Checkpoints:
         run = self._run
         if run.config.dry_run and run.world.is_first:
             directory.remove(run.directory)  # what an interrupted dry run left behind
-        known = self._ranks.agree(has_any(self._storage) if run.world.is_first else False)
+        with run.exchange.together():
+            known = self._places.has_any() if run.world.is_first else False
+        known = self._ranks.agree(known)
         self._is_new_run = not known and not directory.is_run(run.directory)
         if not known:
             run.stream.read_ahead(run.state.step)
@@ -113,9 +114,7 @@ class Checkpoints:
         named: list[str] = []
         with run.exchange.together():
             if run.world.is_first:
-                self._lease = self._stack.enter_context(Lease(run.directory / FOLDER))
-                if not self._storage.renames:
-                    self._stack.enter_context(ObjectLease(self._storage))
+                self._places.take(self._stack)
                 if not directory.is_run(run.directory):
                     directory.create(run.directory, run.config, run.config.verb)
                 named.append(directory.run_id(run.directory))
@@ -143,7 +142,7 @@ class Checkpoints:
         """Remove the directory of a new run that was refused before its first step."""
         run = self._run
         if isinstance(error, UserError) and self._is_new_run and run.world.is_first and run.state.step == 0:
-            directory.remove(run.directory)
+            self._places.remove()
 
     @property
     def session(self) -> Session:
@@ -304,8 +303,7 @@ class Checkpoints:
             SaveFailed: It is not; on all ranks.
         """
         with self._run.exchange.together():
-            if self._lease is not None:
-                self._lease.check()
+            self._places.check()
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         run = self._run

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.checkpoint.background import Status
 from holdfast.errors import HoldfastError
@@ -35,8 +35,17 @@ class Decision:
     """A save in the background has ended on every rank."""
 
 
+class Asked(NamedTuple):
+    """A wish that the run stops, which long work is left for."""
+
+    words: str
+    """For the user."""
+    by_signal: bool
+    """A signal outranks what else may stop a run; the clock does not."""
+
+
 class StopRequests:
-    """Signals, as requests that the loop reads between steps.
+    """Signals and the clock, as requests that the loop reads between steps.
 
     The first Ctrl-C, or SIGTERM, asks for an orderly stop after the current step; a second Ctrl-C interrupts at once.
     SIGUSR1 asks for a checkpoint. Outside the main thread no signal can be caught, and nothing is changed.
@@ -47,6 +56,7 @@ class StopRequests:
         self.asked_at: float | None = None
         """When the stop was asked for, on the monotonic clock."""
         self.save = False
+        self._over: Callable[[], str | None] = lambda: None
         self._previous: dict[int, Any] = {}
         self._drilling = False
         self._drill = threading.Event()
@@ -77,9 +87,30 @@ class StopRequests:
         self.asked_at = time.monotonic()
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
-    def pending(self, ranks: ProcessExchange) -> str | None:
-        """Return why the run shall stop, if a signal reached any rank."""
-        return next((reason for reason in ranks.gather(self.reason) if reason is not None), None)
+    def start_clock(self, run: Run) -> None:
+        """Let `max_minutes` begin now; it asks for nothing before `min_steps` are done."""
+        config, started = run.config, time.monotonic()
+
+        def over() -> str | None:
+            limit = config.max_minutes
+            if limit is None or run.state.step < config.min_steps or time.monotonic() - started < 60 * limit:
+                return None
+            return f"max_minutes={limit:g} have passed"
+
+        self._over = over
+
+    @property
+    def asked(self) -> Asked | None:
+        """What this rank knows of; a signal first."""
+        if self.reason is not None:
+            return Asked(f"stopped by {self.reason}", by_signal=True)
+        over = self._over()
+        return None if over is None else Asked(over, by_signal=False)
+
+    def pending(self, ranks: ProcessExchange) -> Asked | None:
+        """Return why the run shall stop: a signal that reached any rank, or else the clock of one."""
+        found = [asked for asked in ranks.gather(self.asked) if asked is not None]
+        return min(found, key=lambda asked: not asked.by_signal, default=None)
 
     def drill(self, ranks: ProcessExchange) -> list[int]:
         """Send every rank a SIGTERM of its own, and return those that did not notice.
@@ -149,7 +180,6 @@ class Control:
     def __init__(self, run: Run, requests: StopRequests) -> None:
         self._run = run
         self._requests = requests
-        self._started = time.monotonic()
         self._evaluations = Timetable(run.config.evaluation, run.stream.epoch)
         self._saves = Timetable(run.config.checkpoint, run.stream.epoch)
 
@@ -188,13 +218,13 @@ class Control:
     def _first_rank_decides(self, event: StepEvent) -> Decision:
         run = self._run
         asked = ask(run.observers, event, run.state.observers)
-        limit = run.config.max_minutes
-        late = limit is not None and time.monotonic() - self._started >= 60 * limit
+        late = self._requests.asked
         may_stop = event.step >= run.config.min_steps
         stop = None
         if may_stop and "stop" in asked:
             stop = BY_OBSERVER
-        elif may_stop and late:
-            stop = f"max_minutes={limit:g} have passed"
+        elif late is not None:
+            stop = late.words
         save = self._saves.due(event.step, event.epoch) or "save" in asked
-        return Decision(stop, save, self._evaluations.due(event.step, event.epoch) or "evaluate" in asked)
+        evaluate = self._evaluations.due(event.step, event.epoch) or "evaluate" in asked
+        return Decision(stop, save, evaluate and late is None)

@@ -28,6 +28,11 @@ def run_directory(config: Any) -> Path:
     return Path(config.run.dir) / name
 
 
+def checkpoint_place(directory: Path, config: Any) -> str | Path:
+    """Return where the checkpoints of the run in a directory are; a dry run leaves checkpoint.storage alone too."""
+    return directory / FOLDER if config.dry_run else config.checkpoint.storage or directory / FOLDER
+
+
 def check_writable(directory: Path) -> None:
     """Refuse a place that cannot be written, or that holds something else than a run.
 

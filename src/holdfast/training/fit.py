@@ -51,7 +51,8 @@ def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> O
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
     with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
         checkpoints.rehearse(requests)
-        run.interrupted = lambda: requests.reason is not None
+        requests.start_clock(run)
+        run.interrupted = lambda: requests.asked is not None
         stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
         wanted = run.config.checkpoint.export_at_end or run.config.dry_run
         place = export_run(run, "final") if wanted and stopped in {None, BY_OBSERVER} else None
@@ -117,7 +118,9 @@ class _Loop(Generic[R]):
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
             except StepAbandoned:
-                stopped = f"stopped by {self.requests.pending(run.exchange)}"
+                asked = self.requests.pending(run.exchange)
+                assert asked is not None
+                stopped = asked.words
             except Exception as error:
                 self._save_before(error)
                 raise
@@ -135,8 +138,9 @@ class _Loop(Generic[R]):
             self.line |= self._evaluate()
             # Evaluating is no part of the next step's time.
             self.line |= {name: value for name, value in run.clock.read().items() if name == "timing/evaluation"}
-            signalled = self.requests.pending(run.exchange)
-            stopped = stopped if signalled is None else f"stopped by {signalled}"
+            asked = self.requests.pending(run.exchange)
+            if asked is not None and (asked.by_signal or stopped is None):
+                stopped = asked.words
         self.journal.report(self.line)
         exports = due_exports(run, self.line)  # before the save, which remembers the best one
         # The last step is saved when its evaluation is done.

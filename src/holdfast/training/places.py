@@ -1,0 +1,93 @@
+"""What a run holds while it goes on: its directory, and the place of its checkpoints where that is another one.
+
+Two runs of other names may have one `checkpoint.storage`; each would clear away what the other is writing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from holdfast.checkpoint.layout import LEASE
+from holdfast.checkpoint.lease import Lease, ObjectLease
+from holdfast.checkpoint.retention import has_any
+from holdfast.checkpoint.storage import Storage
+from holdfast.errors import ConfigError
+from holdfast.training import directory
+
+
+class Places:
+    """The leases of a run, which its first rank takes."""
+
+    def __init__(self, run_directory: Path, storage: Storage) -> None:
+        self._directory = run_directory
+        self._storage = storage
+        self._leases: list[Lease] = []
+        self._made: list[Path] = []
+
+    def has_any(self) -> bool:
+        """Return whether there are checkpoints, or were.
+
+        Raises:
+            ConfigError: The place does not answer.
+        """
+        try:
+            return has_any(self._storage)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._storage.root}, where this run's checkpoints are, cannot be read: {error.strerror or error}. "
+                "Nothing was changed. Mend its address, permissions or credentials, or choose another run.dir or "
+                "checkpoint.storage."
+            ) from error
+
+    def take(self, stack: ExitStack) -> None:
+        """Hold both until the stack is closed.
+
+        Raises:
+            DirectoryTaken: Another job holds one of them; this one left nothing.
+            ConfigError: The place of the checkpoints cannot be written.
+        """
+        is_new = not self._directory.exists()
+        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER))]
+        try:
+            self._take_storage(stack)
+        except BaseException:
+            self._leave_storage()
+            if is_new:
+                directory.remove(self._directory)
+            raise
+
+    def _take_storage(self, stack: ExitStack) -> None:
+        place = Path(self._storage.root)
+        try:
+            if not self._storage.renames:
+                stack.enter_context(ObjectLease(self._storage))
+            elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
+                self._made = [each for each in (place, *place.parents) if not each.exists()]
+                self._leases.append(stack.enter_context(Lease(place)))
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "
+                "that this user can write to, or mend its permissions."
+            ) from error
+
+    def check(self) -> None:
+        """Refuse to go on where one of them is another directory by now.
+
+        Raises:
+            SaveFailed: It was moved, deleted or replaced.
+        """
+        for lease in self._leases:
+            lease.check()
+
+    def remove(self) -> None:
+        """Leave nothing of a new run that was refused: not the directory, nor an empty place for its checkpoints."""
+        directory.remove(self._directory)
+        self._leave_storage()
+
+    def _leave_storage(self) -> None:
+        with suppress(OSError):  # something is in it, and then it stays
+            for made in self._made:
+                if made == self._made[0] and {entry.name for entry in made.iterdir()} == {LEASE}:
+                    (made / LEASE).unlink()
+                made.rmdir()
