@@ -41,7 +41,7 @@ def copy_bytes(measured: Evaluation) -> int:
     if not plan.sharded and config.model.dtype == plan.compute_dtype and config.model.lora is None:
         return 0
     size = getattr(torch, plan.compute_dtype).itemsize
-    return sum(parameter.numel() for parameter in measured.origin.skeleton.parameters()) * size
+    return int(sum(parameter.numel() for parameter in measured.origin.skeleton.parameters()) * size)
 
 
 def free_bytes(world: World) -> int:
