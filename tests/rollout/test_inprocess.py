@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.sampling import mixed, uniform
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
+from tests.memory import most_allocated
 from tests.models.architectures import SETTINGS, strong_model
 
 EOS = 1
@@ -188,16 +189,6 @@ def test_new_weights_leave_nothing_of_the_old_ones() -> None:
         expected = own_logprobs(new, asked[sampled.request_id].prompt, sampled, 1.0)
         np.testing.assert_allclose(sampled.logprobs, expected, rtol=1e-5, atol=1e-5)
         assert sampled.weights_version == 8
-
-
-def most_allocated(work: Callable[[], None]) -> int:
-    """Return the most bytes that the CPU's allocator handed out at once, beyond what was out before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    result = profile.profiler.kineto_results
-    memory = [(event.start_ns(), event.nbytes()) for event in result.events() if event.name() == "[memory]"]
-    memory.sort(key=lambda event: event[0])
-    return int(np.cumsum([count for _, count in memory]).max())
 
 
 @pytest.mark.parametrize("tied", [False, True])

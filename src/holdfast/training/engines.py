@@ -45,7 +45,7 @@ def build_engine(
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
-    if can and kind != "transformers":
+    if samples_in_process(measured, kind):
         return InProcessEngine(origin, device, dtype, stops, rows=rows, tells_experts=tells_experts)
     if kind == "auto" and measured.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"
@@ -60,9 +60,14 @@ def _decodes_in_process(measured: Evaluation) -> bool:
     return measured.origin.packed and not measured.policy.padded
 
 
+def samples_in_process(measured: Evaluation, kind: EngineKind) -> bool:
+    """Return whether it is our own decoding that an engine of this kind samples by."""
+    return _decodes_in_process(measured) and kind != "transformers"
+
+
 def why_no_videos(measured: Evaluation, kind: EngineKind) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
-    if _decodes_in_process(measured) and kind != "transformers":
+    if samples_in_process(measured, kind):
         return ""
     return "transformers' generate, which samples here, would place its frames as if they were images"
 
