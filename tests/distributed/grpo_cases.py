@@ -6,19 +6,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.config.rollout import SamplingConfig
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
-from holdfast.parallel.stream import full_tensor
+from holdfast.parallel.stream import full_tensor, live_tensors
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
+from holdfast.rollout.engine import Request, generate
 from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
+from holdfast.training.copies import copy_bytes, layout_bytes
 from holdfast.training.run import StepAbandoned
+from tests.memory import most_allocated
 
 
 def prompts_of(count: int) -> list[dict[str, str]]:
@@ -188,3 +193,15 @@ def by_hand(
         "norms": norms,
         "parameters": {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
     }
+
+
+def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[int, int]:
+    """Return the most bytes that refreshing and decoding took at once, and what the check before step 1 counts."""
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
+    request = Request(0, np.arange(2, 10), (1,))
+
+    def sample() -> None:
+        run.engine.update_weights(live_tensors(run.policy), 0)
+        generate(run.engine, [request], SamplingConfig(max_new_tokens=4))
+
+    return most_allocated(sample), copy_bytes(run) + layout_bytes(run)

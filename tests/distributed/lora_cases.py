@@ -83,3 +83,12 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.plan.shard_bytes),
         "numbers": (training.plan.parameters, training.plan.trainable),
     }
+
+
+def optimizer_bytes(world: World, tree: dict[str, Any], rows: Any) -> int:
+    """Take a step, and return what this rank's optimizer keeps in tensors with a dimension: its parts of moments."""
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    sft_step(training)
+    kept = [value for state in training.optimizer.state.values() for value in state.values()]
+    parts = [local_part(value) for value in kept if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -255,3 +255,14 @@ def test_prompts_that_leave_no_room_for_a_completion_are_left_out(pools: Any, st
 
     assert found["lines"][0]["data/overlong_dropped"] >= 1
     assert "its prompt has 45 tokens, and data.max_length=48 less rollout.max_new_tokens leaves room" in refused[0][1]
+
+
+def test_a_students_rollouts_without_room_are_refused_by_the_key_that_sets_it(
+    pools: Any, student: Path, teacher: Path
+) -> None:
+    rollout = {"max_new_tokens": 4, "copy_gib": 1e-6}
+
+    errors = pools(2).errors(train, settings(student, teacher, rollout=rollout), ROWS)
+
+    assert {kind for kind, _ in errors} == {"ConfigError"}
+    assert all("rank 0 may take 1e-06 GiB (rollout.copy_gib)" in message for _, message in errors)

@@ -12,7 +12,7 @@ import torch
 from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.training.copies import free_bytes
-from tests.distributed.grpo_cases import by_hand, leave_and_make_again, prompts_of, settings, train
+from tests.distributed.grpo_cases import by_hand, leave_and_make_again, memory_of_sampling, prompts_of, settings, train
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS = prompts_of(12)
@@ -71,17 +71,47 @@ def test_what_is_sampled_does_not_depend_on_the_number_of_ranks(pools: Any, llam
     assert len({item[2] for step in one for item in step}) > 40, "completions must differ"
 
 
-def test_a_copy_of_the_weights_that_has_no_room_is_refused_before_step_1(pools: Any, llama: Path) -> None:
-    """Of 8 bytes a parameter; a single rank samples over the weights that it trains, and needs none."""
-    gib = 8 * sum(value.numel() for value in tiny_model("llama", tie_word_embeddings=True).parameters()) / 2**30
+def laid_out(model: Any) -> int:
+    """Return the numbers in a llama's seven matrices per block and in its output layer, by hand."""
+    config = model.config
+    width, inner, keys = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    block = 2 * width * width + 2 * width * keys + 3 * width * inner
+    return int(config.num_hidden_layers * block + config.vocab_size * width)
 
-    errors = pools(2).errors(train, settings(str(llama), rollout={"copy_gib": 0.999 * gib}), ROWS, 1)
 
-    for rank, (kind, message) in enumerate(errors):
-        assert kind == "ConfigError"
-        assert f"takes {gib:.3g} GiB in float64, and rank 0 may take" in message, rank
-    pools(2).run(train, settings(str(llama), rollout={"copy_gib": 1.001 * gib}), ROWS, 1)
-    pools(1).run(train, settings(str(llama), rollout={"copy_gib": 1e-9}), ROWS, 1)
+@pytest.mark.parametrize(
+    ("ranks", "engine", "copied", "laid"),
+    [
+        pytest.param(2, "inprocess", True, True, id="shards: a copy, and its matrices anew"),
+        pytest.param(2, "transformers", True, False, id="shards, transformers' generate: a copy"),
+        pytest.param(1, "inprocess", False, True, id="whole weights: their matrices anew"),
+        pytest.param(1, "transformers", False, False, id="whole weights, transformers' generate: nothing"),
+    ],
+)
+def test_weights_to_sample_over_that_have_no_room_are_refused_before_step_1(
+    pools: Any, llama: Path, ranks: int, engine: str, copied: bool, laid: bool
+) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    numbers = copied * sum(value.numel() for value in model.parameters()) + laid * laid_out(model)
+    gib = 8 * numbers / 2**30  # float64
+
+    pools(ranks).run(train, settings(str(llama), rollout={"engine": engine, "copy_gib": 1.001 * gib or 1e-9}), ROWS, 1)
+    if numbers:
+        tree = settings(str(llama), rollout={"engine": engine, "copy_gib": 0.999 * gib})
+        for rank, (kind, message) in enumerate(pools(ranks).errors(train, tree, ROWS, 1)):
+            assert kind == "ConfigError"
+            assert f"sampling takes {gib * 1024:.4g} MiB on every rank" in message, rank
+            assert "and rank 0 may take" in message, rank
+
+
+def test_sampling_takes_what_the_check_counts(pools: Any, tmp_path: Path) -> None:
+    """By the allocator's own count; a MiB for two tensors on their way, keys and values."""
+    tree = settings(str(tiny_directory(tmp_path, "llama", intermediate_size=4096, num_hidden_layers=4)))
+
+    most, counted = pools(2).run(memory_of_sampling, tree, ROWS)[0]
+
+    assert counted > 20 * 2**20
+    assert counted <= most < counted + 3 * 2**20
 
 
 def test_what_is_free_is_what_the_system_says_shared_by_the_ranks_of_a_machine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.distributed.cases import reference, rows_of, settings, train
 from tests.distributed.grpo_cases import prompts_of
 from tests.distributed.grpo_cases import settings as grpo_settings
 from tests.distributed.grpo_cases import train as train_policy
-from tests.distributed.lora_cases import look, run
+from tests.distributed.lora_cases import look, optimizer_bytes, run
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS = rows_of(24)
@@ -185,6 +186,28 @@ def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_w
         torch.testing.assert_close(
             adapted(input_ids=tokens).logits, merged(input_ids=tokens).logits, rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_bytes_of_moments_and_of_adapter_checkpoints_are_those_of_the_adapters(
+    pools: Any, llama: Path, tmp_path: Path, rank: int
+) -> None:
+    """A rank of one adapter takes in + out numbers of 4 bytes: of q, k, v, o, gate, up, down in each of two layers."""
+    adapters = 4 * rank * 2 * (64 + 48 + 48 + 64 + 96 + 96 + 96)
+    tree = saved(tmp_path, llama, 1, frozen="skip")
+    tree["model"]["lora"] = {"rank": rank}
+
+    kept = pools(2).run(optimizer_bytes, tree | {"run": {"dir": str(tmp_path), "name": "other"}}, ROWS)
+    pools(2).run(run, tree)
+    tensors = find.one(str(tmp_path / "r")).manifest.tensors
+    sizes = {name: math.prod(entry.shape) * 4 for name, entry in tensors.items()}
+
+    assert {entry.dtype for entry in tensors.values()} <= {"float32", "torch.float32"}
+    assert kept == [adapters, adapters], "of two moments, half on each of two ranks"
+    assert sum(size for name, size in sizes.items() if name.startswith("model.")) == adapters
+    assert sum(size for name, size in sizes.items() if name.endswith((".exp_avg", ".exp_avg_sq"))) == 2 * adapters
+    others = [name for name in sizes if not name.startswith("model.") and ".exp_avg" not in name]
+    assert all(sizes[name] == 4 for name in others), "steps do not grow with the rank"
 
 
 def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, llama: Path, tmp_path: Path) -> None:

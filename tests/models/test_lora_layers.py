@@ -62,3 +62,23 @@ def test_patterns_of_stacks_alone_are_known_as_well() -> None:
     assert {name for name in laid if "experts" in name} == {
         f"model.layers.{number}.mlp.experts.down_proj" for number in (0, 1)
     }
+
+
+@pytest.mark.parametrize("patterns", [["."], ["norm", "embed_tokens", "proj", "lm_head"]])
+def test_training_every_matrix_whole_beside_adapters_is_refused(patterns: list[str]) -> None:
+    model = tiny_model("llama")
+
+    with pytest.raises(ModelError, match=r"model\.lora\.train: \['.*'\] leaves no matrix of the model frozen"):
+        add_adapters(model, LoRAConfig(train=patterns))
+
+
+def test_some_matrices_may_be_trained_whole_beside_adapters() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+
+    add_adapters(model, LoRAConfig(train=["norm", "embed_tokens"]))
+
+    trained = {name for name, value in model.named_parameters() if value.requires_grad and ".lora_" not in name}
+    norms = {
+        f"model.layers.{layer}.{kind}_layernorm.weight" for layer in (0, 1) for kind in ("input", "post_attention")
+    }
+    assert trained == {"model.embed_tokens.weight", "model.norm.weight"} | norms

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import uuid
+from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from holdfast.parallel.mesh import World, ranks_on
 
 SCRIPT = """
 from holdfast.config.launch import LaunchConfig
@@ -19,9 +26,9 @@ with joined(LaunchConfig(device="cpu")) as world:
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
-        ({}, "found 0 1 0 None"),
+        ({}, "found 0 1 0 1"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, "found 0 1 3 4"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_LOCALID": "2"}, "found 0 1 2 None"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_LOCALID": "2"}, "found 0 1 2 1"),
     ],
 )
 def test_a_rank_takes_its_place_from_the_environment(variables: dict[str, str], found: str) -> None:
@@ -30,3 +37,32 @@ def test_a_rank_takes_its_place_from_the_environment(variables: dict[str, str], 
     )
 
     assert found in done.stdout, done.stderr
+
+
+def test_ranks_that_no_launcher_counted_count_those_of_their_machine() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **shared, "RANK": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = sorted(rank.communicate(timeout=120)[0].strip() for rank in ranks)
+
+    assert found == ["found 0 2 0 2", "found 1 2 1 2"]
+
+
+def on_two_machines(world: World, attempt: str) -> int:
+    store = PrefixStore(attempt, _get_default_store())
+    return ranks_on(store, "here" if world.rank != 1 else "there")
+
+
+def test_ranks_of_other_machines_are_not_counted(pools: Any) -> None:
+    assert pools(4).run(on_two_machines, uuid.uuid4().hex) == [3, 1, 3, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.sampling import mixed, uniform
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
+from tests.memory import most_allocated
 from tests.models.architectures import SETTINGS, strong_model
 
 EOS = 1
@@ -187,6 +189,26 @@ def test_new_weights_leave_nothing_of_the_old_ones() -> None:
         expected = own_logprobs(new, asked[sampled.request_id].prompt, sampled, 1.0)
         np.testing.assert_allclose(sampled.logprobs, expected, rtol=1e-5, atol=1e-5)
         assert sampled.weights_version == 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_weights_take_no_more_memory_than_they_are(tied: bool) -> None:
+    model = strong_model("qwen3", intermediate_size=2048, num_hidden_layers=4, tie_word_embeddings=tied)
+    names = {name: parameter.shape for name, parameter in named_parameters(model).items()}
+    engine = InProcessEngine(origin_of(model), torch.device("cpu"), torch.bfloat16, Stops(frozenset({EOS})))
+    whole = 2 * sum(shape.numel() for shape in names.values())
+    largest = 4 * max(shape.numel() for shape in names.values())
+
+    def arrive() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in names.items():
+            yield name, torch.full(shape, 0.5)
+
+    most = most_allocated(lambda: engine.update_weights(arrive(), 1))
+
+    assert 10 * largest < 2 * whole
+    assert whole <= most < whole + 2 * largest + 100_000, "one float32 tensor is read while the next one is made"
+    shared = engine._replica.model.lm_head.weight is engine._replica.model.get_input_embeddings().weight
+    assert shared is tied
 
 
 def test_weights_of_the_right_dtype_are_shared_and_not_copied() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from holdfast.config.base import ByKind, Count, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section
-from holdfast.config.rollout import EngineKind, SamplingConfig
+from holdfast.config.rollout import EngineConfig
 from holdfast.config.runs import TrainingConfig
 
 
@@ -72,7 +72,7 @@ class DistillLossConfig(Section):
     """Weight of the token's negative log-likelihood (at temperature 1) beside the divergence, on tokens of rows."""
 
 
-class DistillRolloutConfig(SamplingConfig):
+class DistillRolloutConfig(EngineConfig):
     """On-policy distillation: the student completes the prompts of rows, and is compared on what it wrote."""
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -80,11 +80,6 @@ class DistillRolloutConfig(SamplingConfig):
     rows' answers (lambda in GKD, algorithm 1). At 1 rows need no answers."""
     group_size: PositiveInt = 1
     """Completions per prompt."""
-    engine: EngineKind = "auto"
-    """`inprocess` decodes over the training weights; `transformers` calls `generate`, slower and for any architecture;
-    `auto` takes the first where the model's attention allows it."""
-    rows: PositiveInt = 512
-    """Most completions decoded together on one rank. Memory and speed only."""
     seed: Count | None = None
     """Seed of the sampling; default: the run's seed."""
     show_every: PositiveInt = 10

@@ -59,19 +59,25 @@ class SamplingConfig(Section):
         return [name for name, value in neutral.items() if getattr(self, name) != value]
 
 
-class RolloutConfig(SamplingConfig):
-    """What a step samples, and with which engine."""
+class EngineConfig(SamplingConfig):
+    """What is sampled, and with which engine."""
 
-    group_size: PositiveInt = 8
-    """Completions per prompt."""
     engine: EngineKind = "auto"
     """`inprocess` decodes over the training weights; `transformers` calls `generate`, slower and for any architecture;
     `auto` takes the first where the model's attention allows it."""
     rows: PositiveInt = 512
     """Most completions decoded together on one rank. Memory and speed only."""
     copy_gib: Positive | None = None
-    """Most memory for the whole weights that a rank decodes over, in GiB; default: what is free at the start. A run
+    """Most memory that a rank may take for the weights that it decodes over, in GiB: a copy of them where training has
+    shards or another dtype, and on the CPU matrices laid out for decoding; default: what is free at the start. A run
     that would take more is refused."""
+
+
+class RolloutConfig(EngineConfig):
+    """What a step samples, and with which engine."""
+
+    group_size: PositiveInt = 8
+    """Completions per prompt."""
     seed: Count | None = None
     """Seed of the sampling; default: the run's seed."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"

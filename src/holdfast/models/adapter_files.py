@@ -20,7 +20,7 @@ from holdfast.models.adapters import Adapter, adapters_of, lengths
 from holdfast.models.conversion import Header
 from holdfast.models.four_bit import FourBitLinear, four_bit_layers, packed
 from holdfast.models.names import named_parameters
-from holdfast.models.origin import files_mark
+from holdfast.models.origin import files_mark, same_files
 from holdfast.models.safetensors_files import read_header
 from holdfast.models.scorer import LAYER
 from holdfast.models.weights_in import Rows, WeightGroup, WeightSource
@@ -136,12 +136,16 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
     Raises:
         ModelError: They are others, and that was not allowed.
     """
-    here = files_mark(directory)
-    if stored.base is None or section.any_base or stored.base == here:
+    if stored.base is None or section.any_base:
         return
+    here = files_mark(directory)
+    if same_files(stored.base, here):
+        return
+    # Of marks that both tell every byte, the second half; an earlier version's has the first alone.
+    there, here = (mark.split("-")[-1 if "-" in stored.base else 0] for mark in (stored.base, here))
     raise ModelError(
         f"model.lora.path: {stored.path.parent} holds adapters that were trained beside other weights than those in "
-        f"{directory}: the mark of their files is {stored.base[:12]}, here it is {here[:12]}. Name their own model in "
+        f"{directory}: the mark of their files is {there[:12]}, here it is {here[:12]}. Name their own model in "
         "model.path; if it is the same one in other files, set model.lora.any_base: true."
     )
 

@@ -196,3 +196,10 @@ def _train_whole(model: Any, section: LoRAConfig) -> None:
             raise ModelError(f"model.lora.train: {pattern!r} matches no parameter.")
         for value in matched:
             value.requires_grad_(True)  # noqa: FBT003 - torch's own form
+    matrices = {name: value for name, value in parameters.items() if value.ndim > 1 and ".lora_" not in name}
+    if section.train and all(value.requires_grad for name, value in matrices.items() if name != LAYER):
+        raise ModelError(
+            f"model.lora.train: {section.train} leaves no matrix of the model frozen, and beside trained ones adapters "
+            f"add nothing. Name fewer parameters (they look like {', '.join(sorted(matrices)[:3])}), or leave "
+            "model.lora out to train the whole model."
+        )

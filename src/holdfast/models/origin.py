@@ -20,13 +20,45 @@ PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 
-_EDGE = 2**20
-"""Bytes at either end of a weights file that stand for all of it."""
+_EDGE, _PIECE = 2**20, 2**24
+"""Bytes at either end of a weights file that stood for all of it in marks of earlier versions; bytes read at once."""
+
+_READ: dict[tuple[tuple[str, int, int, int], ...], str] = {}
+"""Marks of files that this process read or was told of, by path, size, time of change and inode."""
 
 
 def files_mark(directory: Path) -> str:
-    """Return what tells the weights in a directory from others, without reading all of them."""
+    """Return what tells the weights in a directory from all others: EDGES-WHOLE, of every byte.
+
+    Files that did not change since they were last read are not read again.
+    """
     files = sorted(directory.glob("*.safetensors"))
+    state = _state_of(files)
+    if state not in _READ:
+        lines = "\n".join(f"{file.stat().st_size} {_whole_hash(file)}" for file in files)
+        _READ[state] = f"{_edges_mark(files)}-{_hash(lines.encode())}"
+    return _READ[state]
+
+
+def tell_mark(directory: Path, mark: str) -> None:
+    """Take over another rank's mark of the same files, unless a look at their ends says that they are others."""
+    files = sorted(directory.glob("*.safetensors"))
+    if mark.startswith(f"{_edges_mark(files)}-"):
+        _READ[_state_of(files)] = mark
+
+
+def same_files(then: str, now: str) -> bool:
+    """Compare a mark, which an earlier version may have made, with a new one; an early one knows the EDGES alone."""
+    early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", now)
+    return then == now or (early is not None and then == early[1])
+
+
+def _state_of(files: list[Path]) -> tuple[tuple[str, int, int, int], ...]:
+    found = [(file, file.stat()) for file in files]
+    return tuple((str(file), facts.st_size, facts.st_mtime_ns, facts.st_ino) for file, facts in found)
+
+
+def _edges_mark(files: list[Path]) -> str:
     return _hash("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
 
 
@@ -35,6 +67,14 @@ def _edges_hash(file: Path) -> str:
         first = opened.read(_EDGE)
         opened.seek(max(0, file.stat().st_size - _EDGE))
         return _hash(first + opened.read(_EDGE))
+
+
+def _whole_hash(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            state.update(piece)
+    return str(state.hexdigest())
 
 
 def _hash(data: bytes) -> str:

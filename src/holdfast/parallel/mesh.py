@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class World:
     failure: FailureChannel
     """Tells the others why this rank failed, and learns why another did."""
     local_size: int | None = None
-    """Ranks on this machine; None where nobody said."""
+    """Ranks on this machine; None where nobody counted."""
     break_resume: str | None = None
     """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
 
@@ -85,11 +86,19 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     try:
         channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
         with channel.guard():
-            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, socket.gethostname())
             yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE))
             dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
     finally:
         dist.destroy_process_group()
+
+
+def ranks_on(store: Store, machine: str) -> int:
+    """Count the ranks that give this machine's name; all ranks call this together, each with its own."""
+    name = f"ranks on {machine}"
+    store.add(name, 1)
+    dist.barrier()
+    return int(store.add(name, 0))
 
 
 def _kill_point(rank: int) -> KillPoint | None:

@@ -72,22 +72,33 @@ class Replica:
         shared with it, and follows it.
         """
         if not self._filled:
-            self.model.to_empty(device=self.device)
-            self.model.tie_weights()
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self._buffers[name])
+            self._leave_meta()
             self._filled = True
         parameters = named_parameters(self.model)
         buffers = dict(self.model.named_buffers())
         waiting = set(parameters)
         for name, tensor in tensors:
             if name in parameters:
-                parameters[name].requires_grad_(False)  # noqa: FBT003 - torch's own form
                 parameters[name].data = tensor.detach().to(self.device, self._dtype)
                 waiting.discard(name)
             else:
                 buffers[name].copy_(tensor)
         assert not waiting, f"no weights came for {sorted(waiting)[:3]}"
+
+    def _leave_meta(self) -> None:
+        """Fill the buffers, and give parameters a device and a dtype but no memory: they take that of what arrives."""
+        # `to_empty` would allocate all weights in float32 before the first one is replaced, and part tied ones.
+        empty: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) not in empty:
+                    data = torch.empty(0, dtype=self._dtype, device=self.device)
+                    empty[id(parameter)] = nn.Parameter(data, requires_grad=False)
+                setattr(module, name, empty[id(parameter)])
+        for path, buffer in list(self.model.named_buffers(remove_duplicate=False)):
+            owner, _, name = path.rpartition(".")
+            filled = torch.empty_like(buffer, device=self.device).copy_(self._buffers[path])
+            setattr(self.model.get_submodule(owner), name, filled)
 
     @contextmanager
     def for_few_rows(self) -> Iterator[None]:

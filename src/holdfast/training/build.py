@@ -46,6 +46,7 @@ from holdfast.training.sources import (
 )
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.training.unfreezing import cost_of
+from holdfast.training.weights_marks import is_marked, mark_base_of_adapters, mark_once
 
 
 @dataclass(frozen=True)
@@ -168,12 +169,16 @@ def build_model(  # noqa: PLR0913 - the borders of a run
     config: TrainingConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, objective: Objective
 ) -> Evaluation:
     """Return the policy on its ranks, without anything to measure it on."""
+    if live.model is None:
+        mark_base_of_adapters(config, base, exchange)
     origin = first_rank_first(
         exchange,
         lambda: blueprint(
             config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
         ),
     )
+    if is_marked(config):
+        mark_once(origin.directory, exchange)
     note = together(exchange, lambda: check_positions(config, origin))
     if note:
         origin = replace(origin, notes=(*origin.notes, note))

@@ -21,7 +21,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.copies import check_copy_fits
 from holdfast.training.distillation import DistillEvaluation, DistillRun, SampledDistillRun, prompt_alone
-from holdfast.training.engines import build_engine, pad_token, stop_tokens
+from holdfast.training.engines import build_engine, pad_token, samples_in_process, stop_tokens
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.identity import Identity
 from holdfast.training.run import Evaluation
@@ -165,8 +165,9 @@ def _checked_engine(config: DistillConfig, student: Evaluation) -> Any:
             "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
             "Give the tokenizer an eos_token, or set rollout.stop."
         )
-    check_copy_fits(student, budget_gib=None)
-    return build_engine(student, config.rollout.engine, config.rollout.rows)
+    rollout = config.rollout
+    check_copy_fits(student, rollout.copy_gib, in_process=samples_in_process(student, rollout.engine))
+    return build_engine(student, rollout.engine, rollout.rows)
 
 
 def _with_teacher(identity: Identity, student: DistillEvaluation) -> Identity:

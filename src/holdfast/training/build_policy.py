@@ -21,7 +21,7 @@ from holdfast.training.build import Live, begin, build_model, parts_of_run
 from holdfast.training.build_critic import add_critic
 from holdfast.training.build_sharded import image_side_of
 from holdfast.training.copies import check_copy_fits
-from holdfast.training.engines import build_engine, stop_tokens, why_no_videos
+from holdfast.training.engines import build_engine, samples_in_process, stop_tokens, why_no_videos
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
@@ -182,7 +182,7 @@ def _engine(config: GRPOConfig, measured: Evaluation) -> RolloutEngine:
             "Give the tokenizer an eos_token, or set rollout.stop."
         )
     rollout = config.rollout
-    check_copy_fits(measured, rollout.copy_gib)
+    check_copy_fits(measured, rollout.copy_gib, in_process=samples_in_process(measured, rollout.engine))
     return build_engine(measured, rollout.engine, rollout.rows, tells_experts=rollout.replay_routing)
 
 

@@ -173,10 +173,11 @@ def _table(parts: _Parts, place: Path) -> ReferenceTable:
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
-    about = _about(config, measured, parts.data, parts.base)
+    mark = weights_mark(measured.origin, config.seed)
+    about, earlier = (_about(parts, each) for each in (mark, mark.split("-")[0]))
     known = exchange.agree(place.exists())
     if known:
-        table = exchange.agree(together(exchange, lambda: load_table(place, about) if first else None))
+        table = exchange.agree(together(exchange, lambda: load_table(place, about, earlier) if first else None))
         assert table is not None
     else:
         why = "all rows, once"
@@ -201,18 +202,18 @@ def _all_rows(parts: _Parts) -> Iterator[SampleStream]:
         yield one_pass(parts.config, rows, exchange, parts.layout)
 
 
-def _about(config: DPOConfig, measured: Evaluation, data: OpenedData, base: Path) -> dict[str, str]:
-    """Return hashes of all that the numbers depend on."""
-    origin = measured.origin
+def _about(parts: _Parts, mark: str) -> dict[str, str]:
+    """Return hashes of all that the numbers depend on, given the mark of the weights."""
+    config, data, origin = parts.config, parts.data, parts.measured.origin
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
-    precision += adapter_mark(config, base)
+    precision += adapter_mark(config, parts.base)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     return {
-        "model": hash_bytes(f"{weights_mark(origin, config.seed)} {model} {precision}".encode()),
+        "model": hash_bytes(f"{mark} {model} {precision}".encode()),
         "tokenizer": tokenizer_hash(origin.tokenizer),
         "rows": hash_bytes(json.dumps(rows).encode()),
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),

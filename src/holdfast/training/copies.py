@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 import torch
+from torch import nn
 
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
@@ -12,37 +13,51 @@ from holdfast.training.run import Evaluation
 _GIB = 2**30
 
 
-def check_copy_fits(measured: Evaluation, budget_gib: float | None) -> None:
-    """Refuse rollouts that would run out of memory in step 1.
+def check_copy_fits(measured: Evaluation, budget_gib: float | None, *, in_process: bool) -> None:
+    """Refuse rollouts that would run out of memory in step 1; else say what they take.
 
     Args:
         measured: The policy, on its device already.
-        budget_gib: Most that the copy may take; None for what is free now.
+        budget_gib: Most that sampling may take; None for what is free now.
+        in_process: Whether our own decoding samples, and not transformers' `generate`.
 
     Raises:
-        ConfigError: A copy takes more.
+        ConfigError: Sampling takes more.
     """
-    needed = copy_bytes(measured)
-    budget = free_bytes(measured.world) if budget_gib is None else int(budget_gib * _GIB)
+    copied = copy_bytes(measured)
+    laid_out = layout_bytes(measured) if in_process else 0
+    needed = copied + laid_out
+    world, dtype = measured.world, measured.plan.compute_dtype
+    budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
-        dtype = measured.plan.compute_dtype
-        limit = f"has {budget / _GIB:.3g} GiB free" if budget_gib is None else f"may take {budget_gib:g} GiB for it"
-        advice = "" if dtype == "bfloat16" else " set parallel.compute_dtype: bfloat16,"
+        limit = f"has {_size(budget)} free" if budget_gib is None else f"may take {budget_gib:g} GiB (rollout.copy_gib)"
+        advice = "" if dtype == "bfloat16" else ", set parallel.compute_dtype: bfloat16"
+        room = "devices with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
         raise ConfigError(
-            f"rollout: every rank samples over a whole copy of the weights, which takes {needed / _GIB:.3g} GiB in "
-            f"{dtype}, and rank {measured.world.rank} {limit} (rollout.copy_gib). Use a smaller model,{advice} or "
-            "start fewer ranks on a machine."
+            f"rollout: sampling takes {_size(needed)} on every rank, {_parts(copied, laid_out, dtype)}, and rank "
+            f"{world.rank} {limit}. Use a smaller model{advice}, or use {room}."
         )
+    if world.is_first:
+        print(f"rollouts: {_parts(copied, laid_out, dtype)}, on every rank", flush=True)
 
 
 def copy_bytes(measured: Evaluation) -> int:
-    """Return what a rank's copy takes besides the policy itself; 0 where sampling reads the policy's own tensors."""
-    plan, config = measured.plan, measured.config
-    if not plan.sharded and config.model.dtype == plan.compute_dtype and config.model.lora is None:
+    """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype."""
+    dtype: torch.dtype = getattr(torch, measured.plan.compute_dtype)
+    if not measured.plan.sharded and measured.config.model.lora is None:
+        numbers = sum(value.numel() for value in measured.policy.parameters() if value.dtype != dtype)
+    else:
+        numbers = sum(value.numel() for value in measured.origin.skeleton.parameters())
+    return int(numbers) * dtype.itemsize
+
+
+def layout_bytes(measured: Evaluation) -> int:
+    """Return what decoding takes on the CPU for matrices that it lays out anew while the first ones stay."""
+    if measured.world.device.type != "cpu":
         return 0
-    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-    numbers = sum(int(parameter.numel()) for parameter in measured.origin.skeleton.parameters())
-    return numbers * dtype.itemsize
+    layers = [layer for layer in measured.origin.skeleton.modules() if type(layer) is nn.Linear]
+    dtype: torch.dtype = getattr(torch, measured.plan.compute_dtype)
+    return sum(int(layer.weight.numel()) for layer in layers) * dtype.itemsize
 
 
 def free_bytes(world: World) -> int:
@@ -51,3 +66,12 @@ def free_bytes(world: World) -> int:
         cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
         return int(torch.cuda.mem_get_info(world.device)[0]) + cached
     return int(psutil.virtual_memory().available) // (world.local_size or 1)
+
+
+def _parts(copied: int, laid_out: int, dtype: str) -> str:
+    first = f"a copy of the weights, {_size(copied)} in {dtype}" if copied else "the policy's own weights"
+    return f"{first}, and {_size(laid_out)} of matrices laid out for decoding" if laid_out else first
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.4g} GiB" if count >= _GIB else f"{count / 2**20:.4g} MiB"

@@ -45,7 +45,7 @@ def build_engine(
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
-    if can and kind != "transformers":
+    if samples_in_process(measured, kind):
         wide = measured.config.model.head.dtype == "float32"
         return InProcessEngine(origin, device, dtype, stops, rows=rows, tells_experts=tells_experts, float32_head=wide)
     if kind == "auto" and measured.world.is_first:
@@ -61,9 +61,14 @@ def _decodes_in_process(measured: Evaluation) -> bool:
     return measured.origin.packed and not measured.policy.padded
 
 
+def samples_in_process(measured: Evaluation, kind: EngineKind) -> bool:
+    """Return whether it is our own decoding that an engine of this kind samples by."""
+    return _decodes_in_process(measured) and kind != "transformers"
+
+
 def why_no_videos(measured: Evaluation, kind: EngineKind) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
-    if _decodes_in_process(measured) and kind != "transformers":
+    if samples_in_process(measured, kind):
         return ""
     return "transformers' generate, which samples here, would place its frames as if they were images"
 

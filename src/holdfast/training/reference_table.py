@@ -126,8 +126,13 @@ def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> N
         raise ConfigError(f"reference.cache: {path} cannot be written ({error}). Name another file.") from error
 
 
-def load_table(path: Path, about: Mapping[str, str]) -> ReferenceTable:
+def load_table(path: Path, about: Mapping[str, str], earlier: Mapping[str, str] | None = None) -> ReferenceTable:
     """Read a table and verify it.
+
+    Args:
+        path: The file.
+        about: What it must be of.
+        earlier: The same as earlier versions wrote it, if that was otherwise.
 
     Raises:
         ConfigError: It is damaged, or was made of other things.
@@ -142,7 +147,7 @@ def load_table(path: Path, about: Mapping[str, str]) -> ReferenceTable:
         raise ConfigError(_damaged(path, str(error))) from error
     if said.get("hash") != _hash(table) or said.get("format") != _FORMAT:
         raise ConfigError(_damaged(path, "its hash is not that of its content"))
-    others = [name for name in about if said.get(name) != about[name]]
+    others = [name for name in about if said.get(name) not in {about[name], (earlier or about)[name]}]
     if others:
         raise ConfigError(
             f"{path} holds log-probabilities of a reference that this run does not have: {_words(others)} differ. "

@@ -30,6 +30,7 @@ from holdfast.training.run import Run
 from holdfast.training.saved_state import check_saved_state
 from holdfast.training.state import TrainState
 from holdfast.training.unfreezing import unfreeze
+from holdfast.training.weights_marks import with_marks_of_now
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -115,7 +116,7 @@ def say(run: Run, *lines: str) -> None:
 def _check_identity(run: Run, storage: Storage, choice: Choice) -> list[str]:
     """Return what differs and was declared, in words."""
     allowed = run.config.checkpoint.resume.changed
-    found = differences(choice.manifest.fingerprints, run.identity)
+    found = differences(with_marks_of_now(choice.manifest.fingerprints, run.identity), run.identity)
     refused = {kind: what for kind, what in found.items() if kind not in allowed}
     if refused:
         words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())

@@ -18,6 +18,7 @@ from holdfast.training.positions import check_positions
 from holdfast.training.reference import check_place
 from holdfast.training.run import Evaluation
 from holdfast.training.together import first_rank_first, together
+from holdfast.training.weights_marks import mark_once
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def build_teacher(student: Evaluation, base: Path) -> Teacher:
     model.eval()
     with exchange.together():
         check_place(model, plan, world.device, "teacher")
+    mark_once(origin.directory, exchange)
     return Teacher(model, weights_mark(origin, config.seed))
 
 

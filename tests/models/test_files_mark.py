@@ -1,0 +1,129 @@
+"""The mark of weights files knows every byte, and marks of earlier versions are still understood."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from holdfast.config.load import from_mapping
+from holdfast.config.lora import LoRAConfig
+from holdfast.config.runs import SFTConfig
+from holdfast.errors import ModelError
+from holdfast.models.adapter_files import AdapterFile, check_base
+from holdfast.models.origin import files_mark, same_files
+from holdfast.parallel.mesh import World
+from holdfast.training.together import open_exchange
+from holdfast.training.weights_marks import mark_once, with_marks_of_now
+
+MIB = 2**20
+
+
+def written(directory: Path, size: int = 3 * MIB) -> Path:
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(bytes(range(251)) * (size // 251))
+    return directory
+
+
+def change(directory: Path, place: int) -> None:
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(place)
+        file.write(b"\xff")
+
+
+def early_mark(directory: Path) -> str:
+    """Return the mark of one file as earlier versions made it: of its size, first and last MiB."""
+    data = (directory / "model.safetensors").read_bytes()
+    ends = xxhash.xxh3_128_hexdigest(data[:MIB] + data[-MIB:])
+    return xxhash.xxh3_128_hexdigest(f"{len(data)} {ends}".encode())
+
+
+@pytest.mark.parametrize("place", [0, 3 * MIB // 2, 3 * MIB - 300])
+def test_one_changed_byte_anywhere_changes_the_mark(tmp_path: Path, place: int) -> None:
+    directory = written(tmp_path / "a")
+    before = files_mark(directory)
+
+    change(directory, place)
+
+    assert not same_files(before, files_mark(directory))
+    assert files_mark(written(tmp_path / "b")) == before
+
+
+def test_an_early_mark_is_that_of_its_files_and_of_no_others(tmp_path: Path) -> None:
+    directory = written(tmp_path / "a")
+    early = early_mark(directory)
+    assert same_files(early, files_mark(directory))
+
+    change(directory, 0)
+
+    assert not same_files(early, files_mark(directory))
+    assert not same_files("", files_mark(directory))
+
+
+def test_a_resume_takes_an_early_mark_for_the_files_it_was_made_of(tmp_path: Path) -> None:
+    directory = written(tmp_path / "a")
+    now = {"model": {"model.path": files_mark(directory), "size": "5"}, "data": {"rows": "x"}}
+    then = {"model": {"model.path": early_mark(directory), "size": "4"}, "tokenizer": {"words": "y"}}
+    now["data"]["date"], then["data"] = "2026-11", {"date": "2026"}
+
+    found = with_marks_of_now(then, now)
+
+    assert found == {
+        "model": {"model.path": files_mark(directory), "size": "4"},
+        "tokenizer": {"words": "y"},
+        "data": {"date": "2026"},
+    }
+
+
+def adapter_beside(place: Path, mark: str) -> AdapterFile:
+    place.mkdir()
+    save_file({"x": torch.zeros(1)}, place / "adapter_model.safetensors", {"holdfast_base": mark})
+    return AdapterFile.at(place)
+
+
+def test_adapters_are_refused_beside_a_base_that_differs_inside(tmp_path: Path) -> None:
+    directory = written(tmp_path / "a")
+    new = adapter_beside(tmp_path / "new", files_mark(directory))
+    early = adapter_beside(tmp_path / "early", early_mark(directory))
+    section = LoRAConfig(path="adapter")
+    for stored in (new, early):
+        check_base(directory, stored, section)
+
+    change(directory, 3 * MIB // 2)
+
+    with pytest.raises(ModelError, match=r"the mark of their files is (\w{12}), here it is (?!\1)\w{12}\."):
+        check_base(directory, new, section)
+    check_base(directory, early, section)  # its mark knows no better
+    change(directory, 0)
+    with pytest.raises(ModelError, match=r"the mark of their files is (\w{12}), here it is (?!\1)\w{12}\."):
+        check_base(directory, early, section)
+
+
+def bytes_read(world: World, directory: str) -> tuple[int, str]:
+    """Return what this rank read from files for the mark, by the system's count, and the mark."""
+    tree = {"steps": 1, "model": {"path": directory}, "data": {"path": "rows"}}
+    exchange = open_exchange(from_mapping(tree, SFTConfig))
+    before = _read()
+    mark_once(Path(directory), exchange)
+    mark = files_mark(Path(directory))
+    return _read() - before, mark
+
+
+def _read() -> int:
+    told = Path(f"/proc/{os.getpid()}/io").read_text()
+    return int(told.split("rchar:")[1].split()[0])
+
+
+def test_one_rank_reads_the_files_and_tells_the_others(pools: Any, tmp_path: Path) -> None:
+    directory = written(tmp_path / "a", size=40 * MIB)
+
+    (first, mark), (second, same) = pools(2).run(bytes_read, str(directory))
+
+    assert mark == same == files_mark(directory)
+    assert 40 * MIB < first < 50 * MIB
+    assert second < 10 * MIB
