@@ -129,7 +129,7 @@ def _has_reference(config: TrainingConfig) -> bool:
 
 
 def weights_mark(origin: Blueprint, seed: int) -> str:
-    """Return what tells the weights of a model's directory from others, without reading all of them.
+    """Return what tells the weights of a model's directory from others.
 
     A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
     weights it is another run.
