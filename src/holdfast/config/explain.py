@@ -84,7 +84,8 @@ def rules_beside(
             path = key_path(root, item["loc"], values)
             for key, text in _described(path, [item], document, root) if item["type"] == "rules" else ():
                 words = {*map(str, key), *re.findall(r"\w+", text)}
-                if not removed & words:
+                # Close is enough: an unknown key is one that was meant.
+                if not any(difflib.get_close_matches(name, words, 1) for name in removed):
                     found.append(_placed(key, text, document, origins))
         return [each for each in found if each not in known]
     return []
