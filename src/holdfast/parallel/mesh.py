@@ -123,10 +123,15 @@ def _device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+_meshes: dict[tuple[str, int, int], tuple[object, DeviceMesh]] = {}
+"""By device and shape: the group of all ranks that a mesh was made among, and the mesh."""
+
+
 def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
     """Arrange the ranks on the axes `AXES`, of which `context` and `expert` have one place each.
 
-    Those two have no group of their own: it would cost threads on every rank and hold nobody else.
+    Those two have no group of their own: it would cost threads on every rank and hold nobody else. All models of a
+    process that are arranged alike share their groups, for the same reason.
 
     Raises:
         ConfigError: replicate x shard is not the number of ranks.
@@ -142,4 +147,10 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
             f"parallel.replicate={parallel.replicate} x parallel.shard={shard} is not the number of ranks, "
             f"{world.size}. Set shard: auto, or launch.ranks: {parallel.replicate * max(shard, 1)}."
         )
-    return init_device_mesh(world.device.type, (parallel.replicate, shard), mesh_dim_names=AXES[:2])
+    shape = (parallel.replicate, shard)
+    key = (world.device.type, *shape)
+    among, mesh = _meshes.get(key, (None, None))
+    if mesh is None or not dist.is_initialized() or among is not dist.group.WORLD:
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES[:2])
+        _meshes[key] = dist.group.WORLD, mesh
+    return mesh
