@@ -66,6 +66,7 @@ class Checkpoints:
             directory.remove(run.directory)  # what an interrupted dry run left behind
         with run.exchange.together():
             known = self._places.has_any() if run.world.is_first else False
+            self._assets()  # what cannot be written fails here, on all ranks alike
         known = self._ranks.agree(known)
         self._is_new_run = not known and not directory.is_run(run.directory)
         if not known:
