@@ -103,7 +103,8 @@ CRITIC: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(CRITIC, marks=pytest.mark.slow)], ids=["groups", "critic"])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, CRITIC], ids=["groups", "critic"])
 def test_the_proof_holds_for_rollouts(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any], more: dict[str, Any]
 ) -> None:

@@ -72,7 +72,9 @@ def left_of(place: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, id="21-read of a pipe blocks rank 0's save in the background")])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, id="21-read of a pipe blocks rank 0's save in the background", marks=pytest.mark.slow)]
+)
 def test_a_save_that_hangs_in_the_background_is_named_with_its_rank_and_phase(
     warm: WarmPython, tmp_path: Path, ranks: int
 ) -> None:

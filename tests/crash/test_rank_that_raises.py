@@ -69,6 +69,7 @@ def run(folder: Path, action: str, *arguments: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_the_last_whole_step_is_saved_when_one_rank_raises_and_the_run_continues_bit_for_bit(tmp_path: Path) -> None:
     action = 'raise ValueError("a bug of the user\'s")'
     (tmp_path / "armed").touch()
