@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults_lab import Found, Lab, Ranks, counted, damage, load_state, save_states, state_of, verdict
+from faults_lab import Found, Lab, Ranks, counted, damage, load_state, loaded, save_states, verdict
 from faults_systems import SYSTEMS, System, local
 
 HANG_SECONDS = 40.0
@@ -100,14 +100,7 @@ def load_flipped(system: System, _: Any, place: str, count: int) -> Found:
     for _number in range(count):
         undo = damage(chance.choice(system.index_files(place)), "bit", chance) if system.rank == 0 else None
         system.barrier()
-        system.fill(0.0)
-        try:
-            system.load(place)
-            outcome = "survives" if state_of(system.values()) != "neither" else "silent"
-        except BaseException:  # noqa: BLE001 - DCP's is no Exception
-            outcome = "raises"
-        told = system.gather(outcome)
-        found["silent" if "silent" in told else "raises" if "raises" in told else "survives"] += 1
+        found[loaded(system, place)] += 1
         if undo is not None:
             undo[0].write_bytes(undo[1])
         system.barrier()

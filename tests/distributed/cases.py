@@ -43,11 +43,9 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
     return tree
 
 
-def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
-    """Train and return losses, norms, first gradients, final parameters and the sample ids of every step."""
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    parameters = sharded_parameters(run.policy)
-    names = {id(parameter): name for name, parameter in parameters.items()}
+def recorded_gradients(run: Any) -> list[dict[str, Any]]:
+    """Return the list that every update will add its gradients to, whole and by name."""
+    names = {id(parameter): name for name, parameter in sharded_parameters(run.policy).items()}
     gradients: list[dict[str, Any]] = []
 
     def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -61,6 +59,13 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         )
 
     run.optimizer.register_step_pre_hook(keep)
+    return gradients
+
+
+def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
+    """Train and return losses, norms, first gradients, final parameters and the sample ids of every step."""
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    gradients = recorded_gradients(run)
     losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
         metrics = sft_step(run)

@@ -21,6 +21,7 @@ from holdfast.training.build import Live
 from holdfast.training.build_distillation import build_distillation_run
 from holdfast.training.distillation import evaluate_distilled
 from holdfast.training.run import StepAbandoned
+from tests.distributed.cases import recorded_gradients
 from tests.distributed.preference_cases import descend, parameters_of
 from tests.oracle import distillation as oracle
 
@@ -46,25 +47,12 @@ def settings(student: Path, teacher: Path, /, **sections: Any) -> dict[str, Any]
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
     """Train and return metrics, gradients, parameters, the texts of every step, and what became of the teacher."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    parameters = sharded_parameters(run.policy)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    gradients: list[dict[str, Any]] = []
+    gradients = recorded_gradients(run)
     texts: list[dict[int, Text]] = []
-
-    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
-        gradients.append(
-            {
-                names[id(parameter)]: full_tensor(parameter.grad).double().numpy().copy()
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            }
-        )
 
     def read(module: Any, args: Any) -> None:
         texts[-1] |= {one.sample_id: (one.tokens.tolist(), one.loss_mask.tolist()) for one in unpack(args[0])}
 
-    run.optimizer.register_step_pre_hook(keep)
     run.policy.register_forward_pre_hook(read)
     lines = []
     for _ in range(steps):
@@ -81,7 +69,9 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
     return {
         "lines": lines,
         "gradients": gradients,
-        "parameters": {name: full_tensor(p).double().numpy().copy() for name, p in parameters.items()},
+        "parameters": {
+            name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()
+        },
         "texts": [[text for _, text in sorted(of_step.items())] for of_step in everyone],
         "teacher": {name: full_tensor(value).numpy().copy() for name, value in teacher.items()},
         "placed": placed,

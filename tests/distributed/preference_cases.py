@@ -26,6 +26,7 @@ from holdfast.training.build import Live
 from holdfast.training.build_preference import build_preference_run
 from holdfast.training.preference import evaluate_preferences
 from holdfast.types import Example
+from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle
 
 MAX_LENGTH = 48
@@ -79,21 +80,7 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return metrics, gradients, final parameters, and how often models were called."""
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    parameters = sharded_parameters(run.policy)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    gradients: list[dict[str, Any]] = []
-
-    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
-        gradients.append(
-            {
-                names[id(parameter)]: full_tensor(parameter.grad).double().numpy().copy()
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            }
-        )
-
-    run.optimizer.register_step_pre_hook(keep)
+    gradients = recorded_gradients(run)
     calls = {"policy": 0, "reference": 0}
     _count(run.policy, calls, "policy")
     if isinstance(run.reference, PolicyModel):

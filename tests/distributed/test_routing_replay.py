@@ -19,7 +19,9 @@ from holdfast.rewards.base import Scored
 from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
 from holdfast.training.experience import pack_rollout, with_advantages
+from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import next_rollout
+from holdfast.types import MiniBatch
 from tests.distributed import grpo_cases
 from tests.ranks import RankError
 from tests.tiny import tiny_directory
@@ -84,8 +86,8 @@ def test_the_result_does_not_depend_on_how_it_is_computed(
         assert one["router/replay_differs"] == pytest.approx(other["router/replay_differs"], rel=1e-9)
 
 
-def routed(world: World, tree: dict[str, Any]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Sample, turn every router upside down, and return what packs carry and what a pass over them chose."""
+def first_mini_batch(world: World, tree: dict[str, Any]) -> tuple[PolicyRun, MiniBatch]:
+    """Sample, and return what the first update is made of."""
 
     def score(samples: Any) -> list[Scored]:
         return [Scored(float(len(sample.completion)), {}) for sample in samples]
@@ -94,6 +96,12 @@ def routed(world: World, tree: dict[str, Any]) -> list[tuple[np.ndarray[Any, Any
     rollout = next_rollout(run)
     assert rollout is not None
     (mini_batch,) = pack_rollout(run, with_advantages(run, rollout))
+    return run, mini_batch
+
+
+def routed(world: World, tree: dict[str, Any]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Sample, turn every router upside down, and return what packs carry and what a pass over them chose."""
+    run, mini_batch = first_mini_batch(world, tree)
     policy: PolicyModel = run.policy
     for name, parameter in policy.named_parameters():
         if name.endswith("gate.weight"):
@@ -118,14 +126,7 @@ def test_a_pass_sends_every_token_where_its_rollout_did(pools: Any, directory: s
 
 def scored_with_wrong_choices(world: World, tree: dict[str, Any]) -> dict[str, float]:
     """Return how far choices that nobody made move log-probabilities: of the policy, and of its reference."""
-
-    def score(samples: Any) -> list[Scored]:
-        return [Scored(float(len(sample.completion)), {}) for sample in samples]
-
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=PROMPTS))
-    rollout = next_rollout(run)
-    assert rollout is not None
-    (mini_batch,) = pack_rollout(run, with_advantages(run, rollout))
+    run, mini_batch = first_mini_batch(world, tree)
     batch = mini_batch.micro_batches[0]
     told = batch.per_token[COLUMN]
     others = replace(batch, per_token={**batch.per_token, COLUMN: torch.where(told > 0, 5 - told, told)})

@@ -59,6 +59,7 @@ class BackgroundSaver(Generic[Written]):
                 self._error = error
             except Exception as error:  # noqa: BLE001 - the edge of a thread: what is not told here is never heard
                 self._error = SaveFailed(f"the save in the background failed: {type(error).__name__}: {error}.")
+                self._error.__cause__ = error
 
         # Not a daemon: a process that ends normally finishes the save first.
         self._thread = threading.Thread(target=work, name=THREAD, daemon=False)

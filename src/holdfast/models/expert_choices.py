@@ -12,7 +12,7 @@ the backward pass runs its router again, and must choose again alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,10 +143,12 @@ def why_not_replayed(routers: Sequence[nn.Module], width: int) -> str | None:
     if not routers:
         return "it is no mixture of experts"
     for layer, router in enumerate(routers):
-        asked, output = _Asking(_experts(router)), None
-        weight = next(router.parameters())
-        with suppress(RuntimeError, TypeError, ValueError, NotImplementedError), torch.no_grad(), asked:
-            output = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
+        asked, weight = _Asking(_experts(router)), next(router.parameters())
+        try:
+            with torch.no_grad(), asked:
+                output = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            return f"router {layer} ({type(router).__name__}) does not run on hidden states alone: {error}"
         told = output if isinstance(output, tuple) else (output,)
         if asked.answers != 1 or not any(isinstance(part, Tensor) and part.dtype == torch.int64 for part in told):
             return (

@@ -7,17 +7,16 @@ arXiv:2010.06192, algorithm 3). Weight, two moments and compensation take 8 byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from holdfast.optim.per_parameter import PerParameterAdamW
 from holdfast.parallel.materialise import local_part
 
 
-class AdamWBF16(Optimizer):
+class AdamWBF16(PerParameterAdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on bfloat16 shards.
 
     The update is computed in float32 and added with compensation:
@@ -28,27 +27,8 @@ class AdamWBF16(Optimizer):
     State per parameter: step (float32 scalar), exp_avg, exp_avg_sq, compensation (as the weight).
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-5,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter, which has a gradient."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

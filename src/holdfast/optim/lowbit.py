@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from holdfast.optim.per_parameter import PerParameterAdamW
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
 from holdfast.parallel.materialise import local_part
@@ -24,7 +24,7 @@ SMALLEST = 4096
 """Elements below which a tensor's moments stay as they are, as in Dettmers et al."""
 
 
-class LowBitAdamW(Optimizer):
+class LowBitAdamW(PerParameterAdamW):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on shards, with quantised moments.
 
     State per parameter: step (float32 scalar), exp_avg, exp_avg_sq (quantised, or in the parameter's dtype where blocks
@@ -55,19 +55,10 @@ class LowBitAdamW(Optimizer):
     ) -> None:
         self._zeros = getattr(torchao_module(self.module, f"optim.kind: {self.option}"), self.state_class).zeros
         self._update: Callable[..., None] = compiled(_update) if compile_update else _update
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas, eps, weight_decay)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
-        return loss
-
-    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter, which has a gradient."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

@@ -12,16 +12,15 @@ from holdfast.data.candidates import Tokenise
 from holdfast.data.chat import RowTokeniser, Tokenised
 from holdfast.data.prompts import prompt_tokeniser
 from holdfast.data.rows import Row
-from holdfast.errors import ConfigError, DataError
+from holdfast.errors import DataError
 from holdfast.models.student import Taught
 from holdfast.objectives.divergences import Distillation, SampledReverseKL
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
-from holdfast.training.copies import check_copy_fits
 from holdfast.training.distillation import DistillEvaluation, DistillRun, SampledDistillRun, prompt_alone
-from holdfast.training.engines import build_engine, pad_token, samples_in_process, stop_tokens
+from holdfast.training.engines import open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.identity import Identity
 from holdfast.training.run import Evaluation
@@ -68,7 +67,8 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
         if config.distill.loss.kind == "sampled_reverse_kl"
         else Taught(replace(student.of_rows.loss, sft_weight=0.0), student.teacher.model)
     )
-    engine = together(exchange, lambda: _checked_engine(config, student))
+    rollout = config.rollout
+    engine = together(exchange, lambda: open_engine(student, rollout))
     return SampledDistillRun(**parts, engine=engine, rollout=config.rollout, layout=layout, of_samples=of_samples)
 
 
@@ -156,18 +156,6 @@ def _with_room(rows: Tokenise[Example], config: DistillConfig, longest: int) -> 
         return Tokenised(kept, {**found.counts, "overlong_dropped": dropped})
 
     return tokenise
-
-
-def _checked_engine(config: DistillConfig, student: Evaluation) -> Any:
-    assert config.rollout is not None
-    if not stop_tokens(student.origin) and not config.rollout.stop:
-        raise ConfigError(
-            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
-            "Give the tokenizer an eos_token, or set rollout.stop."
-        )
-    rollout = config.rollout
-    check_copy_fits(student, rollout.copy_gib, in_process=samples_in_process(student, rollout.engine))
-    return build_engine(student, rollout.engine, rollout.rows)
 
 
 def _with_teacher(identity: Identity, student: DistillEvaluation) -> Identity:

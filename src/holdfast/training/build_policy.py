@@ -16,12 +16,10 @@ from holdfast.models.expert_choices import why_not_replayed
 from holdfast.models.routers import routers_of
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
-from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.build import Live, begin, build_model, parts_of_run
 from holdfast.training.build_critic import add_critic
 from holdfast.training.build_sharded import image_side_of
-from holdfast.training.copies import check_copy_fits
-from holdfast.training.engines import build_engine, samples_in_process, stop_tokens, why_no_videos
+from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.reference import Reference, build_reference
@@ -133,13 +131,16 @@ def _policy(  # noqa: PLR0913 - what a policy is made of
 ) -> PolicyEvaluation:
     config = measured.config
     assert isinstance(config, GRPOConfig)
+    rollout = config.rollout
     parts = {name: value for name, value in vars(measured).items() if name not in {"config", "temperature"}}
     accept = together(measured.exchange, lambda: row_filter(config, base))
     return PolicyEvaluation(
         **parts,
         config=config,
         temperature=config.rollout.temperature,
-        engine=together(measured.exchange, lambda: _engine(config, measured)),
+        engine=together(
+            measured.exchange, lambda: open_engine(measured, rollout, tells_experts=rollout.replay_routing)
+        ),
         score=score,
         images=images,
         prompt_sets=tuple(
@@ -173,17 +174,6 @@ def _prompts(
             "data.max_length. Raise it."
         )
     return prompts
-
-
-def _engine(config: GRPOConfig, measured: Evaluation) -> RolloutEngine:
-    if not stop_tokens(measured.origin) and not config.rollout.stop:
-        raise ConfigError(
-            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
-            "Give the tokenizer an eos_token, or set rollout.stop."
-        )
-    rollout = config.rollout
-    check_copy_fits(measured, rollout.copy_gib, in_process=samples_in_process(measured, rollout.engine))
-    return build_engine(measured, rollout.engine, rollout.rows, tells_experts=rollout.replay_routing)
 
 
 def _replay_routing(measured: Evaluation) -> None:

@@ -25,7 +25,8 @@ from holdfast.training.rollouts import CompletionFact, GroupFact, sample_groups
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.scoring import scored
 from holdfast.training.teacher import Teacher
-from holdfast.types import Example, Group, MiniBatch, Prompt, Trajectory
+from holdfast.training.trajectories import example_of
+from holdfast.types import Example, Group, MiniBatch, Prompt
 
 
 @dataclass(kw_only=True)
@@ -79,7 +80,7 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     facts = sorted((fact for part in told for fact in part), key=lambda fact: fact.prompt_id)
     with run.phase("pack"):
         examples = {
-            (group.prompt.prompt_id, place): _example(group.prompt, trajectory)
+            (group.prompt.prompt_id, place): example_of(group.prompt, trajectory)
             for group in groups
             for place, trajectory in enumerate(group.trajectories)
         }
@@ -165,19 +166,6 @@ def _tell(run: SampledDistillRun, groups: Sequence[Group]) -> None:
     told = [sample for part in run.exchange.gather(mine) for sample in part]
     if run.world.is_first:
         run.samples += sorted(told, key=lambda sample: int(sample["sample_id"]))
-
-
-def _example(prompt: Prompt, trajectory: Trajectory) -> Example:
-    chosen = trajectory.tokens.size - prompt.tokens.size
-    return Example(
-        sample_id=trajectory.sample_id,
-        prompt_id=prompt.prompt_id,
-        tokens=trajectory.tokens,
-        loss_mask=trajectory.loss_mask,
-        source=prompt.source,
-        model_inputs=trajectory.model_inputs,
-        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
-    )
 
 
 def prompt_alone(prompt: Prompt, filler: int) -> Example:

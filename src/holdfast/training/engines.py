@@ -6,14 +6,30 @@ from typing import Any
 
 import torch
 
-from holdfast.config.rollout import EngineKind
+from holdfast.config.rollout import EngineConfig, EngineKind
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.stopping import Stops
+from holdfast.training.copies import check_copy_fits
 from holdfast.training.run import Evaluation
+
+
+def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
+    """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
+
+    Raises:
+        ConfigError: They do not, there is none, or the engine cannot decode this model.
+    """
+    if not stop_tokens(measured.origin) and not rollout.stop:
+        raise ConfigError(
+            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
+            "Give the tokenizer an eos_token, or set rollout.stop."
+        )
+    check_copy_fits(measured, rollout.copy_gib, in_process=samples_in_process(measured, rollout.engine))
+    return build_engine(measured, rollout.engine, rollout.rows, tells_experts=tells_experts)
 
 
 def build_engine(

@@ -16,7 +16,7 @@ from holdfast.advantages.group import advantages
 from holdfast.config.grpo import GRPOConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
-from holdfast.data.vision import ImageSide, going_on
+from holdfast.data.vision import ImageSide
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
@@ -24,6 +24,7 @@ from holdfast.training.critic import with_rewards
 from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import GroupFact, Rollout, parts_of, rewards_of, trained_tokens
 from holdfast.training.scoring import scored
+from holdfast.training.trajectories import example_of
 from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 
 
@@ -116,16 +117,7 @@ def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: Ima
         # Nobody trains this completion or reads its end, where a model that counts its images would miss one.
         tokens = np.append(tokens[:-1], pad_token)
     carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
-    return Example(
-        sample_id=trajectory.sample_id,
-        prompt_id=trajectory.prompt_id,
-        tokens=tokens,
-        loss_mask=trajectory.loss_mask,
-        source=prompt.source,
-        per_token={**carried, **trajectory.per_token},
-        model_inputs=trajectory.model_inputs,
-        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
-    )
+    return example_of(prompt, trajectory, tokens=tokens, per_token=carried)
 
 
 def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,12 @@ from holdfast.config.policy import AdvantageConfig, ScaledAdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.errors import RunStopped
-from holdfast.models.expert_choices import COLUMN
 from holdfast.rewards.base import Sample, Scored
-from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, publish, rest
 from holdfast.training.run import StepAbandoned
+from holdfast.training.trajectories import trajectory_of
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
@@ -222,27 +222,6 @@ def sample_groups(
             trajectory = trajectory_of(prompt, completion, seed, sampling, run.origin.tokenizer)
             by_prompt[prompt.prompt_id].append(trajectory)
     return [Group(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
-
-
-def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: SamplingConfig, tokenizer: Any) -> Trajectory:
-    """Return a prompt and its completion as one sequence."""
-    size, chosen = prompt.tokens.size, sampled.tokens.size
-    logprobs = np.concatenate([np.zeros(size, np.float32), sampled.logprobs])
-    versions = np.concatenate([np.full(size, -1, np.int32), np.full(chosen, sampled.weights_version, np.int32)])
-    return Trajectory(
-        prompt_id=prompt.prompt_id,
-        sample_id=prompt.prompt_id * 2**20 + sampled.place,
-        seed=seed,
-        temperature=sampling.temperature,
-        tokens=np.concatenate([prompt.tokens, sampled.tokens]),
-        loss_mask=np.arange(size + chosen) >= size,
-        sampler_logprobs=logprobs,
-        weights_versions=versions,
-        finish=sampled.finish,
-        completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
-        per_token={} if sampled.expert_choices is None else {COLUMN: sampled.expert_choices},
-        model_inputs=prompt.model_inputs,
-    )
 
 
 def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
