@@ -211,16 +211,77 @@ def test_bytes_of_moments_and_of_adapter_checkpoints_are_those_of_the_adapters(
 
 
 def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, llama: Path, tmp_path: Path) -> None:
-    for name, lora in (("plain", None), ("more", LORA | {"train": ["norm"]})):
+    """The embeddings of this model are tied to its head."""
+    for name, lora in (("plain", None), ("more", LORA | {"train": ["embed_tokens"]})):
         tree = saved(tmp_path, llama, 1)
         tree["model"] |= {"lora": lora}
         pools(2).run(run, tree | {"run": {"dir": str(tmp_path), "name": name}})
 
     with pytest.raises(UserError, match=r"plain/checkpoints/step-00000001 has no adapters: its run had no model\.lora"):
         export_stored_adapter(find.one(str(tmp_path / "plain")), tmp_path / "out")
-    with pytest.raises(UserError, match=r"model\.lora\.train trained norm whole"):
+    with pytest.raises(UserError, match=r"model\.lora\.train trained embed_tokens, which is part of a module, tied"):
         export_stored_adapter(find.one(str(tmp_path / "more")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "more/exports/final-adapter").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize("frozen", ["save", "skip"])
+def test_what_is_trained_whole_beside_adapters_is_in_the_adapter_directory_and_is_read_back(
+    pools: Any, tmp_path: Path, frozen: str
+) -> None:
+    base = tiny_directory(tmp_path / "untied", "llama", tie_word_embeddings=False)
+    tree = saved(tmp_path, base, 2, frozen=frozen)
+    tree["model"]["lora"] = LORA | {"train": ["norm", "embed_tokens"]}
+    pools(2).run(run, tree)
+    place = tmp_path / "r/exports/final-adapter"
+
+    norms = [f"model.layers.{layer}.{norm}_layernorm" for layer in (0, 1) for norm in ("input", "post_attention")]
+    whole = ["model.embed_tokens", *norms, "model.norm"]
+    assert json.loads((place / "adapter_config.json").read_text())["modules_to_save"] == whole
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "r/exports/final")
+    tokens = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        before = plain(input_ids=tokens).logits
+        adapted = PeftModel.from_pretrained(plain, place)(input_ids=tokens).logits
+        torch.testing.assert_close(adapted, merged(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
+    assert float((adapted - before).abs().max()) > 1e-3
+    stored, there = load_file(place / "adapter_model.safetensors"), merged.state_dict()
+    for name in whole:
+        assert torch.equal(stored[f"base_model.model.{name}.weight"], there[f"{name}.weight"])
+    first = load_file(base / "model.safetensors")
+    assert all(not torch.equal(there[f"{name}.weight"], first[f"{name}.weight"]) for name in whole)
+
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")])
+    assert done.exit_code == 0, done.output
+    for path in place.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+    more = settings(str(base)) | {
+        "model": {"path": str(base), "dtype": "float32", "lora": tree["model"]["lora"] | {"path": str(place)}}
+    }
+    found = pools(2).run(look, more, ROWS, 0)[0]["parameters"]
+    for name, tensor in stored.items():
+        assert torch.equal(found[name.removeprefix("base_model.model.")], tensor), name
+
+
+def test_what_a_directory_of_adapters_alone_does_not_hold_begins_as_in_the_base(pools: Any, tmp_path: Path) -> None:
+    base = tiny_directory(tmp_path / "untied", "llama", tie_word_embeddings=False)
+    pools(2).run(run, saved(tmp_path, base, 1))
+    lora = LORA | {"train": ["norm"], "path": str(tmp_path / "r/exports/final-adapter")}
+    tree = settings(str(base)) | {"model": {"path": str(base), "dtype": "float32", "lora": lora}}
+
+    found = pools(2).run(look, tree, ROWS, 0)[0]["parameters"]
+
+    stored, weights = (
+        load_file(tmp_path / "r/exports/final-adapter/adapter_model.safetensors"),
+        load_file(base / "model.safetensors"),
+    )
+    assert all(torch.equal(found[name.removeprefix("base_model.model.")], tensor) for name, tensor in stored.items())
+    norms = [name for name in weights if "norm" in name]
+    assert len(norms) == 5
+    assert all(torch.equal(found[name], weights[name]) for name in norms)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])

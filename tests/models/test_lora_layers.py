@@ -10,6 +10,7 @@ from holdfast.config.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters import adapters_of
 from holdfast.models.lora import add_adapters
+from holdfast.models.whole_modules import whole_modules
 from tests.models.architectures import settings_of
 from tests.tiny import tiny_model
 
@@ -82,3 +83,24 @@ def test_some_matrices_may_be_trained_whole_beside_adapters() -> None:
         f"model.layers.{layer}.{kind}_layernorm.weight" for layer in (0, 1) for kind in ("input", "post_attention")
     }
     assert trained == {"model.embed_tokens.weight", "model.norm.weight"} | norms
+
+
+@pytest.mark.parametrize(
+    ("model_type", "train", "expected"),
+    [
+        ("deepseek_v3", [r"layers\.1\.input_layernorm"], {"model.layers.1.input_layernorm": ["weight"]}),
+        ("deepseek_v3", [r"mlp\.gate\."], None),  # a stored buffer corrects its choices
+        ("qwen2", [r"0\.self_attn\.q_proj\.bias"], None),  # part of a layer
+        ("gemma2", ["embed_tokens"], None),  # tied to the head
+    ],
+)
+def test_modules_that_are_trained_whole_are_those_that_peft_can_put_together_again(
+    model_type: str, train: list[str], expected: dict[str, list[str]] | None
+) -> None:
+    model = tiny_model(model_type, **settings_of(model_type))
+    add_adapters(model, LoRAConfig(targets=["o_proj"], train=train))
+
+    found = whole_modules(model)
+
+    wanted = expected and {path: [f"{path}.{name}" for name in names] for path, names in expected.items()}
+    assert found == wanted

@@ -36,12 +36,11 @@ from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
 from holdfast.checkpoint.wrapped_state import records
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError
-from holdfast.models.adapter_files import PEFT_PREFIX
+from holdfast.models.adapter_files import PEFT_PREFIX, modules_in
 from holdfast.models.build import Blueprint, described, storage_of
 from holdfast.models.conversion import Header
 from holdfast.models.lora import add_adapters
 from holdfast.models.merging import Join, joins_of
-from holdfast.models.scorer import LAYER
 from holdfast.optim.tagged import decode
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
@@ -125,18 +124,19 @@ def export_stored_adapter(
         described_as = None if not about.exists() else Description(**json.loads(about.read_text(encoding="utf-8")))
     if lora is None:
         raise NoCheckpoint(f"{checkpoint.path} has no adapters: its run had no model.lora. Leave out --adapter.")
-    if lora.train:
+    if described_as is None and lora.train:
         raise NoCheckpoint(
-            f"{checkpoint.path} has more than adapters: model.lora.train trained {', '.join(lora.train)} whole, which "
-            "peft's two files do not hold. Leave out --adapter."
+            f"{checkpoint.path} has more than peft's two files can hold: model.lora.train trained "
+            f"{', '.join(lora.train)}, which is part of a module, tied to another, or has buffers. Leave out --adapter."
         )
     if described_as is None:
         raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
     held = ModelTensors([checkpoint], averaged=averaged)
     tensors = {}
+    whole = tuple(f"{module}." for module in modules_in(described_as.settings))
     with _reading(checkpoint):
         for name in held:
-            if ".lora_" in name or name == LAYER:
+            if ".lora_" in name or name.startswith(whole):
                 tensors[PEFT_PREFIX + name] = held[name] if dtype is None else held[name].to(dtype)
     write_adapters(directory, tensors, described_as, {EXPORTED_CONFIG: text})
 

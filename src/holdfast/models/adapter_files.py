@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from holdfast.models.origin import files_mark, same_files
 from holdfast.models.safetensors_files import read_header
 from holdfast.models.scorer import LAYER
 from holdfast.models.weights_in import Rows, WeightGroup, WeightSource
+from holdfast.models.whole_modules import whole_modules
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 """What peft calls its two files."""
@@ -36,9 +37,22 @@ BASE = "holdfast_base"
 
 
 def names_in_file(model: nn.Module) -> list[str]:
-    """Return the canonical names of the parameters that peft's file holds: adapters, and a reward model's layer."""
-    names = [name for adapter in adapters_of(model).values() for name in adapter.names]
-    return [*names, LAYER] if names and LAYER in named_parameters(model) else names
+    """Return the canonical names of the parameters that peft's file holds: adapters, and modules trained whole."""
+    return [*_adapter_names(model), *(name for names in (whole_modules(model) or {}).values() for name in names)]
+
+
+def _adapter_names(model: nn.Module) -> list[str]:
+    return [name for adapter in adapters_of(model).values() for name in adapter.names]
+
+
+def _names_to_read(model: nn.Module, stored: AdapterFile) -> list[str]:
+    """Return what is taken from a file: what is trained whole may also begin as it is in the base, but for a scorer."""
+    parameters = named_parameters(model)
+    adapters = _adapter_names(model)
+    scorer = [LAYER] if adapters and LAYER in parameters else []
+    trained = [name for name, value in parameters.items() if value.requires_grad]
+    whole = [name for name in trained if PEFT_PREFIX + name in stored.headers]
+    return list(dict.fromkeys((*adapters, *scorer, *whole)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +94,7 @@ class AdapterSource:
     """A model's tensors, packed where it keeps 4 bits, and behind them its adapters.
 
     A starts uniform within 1 / sqrt(in), B at zero, a magnitude at the length of each row of the matrix beside it; or
-    all of them as in a directory.
+    all of them, and the modules that are trained whole, as in a directory.
     """
 
     base: WeightSource
@@ -114,7 +128,7 @@ class AdapterSource:
         names = [name for adapter in adapters.values() for name in (adapter.a, adapter.b)]
         lengths_of = {name: adapter.magnitude for name, adapter in adapters.items() if adapter.magnitude is not None}
         if stored is not None:
-            names, lengths_of = names_in_file(model), {}
+            names, lengths_of = _names_to_read(model, stored), {}
         headers = {name: Header(tuple(parameters[name].shape), torch.float32) for name in names}
         if stored is not None:
             _refuse_others(headers, stored, str(section.path))
@@ -122,12 +136,17 @@ class AdapterSource:
 
     def groups(self) -> Iterator[WeightGroup]:
         """Yield the model's groups, then one per adapter tensor."""
+        in_base: set[str] = set()
         for group in self.base.groups():
+            stored = set(self.headers) & set(group.targets)
+            in_base |= stored
             magnitudes = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
             layers = {name: self.packed[name] for name in group.targets if name in self.packed}
-            yield _Derived(group, magnitudes, layers, self.storage) if magnitudes or layers else group
+            derived = _Derived(group, magnitudes, layers, self.storage) if magnitudes or layers else group
+            yield derived if self.stored is None or not stored else _Stored(derived, stored, self.stored)
         for name, header in self.headers.items():
-            yield _Start(name, header, self.seed, self.stored)
+            if name not in in_base:
+                yield _Start(name, header, self.seed, self.stored)
 
 
 def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> None:
@@ -158,7 +177,7 @@ def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str
         raise ModelError(
             f"model.lora.path {path} holds other adapters than model.lora describes, first at {different[0]}: "
             f"{there.get(different[0], 'none')} there, {here.get(different[0], 'none')} here. Set rank, targets, "
-            "experts and dora as they were."
+            "experts, dora and train as they were."
         )
 
 
@@ -189,6 +208,23 @@ class _Derived:
 
 
 @dataclass(frozen=True)
+class _Stored:
+    """Tensors of the base, some of them from the file of the adapters instead."""
+
+    group: WeightGroup
+    names: Set[str]
+    stored: AdapterFile
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        return self.group.targets
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        loaded = self.group.load(rows)
+        return loaded | {name: self.stored.read(PEFT_PREFIX + name, rows[name]) for name in self.names & set(rows)}
+
+
+@dataclass(frozen=True)
 class _Start:
     name: str
     header: Header
@@ -212,14 +248,17 @@ class _Start:
         return {self.name: drawn[part]}
 
 
-def peft_settings(adapters: Mapping[str, Adapter], section: LoRAConfig, base: str, *, scorer: bool) -> str:
+def peft_settings(
+    adapters: Mapping[str, Adapter], section: LoRAConfig, base: str, whole: Sequence[str] = (), *, scorer: bool
+) -> str:
     """Return adapter_config.json, by which peft loads adapters onto the model in `base`.
 
     Args:
         adapters: By the matrices they lie beside.
         section: The run's.
         base: A directory or a name on the hub.
-        scorer: Whether the model scores texts; peft then loads its layer `score` too.
+        whole: Modules that are trained whole; of a reward model its layer `score` is one.
+        scorer: Whether the model scores texts.
     """
     from peft import LoraConfig
 
@@ -234,7 +273,7 @@ def peft_settings(adapters: Mapping[str, Adapter], section: LoRAConfig, base: st
         use_rslora=section.rank_stabilised,
         use_dora=section.dora,
         rank_pattern=rank_patterns({name: adapter.rank for name, adapter in layers.items()}, section),
-        modules_to_save=[LAYER.removesuffix(".weight")] if scorer else None,
+        modules_to_save=sorted(whole) or None,
         base_model_name_or_path=base,
         task_type="SEQ_CLS" if scorer else "CAUSAL_LM",
         inference_mode=True,
@@ -242,6 +281,11 @@ def peft_settings(adapters: Mapping[str, Adapter], section: LoRAConfig, base: st
     values: dict[str, Any] = settings.to_dict()
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
     return json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def modules_in(settings: str) -> tuple[str, ...]:
+    """Return the modules that adapter_config.json says are held whole."""
+    return tuple(json.loads(settings)["modules_to_save"] or ())
 
 
 def rank_patterns(ranks: Mapping[str, int], section: LoRAConfig) -> dict[str, int]:

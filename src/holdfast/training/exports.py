@@ -12,6 +12,7 @@ from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
 from holdfast.models.adapter_files import peft_settings
 from holdfast.models.adapters import adapters_of
 from holdfast.models.origin import files_mark
+from holdfast.models.whole_modules import whole_modules
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -31,9 +32,11 @@ def check_export(run: Run) -> None:
 def describe_adapters(run: Run) -> Description | None:
     """Return what is written of a run's adapters beside their tensors; None of a run that exports none."""
     lora = run.config.model.lora
-    if lora is None or lora.train:  # peft's two files would lack what is trained whole
+    whole = None if lora is None else whole_modules(run.policy)
+    if lora is None or whole is None:  # peft's two files would lack part of what is trained
         return None
-    settings = peft_settings(adapters_of(run.policy), lora, run.config.model.path or "", scorer=run.config.scores)
+    base = run.config.model.path or ""
+    settings = peft_settings(adapters_of(run.policy), lora, base, list(whole), scorer=run.config.scores)
     directory = run.origin.directory
     return Description(settings, None if directory is None else files_mark(directory))
 
