@@ -25,12 +25,13 @@ from holdfast.data.vision_families import FAMILIES
 from holdfast.data.weights import Share
 from holdfast.metrics.sink import read_metrics
 from holdfast.models.build import configured
+from holdfast.models.scores import Head, logits_of
 from holdfast.models.vision import image_side
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training.build import Live, build_run
 from holdfast.training.fit import fit
-from holdfast.types import Example, Scores
+from holdfast.types import Example
 from tests.distributed.cases import rows_of
 from tests.models.architectures import settings_of
 from tests.tiny import COMMON, tiny_model
@@ -46,7 +47,7 @@ ARCHITECTURES = (
 )
 """transformers' model_type of each row; falcon_h1 has Mamba layers beside attention."""
 LARGEST_DIFFERENCE = 1e-5
-"""Of a log-probability in nats: between the trained, sharded policy and plain transformers on its export."""
+"""Of a logit: between the trained, sharded policy and plain transformers on its export, over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Walked:
     attention: str
     """`packed`, or `one document per row`."""
     moved: float
-    """Largest change of a log-probability by the three updates, in nats: the runs did train."""
+    """Largest change of a logit by the three updates: the runs did train."""
     difference: float
     """See `LARGEST_DIFFERENCE`."""
     adapter_difference: float = 0.0
@@ -81,7 +82,7 @@ def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None =
     else:
         _text_directory(model, model_type)
     examples = _examples(model, model_type, rows)
-    before = plain_logprobs(model, examples)
+    before = plain_logits(model, examples)
 
     pools(2).run(trained, _values(place, model, 2, lora), rows, [])
     (saved,) = (place / "r/checkpoints").glob("step-*")
@@ -90,10 +91,10 @@ def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None =
     steps = [line["step"] for line in read_metrics(place / "r/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3], f"the run on one rank did not go on at step 3: {steps}"
 
-    after = plain_logprobs(Path(found["export"]), examples)
-    ours = found["logprobs"]
+    after = plain_logits(Path(found["export"]), examples)
+    ours = found["logits"]
     adapter = None if lora is None else place / "r/exports/final-adapter"
-    beside = ours if adapter is None else plain_logprobs(model, examples, adapter)
+    beside = ours if adapter is None else plain_logits(model, examples, adapter)
     return Walked(
         model_type,
         found["parameters"],
@@ -113,22 +114,23 @@ def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Exam
     run = build_run(from_mapping(values, SFTConfig), Path.cwd(), world, Live(rows=rows))
     outcome = fit(run, sft_step)
     run.policy.eval()
-    logprobs = []
-    with torch.no_grad():
-        for example in examples:
-            scores = run.policy(pack([example], [Share(1.0, 1.0)], padded=run.policy.padded))
-            assert isinstance(scores, Scores)
-            logprobs.append(scores.logprobs.numpy())
+    logits: list[NDArray[np.float32]] = []
+
+    def look(hidden: torch.Tensor, head: Head) -> None:
+        logits.append(logits_of(hidden, head, run.policy.head_spec)[0].numpy())
+
+    for example in examples:
+        run.policy.show_predictors(pack([example], [Share(1.0, 1.0)], padded=run.policy.padded), look)
     return {
         "export": str(outcome.export),
         "packed": not run.policy.padded,
         "parameters": sum(value.numel() for value in run.policy.parameters()),
-        "logprobs": logprobs,
+        "logits": logits,
     }
 
 
-def plain_logprobs(directory: Path, examples: list[Example], adapter: Path | None = None) -> list[NDArray[np.float32]]:
-    """Return the log-probability of every token but the first, by plain transformers, and peft, from directories."""
+def plain_logits(directory: Path, examples: list[Example], adapter: Path | None = None) -> list[NDArray[np.float32]]:
+    """Return the logits [N, V] that predict the compared tokens, by plain transformers, and peft, from directories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model_type = AutoConfig.from_pretrained(directory).model_type
@@ -145,8 +147,7 @@ def plain_logprobs(directory: Path, examples: list[Example], adapter: Path | Non
         given = side.upstream_inputs(example.tokens, example.model_inputs) if isinstance(side, ImageSide) else {}
         with torch.no_grad():
             logits = model(input_ids=tokens, **{name: torch.as_tensor(value) for name, value in given.items()}).logits
-        logprobs = logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
-        found.append(logprobs[example.loss_mask[1:]])
+        found.append(logits[0, :-1].numpy()[example.loss_mask[1:]])
     return found
 
 
