@@ -3,10 +3,12 @@
     python benchmarks/checkpoint.py [--rounds 3] [--disk FOLDER] [--memory /dev/shm]
 
 Every round runs both arms of each pair in the same processes, ten times in alternating order; the median of the ten
-ratios is the round's, since a disk that others use stops now and then. On a disk wall seconds count, since the disk is
-the work; on a memory file system CPU seconds count. Cold reads drop files from the page cache first. What an arm leaves
-to Python's garbage collector is collected before the next one starts.
-The state is a model of 67M parameters with AdamW moments, 0.8 GB over both ranks.
+ratios is the round's. On a disk wall seconds count, since the disk is the work, and the median of all pairs is compared
+with the target: others use the disk, too, and it stops now and then for longer than a round. On a memory file system
+CPU seconds count, and the worst round. Both arms of an export, twenty pairs a round, write under new names, and what
+they wrote is deleted untimed. Cold reads drop files from the page cache first. What an arm leaves to Python's garbage
+collector is collected before the next one starts. The state is a model of 67M parameters with AdamW moments, 0.8 GB
+over both ranks.
 """
 
 from __future__ import annotations
@@ -200,11 +202,16 @@ class Exporter:
 
         if self.ranks.rank == 0:
             block = os.urandom(2**22)
-            with (self.place / "raw").open("wb", buffering=0) as file:
+            with (self.place / "raw").open("xb", buffering=0) as file:
                 for _ in range(self.bytes_ // len(block)):
                     file.write(block)
                 os.fsync(file.fileno())
         dist.barrier()
+
+    def forget(self) -> None:
+        if self.ranks.rank == 0:
+            (self.place / "raw").unlink(missing_ok=True)
+            shutil.rmtree(self.place / "export", ignore_errors=True)
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -227,9 +234,11 @@ class Stopwatch:
         self.seconds: dict[str, list[float]] = {}
         self._swap = swap
 
-    def pair(self, clock: Callable[[], float], *arms: Arm, after: Callable[[], object] = lambda: None) -> None:
-        """Time arms PAIRS times; `after` runs, untimed, after each."""
-        for number in range(PAIRS):
+    def pair(
+        self, clock: Callable[[], float], *arms: Arm, after: Callable[[], object] = lambda: None, pairs: int = PAIRS
+    ) -> None:
+        """Time arms so many times; `after` runs, untimed, after each."""
+        for number in range(pairs):
             for name, work in reversed(arms) if (number % 2 == 1) != self._swap else arms:
                 self.seconds.setdefault(name, []).append(timed(work, clock))
                 after()
@@ -275,7 +284,8 @@ def measure(disk: Path, memory: Path, swap: bool) -> dict[str, list[float]]:
     watch.seconds["state_mib"] = [sum(part.numel() * part.element_size() for part in on_disk.copies) / 2**20]
     exporter = Exporter(disk)
     exporter.export()  # pays for imports
-    watch.pair(wall, ("raw_write", exporter.write), ("export", exporter.export))
+    exporter.forget()
+    watch.pair(wall, ("raw_write", exporter.write), ("export", exporter.export), after=exporter.forget, pairs=2 * PAIRS)
     meter.begin_peak()
     exporter.export()
     watch.seconds["export_extra_mib"] = [meter.peak_mib()]
@@ -343,13 +353,17 @@ def main() -> None:
         rounds.append(round_of(options.disk, options.memory, number % 2 == 1))
         show_round(number, rounds[-1])
     verdicts = Verdicts(rounds)
-    verdicts.at_most(1.25, "save on a disk over plain DCP, wall", "save_disk_ours", "save_disk_dcp", "seconds")
+    verdicts.at_most_over_all(1.25, "save on a disk over plain DCP, wall", "save_disk_ours", "save_disk_dcp", "seconds")
     verdicts.at_most(1.35, "save in memory over plain DCP, CPU", "save_cpu_ours", "save_cpu_dcp", "seconds")
-    verdicts.at_most(1.30, "verify over a cold read, wall", "verify_cold", "read_cold", "seconds")
+    verdicts.at_most_over_all(1.30, "verify over a cold read, wall", "verify_cold", "read_cold", "seconds")
     verdicts.at_most(1.50, "copy of a background save over a clone, CPU", "stage", "clone", "seconds")
-    verdicts.at_most(1.30, "load and verify over DCP load, cold, wall", "load_cold_ours", "load_cold_dcp", "seconds")
+    verdicts.at_most_over_all(
+        1.30, "load and verify over DCP load, cold, wall", "load_cold_ours", "load_cold_dcp", "seconds"
+    )
     verdicts.at_most(0.05, "extra memory of a save over the state it saves", "save_extra_mib", "state_mib", "seconds")
-    verdicts.at_least(0.7, "bytes per second of an export over raw write and fsync", "raw_write", "export", "seconds")
+    verdicts.at_least_over_all(
+        0.7, "bytes per second of an export over raw write and fsync", "raw_write", "export", "seconds"
+    )
     verdicts.at_most(
         2.0, "extra memory of an export over its largest tensor", "export_extra_mib", "largest_tensor_mib", "seconds"
     )

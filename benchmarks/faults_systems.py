@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -216,10 +217,10 @@ class Holdfast(System):
         """Load the newest verified step."""
         from holdfast import checkpoint
         from holdfast.checkpoint.choose import newest_verified
-        from holdfast.checkpoint.interface import exchange_of
         from holdfast.checkpoint.storage import open_storage
+        from holdfast.parallel.collectives import ProcessExchange
 
-        choice = newest_verified(open_storage(place), exchange_of(dist.group.WORLD, 0.25), quarantine=False)
+        choice = newest_verified(open_storage(place), ProcessExchange(timedelta(seconds=15)), quarantine=False)
         assert choice is not None, "there is no checkpoint"
         restored = checkpoint.load(f"{place}/{choice.name}", self.model, self.optimizer, timeout_minutes=0.25)
         return restored.extra if own else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import socket
@@ -241,6 +242,26 @@ class Verdicts:
         """Print whether over / under stays within a target in every round."""
         ratios = self._ratios(over, under, key)
         self._print(max(ratios) <= target, f"{title}: worst {max(ratios):.3f} (target <= {target}", ratios)
+
+    def at_most_over_all(self, target: float, title: str, over: str, under: str, key: str) -> None:
+        """Print whether over / under stays within a target in the median of all pairs, and how sure that is.
+
+        For what one round does not resolve. The interval holds the median with 95% confidence, by order statistics.
+        """
+        middle, words = self._over_all(over, under, key)
+        self._print(middle <= target, f"{title}: {words} (target <= {target}", self._ratios(over, under, key))
+
+    def at_least_over_all(self, target: float, title: str, over: str, under: str, key: str) -> None:
+        """Print whether over / under reaches a target in the median of all pairs."""
+        middle, words = self._over_all(over, under, key)
+        self._print(middle >= target, f"{title}: {words} (target >= {target}", self._ratios(over, under, key))
+
+    def _over_all(self, over: str, under: str, key: str) -> tuple[float, str]:
+        turns = [(turn[over][key], turn[under][key]) for turn in self._rounds]
+        pairs = sorted(one / other for turn in turns for one, other in zip(*turn, strict=True))
+        middle, rank = statistics.median(pairs), math.floor(len(pairs) / 2 - 0.98 * math.sqrt(len(pairs)))
+        low, high = pairs[rank - 1], pairs[-rank]
+        return middle, f"median of {len(pairs)} pairs {middle:.3f}, 95% {low:.3f} to {high:.3f}"
 
     def _ratios(self, over: str, under: str, key: str) -> list[float]:
         return [_ratio(turn[over][key], turn[under][key]) for turn in self._rounds]
