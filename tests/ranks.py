@@ -48,9 +48,9 @@ def _forget_groups() -> None:
 
     Each gloo group has threads that look for work a hundred times a second; five hundred of them stall the machine.
     """
-    from holdfast.checkpoint.interface import exchange_of
+    from holdfast.checkpoint.calls import forget_exchanges
 
-    exchange_of.cache_clear()
+    forget_exchanges()
     world = dist.group.WORLD
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not world]:
         # torch remembers placements by meshes that are equal, and asks the earlier one for its groups.

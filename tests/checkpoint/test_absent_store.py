@@ -13,6 +13,7 @@ from s3fs import S3FileSystem
 
 from holdfast.checkpoint.storage import open_storage
 from holdfast.parallel.mesh import World
+from tests.checkpoint.store import serving
 from tests.training.cases import run, tree
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -102,4 +103,25 @@ def test_every_call_of_a_store_that_does_not_answer_raises_what_a_file_system_wo
         with pytest.raises(OSError, match="EndpointConnectionError") as raised:
             call()
         assert raised.value.errno == errno.EIO, name
+    S3FileSystem.clear_instance_cache()
+
+
+def test_a_store_that_falls_silent_in_the_middle_of_an_object_is_an_error_of_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    with serving() as (_, process):
+        storage = open_storage("s3://bucket/silent")
+        data = os.urandom(64 * 2**20)
+        storage.put_new("object", data)
+        with storage.open("object") as file:
+            assert file.read(2**20) == data[: 2**20]
+            assert file.seek(-10, os.SEEK_END) == len(data) - 10
+            assert file.read() == data[-10:]
+            file.seek(2**20)
+            process.kill()
+            process.wait()
+            with pytest.raises(OSError, match="EndpointConnectionError|ClientConnectorError|Connection"):
+                file.read()
     S3FileSystem.clear_instance_cache()

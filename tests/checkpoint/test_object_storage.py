@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,67 +11,16 @@ import pytest
 from holdfast import checkpoint
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
+from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.layout import QUARANTINE
-from holdfast.checkpoint.lease import ObjectLease
 from holdfast.checkpoint.manifest import NAME
 from holdfast.checkpoint.retention import clean, put_aside, steps
 from holdfast.checkpoint.storage import Storage, open_storage
-from holdfast.cli.prune import pruned
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, load_into_other, save_after
 from tests.crash.runs import log_of, values_of
 from tests.training.cases import run as train
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    """Start an S3 server with one bucket and return the environment that leads to it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    address = f"http://127.0.0.1:{port}"
-    variables = {
-        "AWS_ENDPOINT_URL": address,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        _wait_for(address)
-        request = urllib.request.Request(f"{address}/bucket", method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
-        yield variables
-    finally:
-        process.kill()
-        process.wait()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
-
-
-def _wait_for(address: str) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(f"{address}/moto-api/", timeout=2).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-        else:
-            return
 
 
 @pytest.fixture(scope="module")
@@ -199,34 +142,6 @@ def test_objects_without_a_manifest_are_no_checkpoint_and_are_cleared_away(serve
     clean(storage)
 
     assert storage.names() == []
-
-
-def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str], tmp_path: Path) -> None:
-    storage = open_storage("s3://bucket/leased")
-
-    with ObjectLease(storage):
-        held = storage.read(".lease.json")
-        storage.replace(".lease.json", held.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 1'))
-        with pytest.raises(DirectoryTaken, match=r"s3://bucket/leased is in use by another job \(process 1 on "):
-            ObjectLease(storage).__enter__()
-        storage.replace(".lease.json", held.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 4194305'))
-        with ObjectLease(storage):
-            pass
-
-
-def test_prune_is_refused_while_a_job_writes_to_the_store(
-    server: dict[str, str], saved: tuple[str, dict[str, Any]]
-) -> None:
-    storage = open_storage("s3://bucket/run")
-
-    with ObjectLease(storage):
-        mine = storage.read(".lease.json")
-        storage.replace(".lease.json", mine.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 1'))
-        with pytest.raises(DirectoryTaken, match=r"s3://bucket/run is in use by another job \(process 1 on "):
-            list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False))
-
-    assert list(pruned("s3://bucket/run", 2, None, [], None, dry_run=False)) == ["1 checkpoints stay"]
-    assert not storage.exists(".lease.json")
 
 
 def save_two_and_choose(world: World, url: str, variables: dict[str, str]) -> tuple[str, list[str], int]:

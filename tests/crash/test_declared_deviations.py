@@ -7,6 +7,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint import find
 from holdfast.parallel.mesh import World
 from tests.crash.runs import values_of
@@ -57,3 +59,26 @@ def test_what_was_once_declared_stands_in_all_later_manifests(pools: Any, tmp_pa
     last = find.one(str(tmp_path / "r"))
     assert last.manifest.step == 14
     assert last.manifest.deviations == first
+
+
+def test_a_new_run_begins_with_the_weights_of_another_and_remembers_which_and_what_was_declared(
+    pools: Any, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    pools(2).run(run, values_of(first, steps=2, model={"freeze": [r"layers\.0\."]}))
+    source = find.one(str(first / "r"))
+    start: dict[str, Any] = {"init_from": source.path, "resume": {"unfreeze": [r"layers\.0\."]}}
+    still: dict[str, Any] = {"optim": {"lr": 1e-30, "schedule": "constant"}}
+
+    told = pools(1).run(printed, values_of(second, steps=1, checkpoint=start, **still))
+    pools(1).run(run, values_of(second, steps=2, checkpoint=start, **still))
+
+    assert f"weights from {source.path} (step 2); a new run starts at step 0" in told[0]
+    begun = find.one(str(second / "r"))
+    weights = [name for name in source.manifest.tensors if name.startswith("model.")]
+    assert weights == [name for name in begun.manifest.tensors if name.startswith("model.")]
+    assert all(torch.equal(begun.read(name), source.read(name)) for name in weights)
+    recorded = begun.manifest.deviations
+    assert (begun.manifest.step, recorded[0]) == (2, f"weights from {source.path} ({source.manifest.hash})")
+    assert len(recorded) > 1
+    assert all("layers.0." in line and "unfreeze" in line for line in recorded[1:])

@@ -15,6 +15,10 @@ class SaveFailed(CheckpointError, RunStopped):
     exit_code = RunStopped.exit_code
 
 
+class PlaceLost(SaveFailed):
+    """Another job has taken over the place of the checkpoints; what lies there is its own. The same on all ranks."""
+
+
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint's bytes are not the ones that were written; the tensor or file is named."""
 

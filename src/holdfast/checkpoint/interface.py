@@ -1,4 +1,4 @@
-"""Checkpoints for anyone's own loop: four functions over a path, a model and an optimizer.
+"""Checkpoints for anyone's own loop: functions over a path, a model and an optimizer.
 
     from holdfast import checkpoint
 
@@ -11,38 +11,24 @@ Models are plain or sharded by FSDP2; every rank calls each function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
-from pathlib import PurePosixPath
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint import reader, rehearsal, verification
+from holdfast.checkpoint.calls import call, check_extra, place_of, prepared, tagged
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.layout import step_of
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared
 from holdfast.checkpoint.reader import Loaded
 from holdfast.checkpoint.rehearsal import Report
-from holdfast.checkpoint.snapshot import hold, mesh_of, set_random_state, take
-from holdfast.checkpoint.storage import Storage, open_storage
-from holdfast.checkpoint.waiting import late_ranks_named
-from holdfast.checkpoint.writer import About, commit
-from holdfast.config.versions import versions
-from holdfast.errors import HoldfastError, RankFailed, UserError
-from holdfast.optim.tagged import UnknownType, decode, encode
-from holdfast.parallel.broken import broken_by_peer
-from holdfast.parallel.collectives import ProcessExchange
-
-
-class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong
-    """`extra` holds a type that has no written form."""
+from holdfast.checkpoint.snapshot import set_random_state
+from holdfast.checkpoint.storage import open_storage
+from holdfast.errors import RankFailed
+from holdfast.optim.tagged import decode
 
 
 @dataclass(frozen=True)
@@ -87,27 +73,22 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
 
     Raises:
         SaveFailed: On all ranks, with the first cause, or the rank that did not come; nothing was left behind.
+        DirectoryTaken: On all ranks; another job is writing this name to an object store.
         UnsavableExtra, UnsavableOptimizer: On all ranks; something on one of them has no written form.
     """
-    with _call("save", timeout_minutes, SaveFailed) as (ranks, reached):
-        with ranks.together():
-            storage, name = _place(path)
-            snapshot = take(
-                hold(model, frozen=frozen),
-                optimizer,
-                shared={"extra": _tagged(extra)},
-                rank_state={"extra": _tagged(rank_extra)},
-                assets=assets,
-            )
-        about = About(
-            run_id=storage.root,
-            step=step_of(name) or 0,
-            parent=None if parent is None else parent.hash,
-            parent_step=None if parent is None else parent.step,
-            mesh=mesh_of(model),
-            versions=versions(),
+    with call("save", timeout_minutes, SaveFailed) as (ranks, reached):
+        wanted = prepared(
+            ranks,
+            path,
+            model,
+            optimizer,
+            extra,
+            rank_extra=rank_extra,
+            assets=assets,
+            frozen=frozen,
+            parent=parent,
         )
-        return commit(snapshot, storage, about, ranks, name=name, reached=reached)
+        return wanted.committed(wanted.snapshot, ranks, reached)
 
 
 def load(
@@ -132,9 +113,9 @@ def load(
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
         RankFailed: Another rank did not come; it is named.
     """
-    with _call("load", timeout_minutes, RankFailed) as (ranks, _):
+    with call("load", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
-            storage, name = _place(path)
+            storage, name = place_of(path)
         found: Loaded = reader.load(
             storage,
             name,
@@ -143,7 +124,7 @@ def load(
             ranks,
             declared=declared,
             hyperparameters=hyperparameters,
-            check=_check_extra,
+            check=check_extra,
         )
     own = found.rank_state
     if own is not None:
@@ -168,7 +149,7 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
         NoCheckpoint: There is none.
         CheckpointCorrupt: Something differs; the file or tensor is named.
     """
-    storage, name = _place(path)
+    storage, name = place_of(path)
     return verification.verify(storage, name, level)
 
 
@@ -197,48 +178,7 @@ def rehearse(
         UnsavableExtra: A type in `extra` has no written form; on all ranks.
         RankFailed: Another rank did not come; it is named.
     """
-    with _call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
+    with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
-            beside = rehearsal.Beside({"extra": _tagged(extra)}, {"extra": _tagged(rank_extra)}, assets or {})
+            beside = rehearsal.Beside({"extra": tagged(extra)}, {"extra": tagged(rank_extra)}, assets or {})
         return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, keep=keep, beside=beside)
-
-
-def _place(path: str) -> tuple[Storage, str]:
-    """Split a checkpoint's path into the storage it is in and its name there."""
-    scheme, colon, rest = str(path).rpartition("://")
-    whole = PurePosixPath(rest)
-    return open_storage(f"{scheme}{colon}{whole.parent}"), whole.name
-
-
-@contextmanager
-def _call(
-    name: str, timeout_minutes: float, raised: type[HoldfastError]
-) -> Iterator[tuple[ProcessExchange, Callable[[str], None]]]:
-    """Give the ranks that take part, and what is told each phase."""
-    try:
-        with late_ranks_named(name, raised) as reached:
-            yield exchange_of(dist.group.WORLD if dist.is_initialized() else None, timeout_minutes), reached
-    except (SaveFailed, RankFailed) as error:
-        if error.__cause__ is not None and broken_by_peer(error.__cause__):
-            exchange_of.cache_clear()  # its sockets are closed
-        raise
-
-
-@cache
-def exchange_of(world: object, timeout_minutes: float) -> ProcessExchange:  # noqa: ARG001 - one group per world
-    """Return the ranks of a world; a process group is made once and kept."""
-    return ProcessExchange(timedelta(minutes=timeout_minutes))
-
-
-def _check_extra(shared: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-    decode((shared if rank_state is None else rank_state).get("extra"))
-
-
-def _tagged(value: Any) -> Any:
-    try:
-        return encode(value)
-    except UnknownType as error:
-        raise UnsavableExtra(
-            f"extra holds a {error}, which has no written form. Use numbers, texts, lists, tuples, dictionaries, "
-            "dtypes or small tensors; per-tensor state belongs into the model or the optimizer."
-        ) from None

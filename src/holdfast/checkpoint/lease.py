@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import IO, Any
 
 from holdfast.checkpoint.errors import DirectoryTaken, SaveFailed
 from holdfast.checkpoint.layout import FOLDER, LEASE
-from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.storage import LocalStorage
 
 STALE_SECONDS = 120.0
 """A lease of another host that was not renewed for this long is dead."""
@@ -33,6 +32,7 @@ class Lease:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LEASE
+        self._storage = LocalStorage(directory)
         # What users call it: the run's directory, or the place of checkpoints that has a name of its own.
         self._place = directory.parent if directory.name == FOLDER else directory
         self._file: IO[str] | None = None
@@ -52,9 +52,9 @@ class Lease:
         here = holder.get("host") == socket.gethostname()
         # Without locks, and on other machines, the holder's name and age decide.
         unlocked = "host" in holder and (not here or (locked is None and _lives(holder)))
-        if locked is False or (unlocked and self._age(file) < STALE_SECONDS):
+        if locked is False or (unlocked and self._storage.age(LEASE) < STALE_SECONDS):
             file.close()
-            raise DirectoryTaken(_taken(str(self._place), holder))
+            raise DirectoryTaken(taken(str(self._place), holder))
         self._file = file
         self._renew()
         self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-lease", daemon=True)
@@ -102,7 +102,7 @@ class Lease:
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(_holder_text().decode())
+        self._file.write(holder_text().decode())
         self._file.flush()
 
     def _lock(self, file: IO[str]) -> bool | None:
@@ -115,11 +115,6 @@ class Lease:
             return None
         return True
 
-    def _age(self, file: IO[str]) -> float:
-        """Return the seconds since the file was renewed."""
-        with tempfile.TemporaryFile(dir=self._path.parent) as now:
-            return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime
-
     def _holder(self, file: IO[str]) -> dict[str, Any]:
         file.seek(0)
         try:
@@ -129,48 +124,9 @@ class Lease:
         return held
 
 
-class ObjectLease:
-    """The same for an object store, where nothing can be locked: an object names the holder and is renewed."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-object-lease", daemon=True)
-
-    def __enter__(self) -> ObjectLease:
-        """Take the lease.
-
-        Raises:
-            DirectoryTaken: Another job holds it.
-        """
-        try:
-            self._storage.put_new(LEASE, _holder_text())
-        except FileExistsError:
-            holder = json.loads(self._storage.read(LEASE) or b"{}")
-            if time.time() - float(holder.get("time", 0)) < STALE_SECONDS and not _was_mine(holder):
-                raise DirectoryTaken(_taken(self._storage.root, holder)) from None
-            self._storage.remove(LEASE)
-            self._storage.put_new(LEASE, _holder_text())
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give it back."""
-        self._stop.set()
-        self._thread.join()
-        with contextlib.suppress(OSError):  # a store that is gone must not hide why the run ends; the lease gets stale
-            self._storage.remove(LEASE)
-
-    def _keep_renewing(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
-            with contextlib.suppress(Exception):  # stores raise errors of their own; the next time may do better
-                self._storage.replace(LEASE, _holder_text())
-
-
-def _holder_text() -> bytes:
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode()
+def holder_text(**more: Any) -> bytes:
+    """Return who holds a lease, as it is written down."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), **more}).encode()
 
 
 def _lives(holder: dict[str, Any]) -> bool:
@@ -178,12 +134,8 @@ def _lives(holder: dict[str, Any]) -> bool:
     return holder.get("pid") != os.getpid() and Path(f"/proc/{holder.get('pid')}").exists()
 
 
-def _was_mine(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that is gone."""
-    return holder.get("host") == socket.gethostname() and not Path(f"/proc/{holder.get('pid')}").exists()
-
-
-def _taken(place: str, holder: dict[str, Any]) -> str:
+def taken(place: str, holder: dict[str, Any]) -> str:
+    """Return the words for a place that another job holds."""
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
     return (
         f"{place} is in use by another job ({who}). Wait for it, stop it, or choose another run.name, and another "

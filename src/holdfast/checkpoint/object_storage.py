@@ -7,9 +7,11 @@ is there. The manifest, uploaded last under that condition, is the commit.
 from __future__ import annotations
 
 import errno
+import io
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO
+from contextlib import contextmanager, suppress
+from typing import IO, Any
 
 import fsspec
 import xxhash
@@ -19,6 +21,9 @@ from holdfast.errors import ConfigError
 
 _CLIENTS = {"aiobotocore", "aiohttp", "botocore"}
 """Libraries below s3fs whose errors are no OSError: an address that nobody answers at, credentials that are missing."""
+
+
+_TAKEN = "another job put this object, or a save that was killed"
 
 
 @contextmanager
@@ -33,6 +38,36 @@ def _as_os_errors() -> Iterator[None]:
         raise OSError(number, f"{type(error).__name__}: {error}") from error
 
 
+class _Object(io.RawIOBase):
+    """An object that is read; a store may fall silent in the middle of it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    @_as_os_errors()
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    @_as_os_errors()
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class ObjectStorage:
     """A prefix such as s3://bucket/run/checkpoints."""
 
@@ -45,6 +80,7 @@ class ObjectStorage:
             raise ConfigError(f"{url} cannot be opened: {error}. For s3:// install holdfast[s3].") from error
         self._root = str(path).rstrip("/")
         self._url = url.rstrip("/")
+        self._made: set[str] = set()
 
     @property
     def root(self) -> str:
@@ -56,9 +92,13 @@ class ObjectStorage:
 
     @contextmanager
     def create(self, path: str) -> Iterator[HashingWriter]:
-        """Upload an object; it exists when the block ends without an error."""
+        """Upload an object that must not exist; it does when the block ends without an error.
+
+        Raises:
+            FileExistsError: There is one, with other bytes.
+        """
         with _as_os_errors():
-            file = self._fs.open(self._path(path), "wb")
+            file = self._fs.open(self._path(path), "xb")
             try:
                 writer = HashingWriter(file)
                 yield writer
@@ -67,13 +107,22 @@ class ObjectStorage:
                 if discard is not None:
                     discard()
                 raise
-            file.close()
+            try:
+                file.close()
+            except FileExistsError:
+                if not self._is_ours(path, writer.bytes_written, writer.hexdigest()):
+                    raise FileExistsError(errno.EEXIST, _TAKEN, self._url + f"/{path}") from None
+            else:
+                self._made.add(path)
+
+    def _is_ours(self, path: str, size: int, digest: str) -> bool:
+        """Whether the object that is there has these bytes: an upload is repeated if the answer to it was lost."""
+        return self.size(path) == size and self.hash(path) == digest
 
     @_as_os_errors()
     def open(self, path: str) -> IO[bytes]:
         """Open for reading."""
-        file: IO[bytes] = self._fs.open(self._path(path), "rb")
-        return file
+        return io.BufferedReader(_Object(self._fs.open(self._path(path), "rb")), BLOCK)
 
     @_as_os_errors()
     def read(self, path: str) -> bytes:
@@ -139,9 +188,13 @@ class ObjectStorage:
         """Upload an object only if there is none.
 
         Raises:
-            FileExistsError: There is one.
+            FileExistsError: There is one, with other bytes.
         """
-        self._fs.pipe_file(self._path(path), data, mode="create")
+        try:
+            self._fs.pipe_file(self._path(path), data, mode="create")
+        except FileExistsError:
+            if self.read(path) != data:  # else an answer was lost, and the upload was repeated
+                raise
 
     @_as_os_errors()
     def replace(self, path: str, data: bytes) -> None:
@@ -162,7 +215,26 @@ class ObjectStorage:
     def remove(self, path: str) -> None:
         """Delete an object or everything below a prefix."""
         if self.exists(path):
-            self._fs.rm(self._path(path), recursive=True)
+            with suppress(FileNotFoundError):  # somebody else was faster
+                self._fs.rm(self._path(path), recursive=True)
+
+    @_as_os_errors()
+    def undo(self, path: str) -> None:
+        """Remove the objects below a prefix that this process created."""
+        for made in sorted(made for made in self._made if made.startswith(f"{path}/")):
+            self._made.discard(made)
+            self.remove(made)
+
+    @_as_os_errors()
+    def age(self, path: str) -> float:
+        """Compare with an object that is made now."""
+        now = f".now-{uuid.uuid4().hex}"
+        self._fs.pipe_file(self._path(now), b"now")
+        try:
+            written = self._fs.modified(self._path(path))
+            return float((self._fs.modified(self._path(now)) - written).total_seconds())
+        finally:
+            self.remove(now)
 
     def lacks(self, path: str, size: int) -> str | None:  # noqa: ARG002 - the interface's
         """Return None: nobody knows."""

@@ -96,13 +96,15 @@ class Session:
             **about,
         )
 
-    def save_now(self, snapshot: Snapshot, step: int, ranks: ProcessExchange, **about: Any) -> Manifest:
+    def save_now(
+        self, snapshot: Snapshot, step: int, ranks: ProcessExchange, reached: Reached, **about: Any
+    ) -> Manifest:
         """Commit a checkpoint over another process group, and delete nothing: for ranks that are about to fail.
 
         Raises:
             SaveFailed: On all ranks.
         """
-        return commit(snapshot, self.storage, self._words(step, about), ranks)
+        return commit(snapshot, self.storage, self._words(step, about), ranks, reached=reached)
 
     def save(self, snapshot: Snapshot, step: int, *, wait: bool = False, **about: Any) -> None:
         """Write a checkpoint, or start to; the save before must have been collected.

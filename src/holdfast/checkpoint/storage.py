@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -98,6 +99,14 @@ class Storage(Protocol):
 
     def remove(self, path: str) -> None:
         """Remove a file or a tree; what is gone already is no error."""
+        ...
+
+    def undo(self, path: str) -> None:
+        """Remove what this process made below a path, and nothing that another one put there."""
+        ...
+
+    def age(self, path: str) -> float:
+        """Return the seconds since a file was written, by the place's own clock: those of machines differ."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -240,6 +249,16 @@ class LocalStorage:
         elif place.is_symlink() or place.exists():  # a read-only disk refuses even to unlink nothing
             with contextlib.suppress(FileNotFoundError):
                 place.unlink()
+
+    def undo(self, path: str) -> None:
+        """Remove all of it: a staging directory has a name that nobody else uses."""
+        self.remove(path)
+
+    def age(self, path: str) -> float:
+        """Compare with a file that is made now."""
+        written = self.path(path).stat().st_mtime
+        with tempfile.TemporaryFile(dir=self.path(path).parent) as now:
+            return os.fstat(now.fileno()).st_mtime - written
 
     def lacks(self, path: str, size: int) -> str | None:
         """Ask the file system for the space, which also asks its quotas; only what it reports where it cannot say."""

@@ -18,12 +18,13 @@ from holdfast.parallel.heartbeat import Heartbeat, Whereabouts
 
 
 @contextmanager
-def late_ranks_named(call: str, raised: type[HoldfastError]) -> Iterator[Callable[[str], None]]:
+def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") -> Iterator[Callable[[str], None]]:
     """Raise, in place of a collective that another rank broke or never came to, an error with that rank and its phase.
 
     Args:
         call: What the user called.
         raised: The error's class.
+        aside: Calls with another word may go on at the same time.
 
     Yields:
         What is told the name of each phase.
@@ -32,7 +33,7 @@ def late_ranks_named(call: str, raised: type[HoldfastError]) -> Iterator[Callabl
         yield lambda _: None
         return
     rank, now = dist.get_rank(), ["begin"]
-    board = Board(PrefixStore("holdfast/call", dist.distributed_c10d._get_default_store()), None)
+    board = Board(PrefixStore(f"holdfast/call{aside}", dist.distributed_c10d._get_default_store()), None)
     heartbeat = Heartbeat(rank, dist.get_world_size(), board, lambda: (None, f"{call}: {now[0]}"))
     heartbeat.start()
     try:

@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -32,7 +32,7 @@ from holdfast.checkpoint.dcp_files import (
     without_chunks,
     without_crc32,
 )
-from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.errors import PlaceLost, SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, place_file, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.optimizer_record import described_optimizers, wrapped_records
@@ -96,7 +96,7 @@ def commit(
     reached("begin")
     own_file = _agree(snapshot, about, ranks)
     staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
-    with _together(ranks, "begin"):
+    with together(ranks, "begin"):
         if ranks.rank == 0:
             _prepare(storage, staging, final)
     try:
@@ -104,24 +104,22 @@ def commit(
         reached("shards")
         files, seconds = _write_shards(snapshot, storage, staging, ranks)
         reached("rank state")
-        with _together(ranks, "rank state"):
+        with together(ranks, "rank state"):
             began = time.monotonic()
             files |= _write_small(snapshot, storage, f"{staging}/", own_file, first=ranks.rank == 0)
             seconds += time.monotonic() - began
         reached("collect")
-        with _together(ranks, "collect"):
+        with together(ranks, "collect"):
             described = describe(snapshot)
         everything = ranks.gather((files, described))
         _tell_of_straggler(ranks.gather(seconds), told)
         manifest: Manifest | None = None
-        with _together(ranks, "manifest"):
+        with together(ranks, "manifest"):
             if ranks.rank == 0:
                 manifest = _manifest(snapshot, about, storage, staging, everything, time.monotonic() - started)
                 _publish(storage, staging, final, manifest, reached)
-    except BaseException:
-        # On an object store staging is the final name, and what has a manifest there is committed.
-        if ranks.rank == 0 and (storage.renames or not storage.exists(f"{final}/{NAME}")):
-            storage.remove(staging)
+    except BaseException as error:
+        _take_back(storage, staging, error, first=ranks.rank == 0)
         raise
     reached("published")
     agreed = ranks.agree(manifest)
@@ -129,9 +127,24 @@ def commit(
     return agreed
 
 
+def _take_back(storage: Storage, staging: str, error: BaseException, *, first: bool) -> None:
+    """Leave nothing of a save that failed, and everything that is somebody else's."""
+    if storage.renames:
+        if first:
+            storage.undo(staging)
+        return
+    # In an object store staging is the final name. What has a manifest there is committed, and the first rank may be
+    # about to put it while others lose touch; where another job has taken over, these names are its own.
+    agreed = first or isinstance(error, HoldfastError)
+    if agreed and not isinstance(error, PlaceLost):
+        with suppress(OSError):  # a store that fell silent must not hide what all ranks agreed on
+            if not storage.exists(f"{staging}/{NAME}"):
+                storage.undo(staging)
+
+
 @contextmanager
-def _together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
-    """Turn what goes wrong in a phase, on any rank, into one SaveFailed on all."""
+def together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
+    """Turn what goes wrong in a phase of a save, on any rank, into one SaveFailed on all."""
     with ranks.together():
         try:
             yield
@@ -186,6 +199,8 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: 
 def _prepare(storage: Storage, staging: str, final: str) -> None:
     if storage.exists(f"{final}/{NAME}") or (storage.renames and storage.exists(final)):
         raise FileExistsError(17, "a checkpoint is never overwritten", final)
+    if not storage.renames:
+        storage.remove(final)  # what a save that was killed left under this name, which is ours alone by a lease
     for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
 
@@ -193,7 +208,7 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
 def _refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchange) -> None:
     needed = sum(ranks.gather(_local_bytes(snapshot)))
     known: int | None = None
-    with _together(ranks, "begin"):
+    with together(ranks, "begin"):
         if ranks.rank == 0:
             known = storage.free_bytes()
     free = ranks.agree(known)

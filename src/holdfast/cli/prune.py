@@ -27,7 +27,8 @@ def pruned(
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
     from holdfast.checkpoint import find
-    from holdfast.checkpoint.lease import Lease, ObjectLease
+    from holdfast.checkpoint.lease import Lease
+    from holdfast.checkpoint.object_lease import ObjectLease
     from holdfast.checkpoint.recorded import resume_source
     from holdfast.checkpoint.retention import kept_steps, manifests, prune, read_pins
 

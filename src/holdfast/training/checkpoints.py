@@ -83,7 +83,7 @@ class Checkpoints:
             retention_of(self._config.keep),
             background=self._config.background,
             read_back=self._config.read_back,
-            reached=run.world.failure.in_background,
+            reached=self._reached,
             late=run.world.failure.late_in_background,
             patience=lambda: wait_for_all(run, self.session),
         )
@@ -171,7 +171,7 @@ class Checkpoints:
                 "run.name to start again from step 0."
             )
         if self._config.init_from is not None:
-            start_from(run, self._config.init_from, self._ranks)
+            self._deviations = start_from(run, self._config.init_from, self._ranks)
 
     def rehearse(self, requests: StopRequests) -> None:
         """Save, verify and load once, and let a SIGTERM pass, before anything is trained.
@@ -298,12 +298,20 @@ class Checkpoints:
             return before + self.collect() if wait else before
 
     def _check_place(self) -> None:
-        """Make sure that the run's directory is the one it was.
+        """Make sure that the run's directory is the one it was, and nobody else's.
 
         Raises:
             SaveFailed: It is not; on all ranks.
         """
         with self._run.exchange.together():
+            self._places.check()
+
+    def _reached(self, phase: str) -> None:
+        self._run.world.failure.in_background(phase)
+        self._before_publishing(phase)
+
+    def _before_publishing(self, phase: str) -> None:
+        if phase == "publish":
             self._places.check()
 
     def _snapshot(self, moment: Moment) -> Snapshot:
@@ -344,9 +352,11 @@ class Checkpoints:
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
             return None
+        with ranks.together():
+            self._places.check()
         observers = ranks.agree(moment.state["observers"])
         snapshot = self._snapshot(replace(moment, state={**moment.state, "observers": observers}))
-        return self.session.save_now(snapshot, moment.step, ranks, **self._about())
+        return self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
 
     def collect(self) -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.

@@ -9,7 +9,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from holdfast.checkpoint.layout import LEASE
-from holdfast.checkpoint.lease import Lease, ObjectLease
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.object_lease import ObjectLease
 from holdfast.checkpoint.retention import has_any
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import ConfigError
@@ -22,7 +23,7 @@ class Places:
     def __init__(self, run_directory: Path, storage: Storage) -> None:
         self._directory = run_directory
         self._storage = storage
-        self._leases: list[Lease] = []
+        self._leases: list[Lease | ObjectLease] = []
         self._made: list[Path] = []
 
     def has_any(self) -> bool:
@@ -61,7 +62,7 @@ class Places:
         place = Path(self._storage.root)
         try:
             if not self._storage.renames:
-                stack.enter_context(ObjectLease(self._storage))
+                self._leases.append(stack.enter_context(ObjectLease(self._storage)))
             elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
                 self._made = [each for each in (place, *place.parents) if not each.exists()]
                 self._leases.append(stack.enter_context(Lease(place)))
@@ -72,13 +73,14 @@ class Places:
             ) from error
 
     def check(self) -> None:
-        """Refuse to go on where one of them is another directory by now.
+        """Refuse to go on where one of them is another directory, or another job's, by now.
 
         Raises:
-            SaveFailed: It was moved, deleted or replaced.
+            SaveFailed: It was moved, deleted or replaced, or another job has taken over.
         """
         for lease in self._leases:
-            lease.check()
+            with suppress(OSError):  # where nobody answers, the save that follows says so
+                lease.check()
 
     def remove(self) -> None:
         """Leave nothing of a new run that was refused: not the directory, nor an empty place for its checkpoints."""

@@ -93,8 +93,11 @@ def _hyperparameters(run: Run) -> str:
     )
 
 
-def start_from(run: Run, place: str, ranks: ProcessExchange) -> None:
+def start_from(run: Run, place: str, ranks: ProcessExchange) -> tuple[str, ...]:
     """Take the weights of another run's checkpoint; everything else starts anew.
+
+    Returns:
+        What later manifests say of it: the checkpoint, and what was declared.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
@@ -104,6 +107,7 @@ def start_from(run: Run, place: str, ranks: ProcessExchange) -> None:
     if run.averages is not None:
         run.averages.begin(sharded_parameters(run.policy))
     say(run, f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
+    return (f"weights from {place} ({found.manifest.hash})", *found.deviations)
 
 
 def say(run: Run, *lines: str) -> None:

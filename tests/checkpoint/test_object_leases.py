@@ -1,0 +1,248 @@
+"""One job per place in an object store: of several one wins, and who was thought dead stops and deletes nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import checkpoint
+from holdfast.checkpoint import object_lease, verify
+from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
+from holdfast.checkpoint.manifest import NAME
+from holdfast.checkpoint.object_lease import ObjectLease, machine
+from holdfast.checkpoint.retention import steps
+from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.cli.prune import pruned
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, save_after
+from tests.crash.runs import values_of
+from tests.training.cases import run as train
+
+FIRST, SECOND = ".lease-00000001.json", ".lease-00000002.json"
+
+
+def held_by(storage: Storage, lease: str, pid: int) -> None:
+    """Write another process into a lease, and another token, as a job of its own has."""
+    held = json.loads(storage.read(lease))
+    storage.replace(lease, json.dumps(held | {"pid": pid, "token": "another"}).encode())
+
+
+def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/leased")
+
+    with ObjectLease(storage):
+        held_by(storage, FIRST, 1)
+        with pytest.raises(DirectoryTaken, match=r"s3://bucket/leased is in use by another job \(process 1 on "):
+            ObjectLease(storage).__enter__()
+        assert storage.names() == [FIRST]
+        held_by(storage, FIRST, 4194305)
+        with ObjectLease(storage):
+            assert storage.names() == [SECOND]
+    assert storage.names() == []
+
+
+def test_a_job_of_anothermachine_is_dead_when_its_lease_is_old_by_the_clock_of_the_store(
+    server: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage("s3://bucket/stale")
+    elsewhere = {"host": "another", "pid": 7, "time": time.time() + 3600, "token": "theirs"}  # a clock that is ahead
+    storage.put_new(FIRST, json.dumps(elsewhere).encode())
+    with pytest.raises(DirectoryTaken, match="process 7 on another"):
+        ObjectLease(storage).__enter__()
+
+    monkeypatch.setattr(object_lease, "STALE_SECONDS", 2.0)
+    time.sleep(3.1)
+
+    with ObjectLease(storage):
+        assert storage.names() == [SECOND]
+
+
+def test_a_job_that_was_thought_dead_is_told_and_leaves_what_is_not_its_own(server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/overtaken")
+    with ObjectLease(storage) as slow:
+        slow.check()
+        held_by(storage, FIRST, 4194305)
+        with pytest.raises(PlaceLost, match="It took the place over while"):
+            slow.check()
+        with ObjectLease(storage) as fast:
+            with pytest.raises(PlaceLost, match=f"process {os.getpid()} on .* It took the place over while"):
+                slow.check()
+            slow.__exit__(None, None, None)
+            fast.check()
+            assert storage.names() == [SECOND]
+    assert storage.names() == []
+
+
+def take_when_told(url: str, ready: Any, answered: Any, results: Any) -> None:
+    storage = open_storage(url)
+    storage.names()
+    ready.wait(120)
+    try:
+        with ObjectLease(storage):
+            results.put("held")
+            answered.wait(120)
+    except DirectoryTaken:
+        results.put("refused")
+
+
+def test_of_jobs_that_find_the_same_dead_one_at_once_only_one_takes_over(server: dict[str, str]) -> None:
+    url = "s3://bucket/raced"
+    open_storage(url).put_new(FIRST, json.dumps({"machine": machine(), "pid": 4194305}).encode())
+    spawn = multiprocessing.get_context("spawn")
+    results, ready, answered = spawn.Queue(), spawn.Barrier(3), spawn.Event()
+    jobs = [spawn.Process(target=take_when_told, args=(url, ready, answered, results)) for _ in range(3)]
+    for job in jobs:
+        job.start()
+
+    outcomes = sorted(results.get(timeout=120) for _ in jobs)
+
+    answered.set()
+    for job in jobs:
+        job.join()
+    assert outcomes == ["held", "refused", "refused"]
+    assert open_storage(url).names() == []
+
+
+def test_a_lease_that_could_not_be_taken_to_the_end_is_given_back(server: dict[str, str]) -> None:
+    class FallsSilent(type(open_storage("s3://bucket/broken-off"))):  # type: ignore[misc]
+        """Does not let go of the dead job's lease."""
+
+        def remove(self, path: str) -> None:
+            if path == FIRST:
+                raise OSError(5, "the store fell silent")
+            super().remove(path)
+
+    storage = FallsSilent("s3://bucket/broken-off")
+    storage.put_new(FIRST, json.dumps({"machine": machine(), "pid": 4194305}).encode())
+
+    with pytest.raises(OSError, match="fell silent"):
+        ObjectLease(storage).__enter__()
+
+    assert storage.names() == [FIRST]
+
+
+def test_objects_of_another_job_are_neither_written_over_nor_deleted(server: dict[str, str]) -> None:
+    theirs, ours = open_storage("s3://bucket/mixed"), open_storage("s3://bucket/mixed")
+    theirs.put_new("step-00000004/dcp/__0_0.distcp", b"theirs")
+    with ours.create("step-00000004/dcp/__1_0.distcp") as file:
+        file.write(b"ours")
+
+    with (
+        pytest.raises(FileExistsError, match="another job put this object"),
+        ours.create("step-00000004/dcp/__0_0.distcp") as file,
+    ):
+        file.write(b"ours!!")
+    ours.undo("step-00000004")
+
+    assert theirs.files("step-00000004") == ["dcp/__0_0.distcp"]
+    assert theirs.read("step-00000004/dcp/__0_0.distcp") == b"theirs"
+
+
+def test_an_object_of_many_parts_is_not_written_over_either(server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/parts")
+    first, second = os.urandom(120 * 2**20), os.urandom(120 * 2**20)
+    for data in (first, first):  # the same bytes again: an upload whose answer was lost
+        with storage.create("large") as file:
+            file.write(data)
+
+    with pytest.raises(FileExistsError), storage.create("large") as file:
+        file.write(second)
+
+    assert storage.read("large") == first
+
+
+def save_beside_leftovers(world: World, url: str, variables: dict[str, str]) -> list[str]:
+    """Save where a save that was killed left objects of ranks that this one does not have."""
+    os.environ.update(variables)
+    storage = open_storage(url)
+    if world.is_first:
+        storage.put_new("step-00000001/dcp/__0_0.distcp", b"half")
+        storage.put_new("step-00000001/dcp/__7_0.distcp", b"half")
+    ProcessExchange().gather(None)
+    checkpoint.save(f"{url}/step-00000001", build(world))
+    return storage.names()
+
+
+def test_a_save_clears_away_what_a_killed_one_left_under_its_name(pools: Any, server: dict[str, str]) -> None:
+    url = "s3://bucket/leftovers"
+
+    assert pools(2).run(save_beside_leftovers, url, server)[0] == ["step-00000001"]
+
+    assert verify(f"{url}/step-00000001").step == 1
+    assert "dcp/__7_0.distcp" not in open_storage(url).files("step-00000001")
+
+
+def save_while_held(world: World, url: str, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    checkpoint.save(f"{url}/step-00000001", build(world))
+
+
+def test_two_jobs_that_save_one_name_do_not_mix(pools: Any, server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/twice")
+    with ObjectLease(storage, "step-00000001"):
+        storage.put_new("step-00000001/dcp/__0_0.distcp", b"in flight")
+        lease = next(name for name in storage.names() if name.startswith(".lease-"))
+        held_by(storage, lease, 1)
+
+        errors = pools(2).errors(save_while_held, "s3://bucket/twice", server)
+
+        assert {name for name, _ in errors} == {"DirectoryTaken"}
+        assert "s3://bucket/twice/step-00000001 is in use by another job (process 1 on " in errors[0][1]
+        assert storage.read("step-00000001/dcp/__0_0.distcp") == b"in flight"
+
+
+class Overtaken:
+    """A failure channel; while the second checkpoint is written, another job takes over the place."""
+
+    def __init__(self, inner: Any, storage: Storage) -> None:
+        self._inner, self._storage = inner, storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def in_background(self, name: str) -> None:
+        self._inner.in_background(name)
+        if name == "collect" and self._storage.exists(f"step-00000002/{NAME}"):
+            self._storage.put_new(SECOND, json.dumps({"host": "another", "pid": 7, "token": "theirs"}).encode())
+
+
+def overtake(world: World, values: dict[str, Any], variables: dict[str, str]) -> Any:
+    os.environ.update(variables)
+    channel: Any = Overtaken(world.failure, open_storage(values["checkpoint"]["storage"]))
+    return train(replace(world, failure=channel) if world.is_first else world, values)
+
+
+def test_a_run_whose_place_is_taken_over_while_it_saves_does_not_publish(
+    pools: Any, server: dict[str, str], tmp_path: Path
+) -> None:
+    place = "s3://bucket/fenced"
+    values = values_of(tmp_path, steps=6, checkpoint={"storage": place})
+
+    errors = pools(2).errors(overtake, values, server)
+
+    assert {name for name, _ in errors} == {"PlaceLost"}
+    assert "s3://bucket/fenced is in use by another job (process 7 on another)" in errors[0][1]
+    assert list(steps(open_storage(place))) == [2]
+    assert open_storage(place).exists(SECOND)
+
+
+def test_prune_is_refused_while_a_job_writes_to_the_store(pools: Any, server: dict[str, str]) -> None:
+    storage = open_storage("s3://bucket/pruned")
+    pools(1).run(save_after, "s3://bucket/pruned/step-00000002", 1, server)
+
+    with ObjectLease(storage):
+        held_by(storage, FIRST, 1)
+        with pytest.raises(DirectoryTaken, match=r"s3://bucket/pruned is in use by another job \(process 1 on "):
+            list(pruned("s3://bucket/pruned", 2, None, [], None, dry_run=False))
+
+    storage.remove(FIRST)
+    assert list(pruned("s3://bucket/pruned", 2, None, [], None, dry_run=False)) == ["1 checkpoints stay"]
+    assert not storage.exists(FIRST)
