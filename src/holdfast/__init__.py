@@ -2,18 +2,21 @@
 
 `holdfast.sft(config, rows=..., model=...)`, `holdfast.dpo(config, rows=...)`, `holdfast.reward(config, rows=...)`,
 `holdfast.grpo(config, rows=..., rewards=...)` and `holdfast.distill(config, rows=...)` take the same trees as YAML
-files, with live objects. Names resolve on first use, so importing the package costs nothing.
+files, with live objects. `holdfast.checkpoint` saves and loads for loops of one's own. Names resolve on first use, so
+importing the package costs nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast import checkpoint
     from holdfast.api import distill, dpo, grpo, reward, sft
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "distill", "dpo", "grpo", "reward", "sft"]
+__all__ = ["__version__", "checkpoint", "distill", "dpo", "grpo", "reward", "sft"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +24,6 @@ def __getattr__(name: str) -> Any:
         from holdfast import api
 
         return getattr(api, name)
+    if name == "checkpoint":
+        return importlib.import_module("holdfast.checkpoint")
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -82,3 +82,24 @@ def test_a_new_run_begins_with_the_weights_of_another_and_remembers_which_and_wh
     assert (begun.manifest.step, recorded[0]) == (2, f"weights from {source.path} ({source.manifest.hash})")
     assert len(recorded) > 1
     assert all("layers.0." in line and "unfreeze" in line for line in recorded[1:])
+
+
+def test_checkpoints_of_a_run_of_another_name_are_not_gone_on_from_in_silence(pools: Any, tmp_path: Path) -> None:
+    store: dict[str, Any] = {"storage": str(tmp_path / "store")}
+    pools(2).run(run, values_of(tmp_path / "here", steps=2, checkpoint=store))
+    other = values_of(tmp_path / "here", steps=4, checkpoint=store, run={"name": "other"})
+
+    errors = pools(2).errors(run, other)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointMismatch"
+    assert "(run: run.name is r there)" in errors[0][1]
+    assert not (tmp_path / "here" / "other").exists()
+    # The same name on a machine whose disk is new is the same run.
+    assert pools(2).run(run, values_of(tmp_path / "there", steps=4, checkpoint=store))[0].step == 4
+    declared = values_of(
+        tmp_path / "here", steps=6, checkpoint=store | {"resume": {"changed": ["run"]}}, run={"name": "other"}
+    )
+    assert pools(2).run(run, declared)[0].step == 6
+    manifest = find.one(str(tmp_path / "store")).manifest
+    assert (manifest.step, manifest.deviations) == (6, ("run: run.name is r there (changed)",))

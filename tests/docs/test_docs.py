@@ -17,8 +17,8 @@ from holdfast.config.verbs import ROOTS
 ROOT = Path(__file__).parents[2]
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-WHOLE_RUN = re.compile(r"# run\.yaml(?: \((\w+)\))?\n")
-"""First line of a YAML block that is a whole run; a verb other than sft stands behind it: `# run.yaml (dpo)`."""
+WHOLE_RUN = re.compile(r"# (\w+)\.yaml(?: \((\w+)\))?\n")
+"""First line of a YAML block that is a whole run: its file, and behind it a verb other than sft: `# run.yaml (dpo)`."""
 RUNNABLE = re.compile(r"# runnable: (\w+\.py)\n")
 """First line of a Python block that is run, under the name that other blocks import it by."""
 
@@ -28,7 +28,7 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 
 
 RUNS = [
-    pytest.param(text, match[1] or "sft", id=f"{page.relative_to(ROOT)}-{number}")
+    pytest.param(text, match[1], match[2] or "sft", id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
     for number, text in enumerate(blocks(page, "yaml"))
     if (match := WHOLE_RUN.match(text))
@@ -40,12 +40,12 @@ PRESETS: dict[str, str] = dict(
 SCRIPTS = {match[1]: text for text in blocks(ROOT / "docs" / "python.md", "python") if (match := RUNNABLE.match(text))}
 
 
-@pytest.mark.parametrize(("text", "verb"), RUNS)
-def test_a_whole_run_in_the_pages_loads(tmp_path: Path, text: str, verb: str) -> None:
-    path = tmp_path / "run.yaml"
+@pytest.mark.parametrize(("text", "name", "verb"), RUNS)
+def test_a_whole_run_in_the_pages_loads(tmp_path: Path, text: str, name: str, verb: str) -> None:
+    path = tmp_path / f"{name}.yaml"
     path.write_text(text)
 
-    assert load(path, [], ROOTS[verb]).config.run.name == "run"
+    assert load(path, [], ROOTS[verb]).config.run.name == name
 
 
 def test_the_pages_show_whole_runs_and_scripts() -> None:

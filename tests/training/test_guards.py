@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from holdfast import checkpoint
 from holdfast.checkpoint import find
@@ -18,6 +19,7 @@ from holdfast.checkpoint.storage import LocalStorage
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
+from holdfast.training.directory import last_saved
 from holdfast.training.observe import load_function
 from tests.checkpoint.cases import build, optimizer_of
 from tests.training.cases import run, tree
@@ -72,16 +74,49 @@ def test_a_run_whose_checkpoints_were_all_put_aside_is_refused_every_time(pools:
     assert "1 were damaged and put aside earlier" in second[1]
 
 
-def test_an_error_in_an_evaluation_costs_no_step(pools: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ema", [None, {"decay": 0.9, "evaluate": True}])
+def test_an_error_in_an_evaluation_costs_no_step(pools: Any, tmp_path: Path, ema: dict[str, Any] | None) -> None:
     rows = [{"prompt": "a=", "completion": "b"}] * 16 + [{"prompt": "a="}]  # behind the first batch
     (tmp_path / "bad.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     evaluation = {"sets": {"bad": {"path": "bad.jsonl"}}, "every_steps": 3}
 
-    errors = pools(2).errors(run, tree(str(tmp_path), steps=5, evaluation=evaluation), str(tmp_path))
+    values = tree(str(tmp_path), steps=5, evaluation=evaluation, optim={"ema": ema})
+    errors = pools(2).errors(run, values, str(tmp_path))
 
     assert errors[0] == errors[1]
     assert errors[0][0] == "DataError"
     assert find.one(str(tmp_path / "r")).manifest.step == 3
+    assert last_saved(tmp_path / "r") == 3
+
+
+STANDS_IN_THE_WAY = """
+def in_the_way(event):
+    import pathlib
+    if event.step == 1:
+        place = pathlib.Path({place!r})
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("a file")
+"""
+
+
+def test_a_best_export_that_failed_is_no_best_one(pools: Any, tmp_path: Path) -> None:
+    """The metric falls from the first step on, so a run that believed in the first export would never make another."""
+    place = tmp_path / "r" / "exports" / "best"
+    (tmp_path / "watch.py").write_text(STANDS_IN_THE_WAY.format(place=str(place)))
+    best = {"every_steps": 1, "export_best": {"metric": "learning_rate", "mode": "max"}, "export_at_end": False}
+    values = tree(str(tmp_path), steps=4, optim={"schedule": "linear"}, checkpoint=best)
+
+    errors = pools(2).errors(run, values | {"observers": ["watch.py:in_the_way"]}, str(tmp_path))
+    stopped = find.one(str(tmp_path / "r")).manifest.step
+    place.unlink()
+    pools(2).run(run, values, str(tmp_path))
+
+    assert errors[0] == errors[1]
+    assert "cannot be replaced by an export" in errors[0][1]
+    assert stopped == 1
+    exported = load_file(place / "model.safetensors")
+    second = find.one(str(tmp_path / "r" / "checkpoints" / "step-00000002"))
+    assert all(torch.equal(tensor, second.read(f"model.{name}")) for name, tensor in exported.items())
 
 
 def test_the_last_checkpoint_has_the_evaluation_of_the_end(pools: Any, tmp_path: Path) -> None:

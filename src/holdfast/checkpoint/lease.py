@@ -20,6 +20,7 @@ from holdfast.checkpoint.storage import LocalStorage
 STALE_SECONDS = 120.0
 """A lease of another host that was not renewed for this long is dead."""
 RENEW_SECONDS = 15.0
+_WIDTH = 512
 
 
 class Lease:
@@ -46,7 +47,7 @@ class Lease:
             DirectoryTaken: Another job holds it.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("a+", encoding="utf-8")
+        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
         locked = self._lock(file)
         holder = self._holder(file)
         here = holder.get("host") == socket.gethostname()
@@ -100,10 +101,8 @@ class Lease:
 
     def _renew(self) -> None:
         assert self._file is not None
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(holder_text().decode())
-        self._file.flush()
+        # In place and of one width: a file that is emptied first stays empty on a full disk, and names nobody.
+        os.pwrite(self._file.fileno(), holder_text().ljust(_WIDTH), 0)
 
     def _lock(self, file: IO[str]) -> bool | None:
         """Lock the file; return whether that was possible, None on a file system without locks."""

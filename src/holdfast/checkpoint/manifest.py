@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
@@ -96,7 +97,7 @@ class Manifest:
         body = _canonical(asdict(self))
         return _canonical({"manifest": json.loads(body), _HASH_KEY: hash_bytes(body)})
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Identity of the checkpoint."""
         return hash_bytes(_canonical(asdict(self)))

@@ -84,9 +84,11 @@ class ObjectLease:
         """
         if self._lost or not self._is_mine() or self._is_overtaken():
             self._lost = True
-            turns = self._turns()
+            holder: dict[str, Any] = {}
+            with contextlib.suppress(OSError):
+                holder = self._holder(max(self._turns(), default=self._turn))
             raise PlaceLost(
-                f"{taken(self._place, self._holder(max(turns)) if turns else {})} It took the place over while this "
+                f"{taken(self._place, holder)} It took the place over while this "
                 f"job could not renew its lease for {STALE_SECONDS:.0f} s. What this job has saved is there; nothing "
                 "more was written."
             )

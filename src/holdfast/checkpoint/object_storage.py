@@ -80,7 +80,7 @@ class ObjectStorage:
             raise ConfigError(f"{url} cannot be opened: {error}. For s3:// install holdfast[s3].") from error
         self._root = str(path).rstrip("/")
         self._url = url.rstrip("/")
-        self._made: set[str] = set()
+        self._made: dict[str, object] = {}
 
     @property
     def root(self) -> str:
@@ -113,7 +113,7 @@ class ObjectStorage:
                 if not self._is_ours(path, writer.bytes_written, writer.hexdigest()):
                     raise FileExistsError(errno.EEXIST, _TAKEN, self._url + f"/{path}") from None
             else:
-                self._made.add(path)
+                self._made[path] = self._version(path)
 
     def _is_ours(self, path: str, size: int, digest: str) -> bool:
         """Whether the object that is there has these bytes: an upload is repeated if the answer to it was lost."""
@@ -222,8 +222,19 @@ class ObjectStorage:
     def undo(self, path: str) -> None:
         """Remove the objects below a prefix that this process created."""
         for made in sorted(made for made in self._made if made.startswith(f"{path}/")):
-            self._made.discard(made)
-            self.remove(made)
+            version = self._made.pop(made)
+            with suppress(FileNotFoundError):
+                if version == self._version(made):
+                    self.remove(made)
+
+    def kept(self, path: str) -> None:
+        """Forget what was created below a prefix: it stays."""
+        self._made = {made: version for made, version in self._made.items() if not made.startswith(f"{path}/")}
+
+    def _version(self, path: str) -> object:
+        """Return what tells an object from another one that was put under its name later."""
+        found = self._fs.info(self._path(path))
+        return [found.get(key) for key in ("ETag", "LastModified", "generation", "mtime", "size")]
 
     @_as_os_errors()
     def age(self, path: str) -> float:

@@ -101,10 +101,12 @@ def save_in_background(
     before = _newest[-1] if _newest else None
     outcome = None if before is None else before.outcome()
     with call(_NAME, timeout_minutes, SaveFailed, "background") as (ranks, _):
-        heard = all(ranks.gather(before is None or before.asked))
+        failure = outcome if isinstance(outcome, HoldfastError) else None
+        told = ranks.gather((failure, before is None or before.asked))
         _newest.clear()
-        if isinstance(outcome, HoldfastError) and not heard:
-            raise outcome
+        first = next((error for error, _ in told if error is not None), None)
+        if first is not None and not all(asked for _, asked in told):
+            raise first
         wanted = prepared(ranks, path, model, optimizer, extra, **others)
 
     def write(copy: Snapshot) -> Manifest:

@@ -206,8 +206,13 @@ def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manif
     return manifest
 
 
-def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:
+def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange, *, from_disk: bool = False) -> Manifest:
     """Return the manifest after every file's hash was compared, the files dealt out over ranks.
+
+    Args:
+        storage, name: The checkpoint.
+        ranks: All of them call this.
+        from_disk: Read what lies on the disk, and not what the system still remembers.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
@@ -215,7 +220,8 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Ma
     manifest = named_manifest(storage, name, ranks)
     mine: list[str] = []
     with ranks.together():
-        mine += damaged_files(storage, name, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+        files = sorted(manifest.files)[ranks.rank :: ranks.size]
+        mine += damaged_files(storage, name, manifest, files, from_disk=from_disk)
     damaged = sorted({file for part in ranks.gather(mine) for file in part})
     if damaged:
         tensors: list[str] = []

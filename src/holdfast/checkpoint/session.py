@@ -15,7 +15,7 @@ from holdfast.checkpoint.reader import verified_manifest
 from holdfast.checkpoint.retention import Retention, prune, put_aside
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.writer import About, Reached, commit
+from holdfast.checkpoint.writer import About, Reached, commit, together
 from holdfast.errors import HoldfastError
 from holdfast.parallel.broken import broken_by_peer, timed_out
 from holdfast.parallel.collectives import ProcessExchange
@@ -158,7 +158,7 @@ class Session:
         if ranks.rank == 0:
             try:
                 deleted = prune(self.storage, self.retention, needed=needed)
-            except (OSError, CheckpointError) as error:  # a network file system in a mood: the next save tries again
+            except Exception as error:  # noqa: BLE001 - the checkpoint is there, and the others wait for this rank
                 notes.append(f"older checkpoints could not be deleted: {error}.")
         told = ranks.agree((deleted, notes))
         return Saved(manifest, tuple(told[0]), tuple(told[1]))
@@ -171,10 +171,10 @@ class Session:
         name = step_name(manifest.step)
         self._reach("read back")
         try:
-            verified_manifest(self.storage, name, ranks)
+            verified_manifest(self.storage, name, ranks, from_disk=True)
         except CheckpointError as error:
             damaged = isinstance(error, CheckpointCorrupt)  # one that cannot be read may be whole
-            with ranks.together():
+            with together(ranks, "read back"):
                 if damaged and ranks.rank == 0:
                     put_aside(self.storage, name)
             raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error

@@ -105,6 +105,10 @@ class Storage(Protocol):
         """Remove what this process made below a path, and nothing that another one put there."""
         ...
 
+    def kept(self, path: str) -> None:
+        """Forget what this process made below a path: it stays."""
+        ...
+
     def age(self, path: str) -> float:
         """Return the seconds since a file was written, by the place's own clock: those of machines differ."""
         ...
@@ -253,6 +257,9 @@ class LocalStorage:
     def undo(self, path: str) -> None:
         """Remove all of it: a staging directory has a name that nobody else uses."""
         self.remove(path)
+
+    def kept(self, path: str) -> None:
+        """Do nothing: a place is named, and not remembered."""
 
     def age(self, path: str) -> float:
         """Compare with a file that is made now."""

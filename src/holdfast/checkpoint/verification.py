@@ -148,8 +148,15 @@ def _misnamed(storage: Storage, name: str, manifest: Manifest, where: str) -> st
     return None
 
 
-def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
+def damaged_files(
+    storage: Storage, name: str, manifest: Manifest, files: Sequence[str], *, from_disk: bool = False
+) -> list[str]:
     """Return the files that two reads, the second from the disk itself, find to have the same wrong hash.
+
+    Args:
+        storage, name, manifest: The checkpoint.
+        files: Which of its files.
+        from_disk: The first read, too, passes the system's cache by: it still holds what was just written.
 
     Raises:
         CheckpointUnreadable: A file cannot be read, also after some patience, or every read gives other bytes.
@@ -157,7 +164,7 @@ def damaged_files(storage: Storage, name: str, manifest: Manifest, files: Sequen
     damaged = []
     for file in files:
         path, expected = f"{name}/{file}", manifest.files[file].hash
-        first = _hash(storage, path, from_disk=False)
+        first = _hash(storage, path, from_disk=from_disk)
         second = first if first == expected else _hash(storage, path, from_disk=True)
         if expected not in {first, second}:
             if first != second:

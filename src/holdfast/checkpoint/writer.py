@@ -36,12 +36,12 @@ from holdfast.checkpoint.errors import PlaceLost, SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, place_file, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.optimizer_record import described_optimizers, wrapped_records
+from holdfast.checkpoint.room import refuse_full_disk
 from holdfast.checkpoint.snapshot import OPTIM, Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import HoldfastError
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import local_part
 
 Reached = Callable[[str], None]
 """Called with the name of each phase as it begins; what crash tests stop at."""
@@ -100,7 +100,7 @@ def commit(
         if ranks.rank == 0:
             _prepare(storage, staging, final)
     try:
-        _refuse_full_disk(snapshot, storage, ranks)
+        refuse_full_disk(snapshot, storage, ranks)
         reached("shards")
         files, seconds = _write_shards(snapshot, storage, staging, ranks)
         reached("rank state")
@@ -124,6 +124,7 @@ def commit(
     reached("published")
     agreed = ranks.agree(manifest)
     assert agreed is not None
+    storage.kept(final)
     return agreed
 
 
@@ -168,7 +169,7 @@ def _agree(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
     """
     wrapped = wrapped_records(snapshot)
     shared = json.dumps(snapshot.shared, sort_keys=True, default=repr)
-    mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents)
+    mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents, about.step)
     everyone = ranks.gather(mine)
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs[0] != everyone[0][0]:
@@ -177,7 +178,8 @@ def _agree(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
             raise SaveFailed(_first_difference(json.loads(everyone[0][1]), json.loads(theirs[1]), rank))
         if theirs[2:] != everyone[0][2:]:
             raise SaveFailed(
-                f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
+                f"ranks 0 and {rank} give different shared state, or save other steps. What differs between ranks "
+                "belongs into rank_state."
             )
     return _own_file(snapshot, about, ranks)
 
@@ -203,25 +205,6 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
         storage.remove(final)  # what a save that was killed left under this name, which is ours alone by a lease
     for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
-
-
-def _refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchange) -> None:
-    needed = sum(ranks.gather(_local_bytes(snapshot)))
-    known: int | None = None
-    with together(ranks, "begin"):
-        if ranks.rank == 0:
-            known = storage.free_bytes()
-    free = ranks.agree(known)
-    if free is not None and free < 1.2 * needed:
-        raise SaveFailed(
-            f"{storage.root} has {free / 2**20:,.0f} MiB free, a checkpoint needs {1.2 * needed / 2**20:,.0f} MiB. "
-            "Free some space or choose another run.dir."
-        )
-
-
-def _local_bytes(snapshot: Snapshot) -> int:
-    local = [local_part(tensor) for tensor in snapshot.tensors.values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 class _TimedWriter(Writer):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 
+from holdfast.cli.quiet import hush
 from holdfast.config.data import SyntheticConfig
 from holdfast.data.synthetic import SyntheticSource, verify
 
 
 def main() -> None:
     """Print the share of right answers."""
+    hush()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

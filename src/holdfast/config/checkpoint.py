@@ -53,9 +53,10 @@ class ResumeConfig(Section):
     """Trained then, frozen now, or not in the optimizer any more."""
     unfreeze: list[Pattern] = Field(default_factory=list)
     """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
-    changed: list[Literal["data", "files", "tokenizer", "model", "objective"]] = Field(default_factory=list)
+    changed: list[Literal["data", "files", "tokenizer", "model", "objective", "run"]] = Field(default_factory=list)
     """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer, the model's
-    configuration (and the weights a reference policy is loaded from), the loss with all that belongs to it."""
+    configuration (and the weights a reference policy is loaded from), the loss with all that belongs to it; `run`: what
+    lies in `storage` was saved by a run of another name, and this one goes on from it and may delete it."""
     hyperparameters: Literal["config", "checkpoint"] = "config"
     """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
     not_finite: bool = False
@@ -79,8 +80,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints."""
     every_epochs: Positive | None = None
     """Passes over the data between checkpoints."""
-    every_minutes: Positive | None = None
-    """Minutes between checkpoints; the rehearsal suggests a number."""
+    every_minutes: Positive | None = 30.0
+    """Minutes after the checkpoint before; the rehearsal suggests a number. null: not by the clock."""
     at_end: bool = True
     """Save when the run ends, so that raising steps continues it."""
     frozen: Literal["save", "skip"] = "save"

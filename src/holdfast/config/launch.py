@@ -8,7 +8,8 @@ from holdfast.config.base import Count, Positive, PositiveInt, Section
 
 
 class LaunchConfig(Section):
-    """Ranks on this machine. Under torchrun or Slurm the environment decides and this section is not read."""
+    """Ranks on this machine. Under torchrun, or wherever RANK and WORLD_SIZE are set, each process is one rank, and
+    `ranks` and `max_restarts` are not read."""
 
     ranks: PositiveInt | Literal["auto"] = "auto"
     """Processes; `auto`: one per GPU, or one on a machine without."""

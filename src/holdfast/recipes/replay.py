@@ -47,7 +47,7 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
         run = build_policy_run(apart, kept.base, world, lambda _: [])
         if step > 1:
             manifest = verified_manifest(storage, before, run.exchange)
-            resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.exchange)
+            resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.exchange, manifest.run_id)
         run.objective = controlled_objective(run)
         metrics = learn(run, kept.rollout)
         run.exchange.close()

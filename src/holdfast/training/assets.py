@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_assets
-from holdfast.checkpoint.readable import check_readable
+from holdfast.checkpoint.readable import ExportFailed, check_readable
+from holdfast.checkpoint.rehearsal import RehearsalFailed
 from holdfast.checkpoint.stored_export import ADAPTERS, STORED_HEADERS, headers_json
 from holdfast.models.adapter_files import AdapterSource
 from holdfast.models.weights_in import StoredSource
@@ -39,3 +40,21 @@ def run_assets(run: Run) -> dict[str, bytes]:
             run.assets[ADAPTERS] = json.dumps(asdict(about), sort_keys=True).encode()
         run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.config).encode()
     return run.assets
+
+
+def checked_assets(run: Run) -> dict[str, bytes]:
+    """Return the small files of every checkpoint, on rank 0, and refuse what transformers cannot write.
+
+    Raises:
+        RehearsalFailed: It cannot; nothing was trained.
+    """
+    try:
+        return run_assets(run) if run.world.is_first else {}
+    except ExportFailed as error:
+        raise RehearsalFailed(f"{error} Nothing was trained.") from error
+    except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise RehearsalFailed(
+            "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
+            f"export holds them: {type(error).__name__}: {error}. Nothing was trained. Mend what model.path or "
+            "model.tokenizer names: its save_pretrained must work."
+        ) from error

@@ -16,7 +16,6 @@ from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
 from holdfast.checkpoint.retention import clean
@@ -28,7 +27,7 @@ from holdfast.config.versions import versions
 from holdfast.errors import UserError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
-from holdfast.training.assets import run_assets
+from holdfast.training.assets import checked_assets, run_assets
 from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
 from holdfast.training.exports import EXPORTS, check_export
@@ -66,7 +65,7 @@ class Checkpoints:
             directory.remove(run.directory)  # what an interrupted dry run left behind
         with run.exchange.together():
             known = self._places.has_any() if run.world.is_first else False
-            self._assets()  # what cannot be written fails here, on all ranks alike
+            checked_assets(run)  # what cannot be written fails here, on all ranks alike
         known = self._ranks.agree(known)
         self._is_new_run = not known and not directory.is_run(run.directory)
         if not known:
@@ -76,6 +75,24 @@ class Checkpoints:
         except BaseException:
             self._stack.close()
             raise
+        try:
+            self._hold(run_id)
+            self._start(known=known)
+            if run.world.is_first:
+                directory.create(
+                    run.directory, run.config, run.config.verb
+                )  # again, now that nothing can be refused any more
+            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
+            self._emergency.start()
+            self._stack.callback(self._emergency.stop)
+        except BaseException as error:
+            self._stack.close()
+            self._leave_nothing(error)
+            raise
+        return self
+
+    def _hold(self, run_id: str) -> None:
+        run = self._run
         self._session = Session(
             self._storage,
             self._ranks,
@@ -94,20 +111,6 @@ class Checkpoints:
             later=run.unfreezing.names,
         )
         self._beside = {name: hold(each.policy) for name, each in run.companions.items()}
-        try:
-            self._start(known=known)
-            if run.world.is_first:
-                directory.create(
-                    run.directory, run.config, run.config.verb
-                )  # again, now that nothing can be refused any more
-            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
-            self._emergency.start()
-            self._stack.callback(self._emergency.stop)
-        except BaseException as error:
-            self._stack.close()
-            self._leave_nothing(error)
-            raise
-        return self
 
     def _take_directory(self) -> str:
         """Take the lease, and return the identity of the run that lives here."""
@@ -156,7 +159,7 @@ class Checkpoints:
         not_finite = self._config.resume.not_finite
         choice = newest_verified(self._storage, self._ranks, not_finite=not_finite) if known else None
         if choice is not None:
-            loaded = resume(run, self._storage, choice, self._ranks)
+            loaded = resume(run, self._storage, choice, self._ranks, self.session.run_id)
             self.session.resumed = choice.manifest
             # Retention deletes the checkpoints that recorded them first.
             self._deviations = tuple(dict.fromkeys((*choice.manifest.deviations, *loaded.deviations)))
@@ -185,7 +188,7 @@ class Checkpoints:
         with run.phase("rehearsal"):
             with run.exchange.together():
                 check_export(run)
-                assets = self._assets()
+                assets = checked_assets(run)
             optimizer = run.optimizer if config.contents == "full" else None
             run.state.observers = run.exchange.agree(run.state.observers)
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
@@ -215,19 +218,6 @@ class Checkpoints:
             f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
         )
         say(self._run, words, *([warning] if late else []))
-
-    def _assets(self) -> dict[str, bytes]:
-        """Return the small files of every checkpoint, and refuse what transformers cannot write."""
-        try:
-            return run_assets(self._run) if self._run.world.is_first else {}
-        except ExportFailed as error:
-            raise RehearsalFailed(f"{error} Nothing was trained.") from error
-        except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise RehearsalFailed(
-                "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
-                f"export holds them: {type(error).__name__}: {error}. Nothing was trained. Mend what model.path or "
-                "model.tokenizer names: its save_pretrained must work."
-            ) from error
 
     def _drill(self, requests: StopRequests) -> None:
         deaf = requests.drill(self._run.exchange)
@@ -312,7 +302,7 @@ class Checkpoints:
 
     def _before_publishing(self, phase: str) -> None:
         if phase == "publish":
-            self._places.check()
+            self._places.check_now()
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         run = self._run
@@ -356,7 +346,10 @@ class Checkpoints:
             self._places.check()
         observers = ranks.agree(moment.state["observers"])
         snapshot = self._snapshot(replace(moment, state={**moment.state, "observers": observers}))
-        return self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
+        manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
+        if self._run.world.is_first:
+            directory.note_saved(self._run.directory, manifest.step)  # a start that finds it gone must know of it
+        return manifest
 
     def collect(self) -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.

@@ -99,6 +99,12 @@ def last_saved(directory: Path) -> int | None:
     return max(steps, default=None)
 
 
+def note_saved(directory: Path, step: int) -> None:
+    """Append to events.jsonl that a checkpoint was saved before an error ended the run."""
+    with (directory / EVENTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"event": "checkpoint", "step": step, "saved": step, "before_error": True}) + "\n")
+
+
 def resolved_yaml(config: Section) -> str:
     """Return the whole tree as YAML, defaults included; it can be run as it is."""
     return to_yaml(as_plain(config))

@@ -84,16 +84,21 @@ def _export(run: Run, name: str) -> str:
 
 
 def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of exports that follow a step, the same on every rank; noting a new best marks it as known.
+    """Return the names of exports that follow a step, the same on every rank.
 
     Times and memory differ between ranks, so rank 0's metrics decide.
     """
     config = run.config.checkpoint
     if config.export_every is None and config.export_best is None:
         return []
-    names = _due(run, metrics) if run.world.is_first else []
-    names, run.state.best_exported = run.exchange.agree((names, run.state.best_exported))
-    return names
+    return run.exchange.agree(_due(run, metrics) if run.world.is_first else [])
+
+
+def note_exported(run: Run, name: str, metrics: Mapping[str, float]) -> None:
+    """Remember the metric of a best export that stands; all ranks call this together."""
+    wanted = run.config.checkpoint.export_best
+    if name == BEST and wanted is not None:
+        run.state.best_exported = run.exchange.agree(metrics.get(wanted.metric))
 
 
 def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
@@ -107,7 +112,6 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
         if not math.isfinite(value):
             return names
         if best is None or (value > best if wanted.mode == "max" else value < best):
-            run.state.best_exported = value
             names.append(BEST)
     return names
 

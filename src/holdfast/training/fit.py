@@ -16,7 +16,7 @@ from holdfast.training import directory
 from holdfast.training.checkpoints import Checkpoints
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
 from holdfast.training.evaluate import evaluate as evaluate_supervised
-from holdfast.training.exports import BEST, due_exports, export_run
+from holdfast.training.exports import BEST, due_exports, export_run, note_exported
 from holdfast.training.journal import Journal
 from holdfast.training.run import Run, StepAbandoned
 from holdfast.types import StepEvent
@@ -78,7 +78,10 @@ class _Loop(Generic[R]):
         """Return why the run stopped early; None if it did not."""
         run, evaluation = self.run, self.run.config.evaluation
         if run.finished:
-            self.journal.say(f"nothing to do: step {run.state.step} is the last one")
+            self.journal.say(
+                f"nothing to do: step {run.state.step} is the last one of {run.directory}. Raise steps to go on, or "
+                "give another run.name to begin a new run"
+            )
             return None
         if (evaluation.at_start and run.state.step == 0) or run.config.dry_run:
             self.journal.report(self._evaluate())
@@ -94,12 +97,12 @@ class _Loop(Generic[R]):
         """Evaluate before the last save, which holds the numbers; what was trained is saved if that fails."""
         try:
             found = self._evaluate()
+            self.line |= found
+            self.journal.report(found)
+            self._export([name for name in due_exports(self.run, found) if name == BEST])
         except Exception as error:
             self._save_before(error)
             raise
-        self.line |= found
-        self.journal.report(found)
-        self._export([name for name in due_exports(self.run, found) if name == BEST])
 
     def _train(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
@@ -142,17 +145,17 @@ class _Loop(Generic[R]):
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
         self.journal.report(self.line)
-        exports = due_exports(run, self.line)  # before the save, which remembers the best one
+        self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.
         last = run.finished and run.config.checkpoint.at_end
         if decision.save and stopped is None and not last:
             self.journal.saved(self.checkpoints.save(self.line))
-        self._export(exports)
         return stopped
 
     def _export(self, names: list[str]) -> None:
         for name in names:
             self.journal.event("export", path=export_run(self.run, name))
+            note_exported(self.run, name, self.line)
 
     def _save_before(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run, whether it is this rank's alone or everybody's."""

@@ -78,9 +78,18 @@ class Places:
         Raises:
             SaveFailed: It was moved, deleted or replaced, or another job has taken over.
         """
+        with suppress(OSError):  # where nobody answers, the save that follows says so
+            self.check_now()
+
+    def check_now(self) -> None:
+        """The same, where nothing follows that would find out.
+
+        Raises:
+            SaveFailed: As `check`.
+            OSError: Nobody answers.
+        """
         for lease in self._leases:
-            with suppress(OSError):  # where nobody answers, the save that follows says so
-                lease.check()
+            lease.check()
 
     def remove(self) -> None:
         """Leave nothing of a new run that was refused: not the directory, nor an empty place for its checkpoints."""

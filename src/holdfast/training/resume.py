@@ -39,8 +39,14 @@ MOVES_NUMBERS = (
 )  # fmt: skip
 
 
-def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -> Loaded:
+def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, run_id: str) -> Loaded:
     """Continue from a verified checkpoint; what was declared to differ is printed, and is among the deviations.
+
+    Args:
+        run: As it was built.
+        storage, choice: The checkpoint.
+        ranks: A group of its own.
+        run_id: Of this run.
 
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
@@ -48,7 +54,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange) -
     config = run.config.checkpoint
     accepted: list[str] = []
     with run.exchange.together():
-        accepted += _check_identity(run, storage, choice)
+        accepted += _check_identity(run, storage, choice, run_id)
     unfreeze(run, choice.manifest.step)
     loaded = load(
         storage,
@@ -117,10 +123,14 @@ def say(run: Run, *lines: str) -> None:
             print(line, flush=True)
 
 
-def _check_identity(run: Run, storage: Storage, choice: Choice) -> list[str]:
+def _check_identity(run: Run, storage: Storage, choice: Choice, run_id: str) -> list[str]:
     """Return what differs and was declared, in words."""
     allowed = run.config.checkpoint.resume.changed
     found = differences(with_marks_of_now(choice.manifest.fingerprints, run.identity), run.identity)
+    # A run whose directory was on a disk that is gone has a new identity and the old name.
+    name = _settings_then(storage, choice).get("run.name")
+    if choice.manifest.run_id != run_id and name not in {None, run.config.run.name}:
+        found = {**found, "run": [f"run.name is {name} there"]}
     refused = {kind: what for kind, what in found.items() if kind not in allowed}
     if refused:
         words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
@@ -132,12 +142,19 @@ def _check_identity(run: Run, storage: Storage, choice: Choice) -> list[str]:
     return [f"{kind}: {', '.join(what)} (changed)" for kind, what in found.items()]
 
 
-def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:
-    """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
+def _settings_then(storage: Storage, choice: Choice) -> dict[str, Any]:
+    """Return the configuration that a checkpoint was made with, by dotted name; empty if it holds none."""
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
     if file not in choice.manifest.files:
+        return {}
+    return dict(leaves(yaml.safe_load(storage.read(f"{choice.name}/{file}"))))
+
+
+def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:
+    """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
+    then = _settings_then(storage, choice)
+    if not then:
         return []
-    then = dict(leaves(yaml.safe_load(storage.read(f"{choice.name}/{file}"))))
     now = dict(leaves(as_plain(run.config)))
     told = [
         f"{key} {then.get(key)} -> {now.get(key)}"

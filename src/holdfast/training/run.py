@@ -113,10 +113,12 @@ class Run(Evaluation):
         """Let the averages stand in for the weights within the block; every rank enters together."""
         assert self.averages is not None
         was_updating, self.updating = self.updating, True  # what the policy holds meanwhile is no step's
-        with self.averages.in_place(sharded_parameters(self.policy)):
-            yield
-            sharded_parameters(self.policy)  # units that the block gathered hold averages
-        self.updating = was_updating
+        try:
+            with self.averages.in_place(sharded_parameters(self.policy)):
+                yield
+                sharded_parameters(self.policy)  # units that the block gathered hold averages
+        finally:
+            self.updating = was_updating
 
     @property
     def finished(self) -> bool:
