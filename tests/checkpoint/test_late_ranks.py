@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast import checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.parallel.mesh import World
@@ -56,6 +58,7 @@ def load_with_a_late_rank(world: World, path: str) -> None:
         checkpoint.load(path, toy, timeout_minutes=SECONDS / 60)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_to_a_load_is_named(pools: Any, tmp_path: Path) -> None:
     errors = pools(2).errors(load_with_a_late_rank, str(tmp_path / "step-00000001"))
 

@@ -89,6 +89,7 @@ def test_a_killed_run_that_goes_on_is_identical(
     assert done.out.splitlines()[-1] == "identical"
 
 
+@pytest.mark.slow  # tests/distributed and tests/crash do it without the command line
 def test_a_run_goes_on_at_another_number_of_ranks(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
     straight = pairs | {"model": pairs["model"] | {"dtype": "float64"}, "optim": {"kind": "sgd", "lr": 0.1}}
     straight["optim"]["schedule"] = "constant"

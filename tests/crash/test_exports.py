@@ -33,7 +33,7 @@ def exporting(directory: Path, steps: int) -> dict[str, Any]:
         str(directory),
         steps=steps,
         optim={"schedule": {"kind": "constant", "warmup_steps": 50}},
-        checkpoint={"every_steps": 1, "export_best": best, "export_at_end": False},
+        checkpoint={"every_steps": 1, "export_best": best, "export_at_end": False, "background": False},
     )
 
 

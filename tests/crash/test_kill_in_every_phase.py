@@ -18,7 +18,7 @@ from tests.cli.warm import WarmPython
 from tests.crash.killed import confirmed, start
 from tests.crash.runs import log_of, state_differences
 
-EXPORTING = ("checkpoint.export_every=4",)
+EXPORTING = ("checkpoint.export_every=4", "checkpoint.background=false")
 OF_RANK_0 = {"manifest", "sync", "publish"}
 OF_A_SAVE = [*PHASES, "read back", "retention"]
 FAST = {(0, f"export: {EXPORT_PHASES[-1]}"), (1, "export")}

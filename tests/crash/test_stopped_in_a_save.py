@@ -111,6 +111,7 @@ class OnceSlow(SlowChannel):
             self._seconds = 0.0
 
 
+@pytest.mark.slow
 def test_saves_go_on_after_one_that_a_rank_was_late_to(pools: Any, tmp_path: Path) -> None:
     values = values_of(
         tmp_path,

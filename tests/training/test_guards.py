@@ -105,8 +105,9 @@ def test_a_best_export_that_failed_is_no_best_one(pools: Any, tmp_path: Path) ->
     (tmp_path / "watch.py").write_text(STANDS_IN_THE_WAY.format(place=str(place)))
     best = {"every_steps": 1, "export_best": {"metric": "learning_rate", "mode": "max"}, "export_at_end": False}
     values = tree(str(tmp_path), steps=4, optim={"schedule": "linear"}, checkpoint=best)
+    values["observers"] = ["watch.py:in_the_way"]
 
-    errors = pools(2).errors(run, values | {"observers": ["watch.py:in_the_way"]}, str(tmp_path))
+    errors = pools(2).errors(run, values, str(tmp_path))
     stopped = find.one(str(tmp_path / "r")).manifest.step
     place.unlink()
     pools(2).run(run, values, str(tmp_path))

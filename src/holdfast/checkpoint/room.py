@@ -7,30 +7,27 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.snapshot import Snapshot
-from holdfast.checkpoint.storage import Storage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part
 
 
-def refuse_full_disk(snapshot: Snapshot, storage: Storage, ranks: ProcessExchange) -> None:
+def refuse_full_disk(snapshot: Snapshot, place: str, free: int | None, ranks: ProcessExchange) -> None:
     """Compare what ranks will write with what is free; all ranks call this together.
 
+    Args:
+        snapshot: This rank's part.
+        place: Where to, for the message.
+        free: Bytes, the same on all ranks; None where nobody can say.
+        ranks: Who writes.
+
     Raises:
-        SaveFailed: There is too little, or nobody can say; on all ranks.
+        SaveFailed: There is too little; on all ranks.
     """
     needed = sum(ranks.gather(_bytes_to_write(snapshot, first=ranks.rank == 0)))
-    known: int | None = None
-    with ranks.together():
-        if ranks.rank == 0:
-            try:
-                known = storage.free_bytes()
-            except OSError as error:
-                raise SaveFailed(f"{storage.root} does not say how much is free: {error.strerror or error}.") from error
-    free = ranks.agree(known)
     if free is not None and free < 1.2 * needed:
         raise SaveFailed(
-            f"{storage.root} has {free / 2**20:,.0f} MiB free, a checkpoint needs {1.2 * needed / 2**20:,.0f} MiB. "
-            "Free some space or choose another run.dir."
+            f"{place} has {free / 2**20:,.0f} MiB free, a checkpoint needs {1.2 * needed / 2**20:,.0f} MiB. Free some "
+            "space or choose another run.dir."
         )
 
 

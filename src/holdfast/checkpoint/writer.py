@@ -100,7 +100,7 @@ def commit(
         if ranks.rank == 0:
             _prepare(storage, staging, final)
     try:
-        refuse_full_disk(snapshot, storage, ranks)
+        refuse_full_disk(snapshot, storage.root, _free_bytes(storage, ranks), ranks)
         reached("shards")
         files, seconds = _write_shards(snapshot, storage, staging, ranks)
         reached("rank state")
@@ -176,10 +176,11 @@ def _agree(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
             raise SaveFailed(_first_difference(everyone[0][0], theirs[0], rank))
         if theirs[1] != everyone[0][1]:
             raise SaveFailed(_first_difference(json.loads(everyone[0][1]), json.loads(theirs[1]), rank))
+        if theirs[4] != everyone[0][4]:
+            raise SaveFailed(f"rank 0 saves step {everyone[0][4]}, and rank {rank} step {theirs[4]}.")
         if theirs[2:] != everyone[0][2:]:
             raise SaveFailed(
-                f"ranks 0 and {rank} give different shared state, or save other steps. What differs between ranks "
-                "belongs into rank_state."
+                f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
     return _own_file(snapshot, about, ranks)
 
@@ -205,6 +206,14 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
         storage.remove(final)  # what a save that was killed left under this name, which is ours alone by a lease
     for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
+
+
+def _free_bytes(storage: Storage, ranks: ProcessExchange) -> int | None:
+    known: int | None = None
+    with together(ranks, "begin"):
+        if ranks.rank == 0:
+            known = storage.free_bytes()
+    return ranks.agree(known)
 
 
 class _TimedWriter(Writer):

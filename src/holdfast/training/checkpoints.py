@@ -67,7 +67,7 @@ class Checkpoints:
             known = self._places.has_any() if run.world.is_first else False
             checked_assets(run)  # what cannot be written fails here, on all ranks alike
         known = self._ranks.agree(known)
-        self._is_new_run = not known and not directory.is_run(run.directory)
+        self._is_new_run = run.world.is_first and not self._places.has_run()
         if not known:
             run.stream.read_ahead(run.state.step)
         try:
@@ -145,7 +145,7 @@ class Checkpoints:
     def _leave_nothing(self, error: BaseException | None) -> None:
         """Remove the directory of a new run that was refused before its first step."""
         run = self._run
-        if isinstance(error, UserError) and self._is_new_run and run.world.is_first and run.state.step == 0:
+        if isinstance(error, UserError) and self._is_new_run and run.state.step == 0:
             self._places.remove()
 
     @property

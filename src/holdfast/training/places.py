@@ -12,7 +12,7 @@ from holdfast.checkpoint.layout import LEASE
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.object_lease import ObjectLease
 from holdfast.checkpoint.retention import has_any
-from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.storage import LocalStorage, Storage
 from holdfast.errors import ConfigError
 from holdfast.training import directory
 
@@ -40,6 +40,11 @@ class Places:
                 "Nothing was changed. Mend its address, permissions or credentials, or choose another run.dir or "
                 "checkpoint.storage."
             ) from error
+
+    def has_run(self) -> bool:
+        """Return whether the run's directory holds a run, or checkpoints of one."""
+        own = LocalStorage(self._directory / directory.FOLDER)
+        return directory.is_run(self._directory) or has_any(own)
 
     def take(self, stack: ExitStack) -> None:
         """Hold both until the stack is closed.
