@@ -61,6 +61,16 @@ def step(world: World, toy: Toy, optimizer: torch.optim.Optimizer, number: int) 
     return float(loss.detach() * world.size)
 
 
+def zero_everything(toy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Overwrite parameters, buffers and the optimizer's state in place."""
+    with torch.no_grad():
+        for tensor in [*toy.parameters(), *toy.buffers()]:
+            tensor.zero_()
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+
 def mixed_dtypes(optimizer: torch.optim.Optimizer) -> None:
     """Make state of other dtypes than the parameters', as low-precision optimizers have."""
     for state in optimizer.state.values():

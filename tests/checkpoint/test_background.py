@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.snapshot import take
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, step
+from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, step, zero_everything
 from tests.crash.cases import session_of
 from tests.crash.faulty import FullStorage, SlowStorage
 from tests.crash.processes import run_doomed
@@ -33,12 +32,7 @@ def mutate_after_the_copy(world: World, directory: Path) -> dict[str, Any]:
     before = contents(toy, optimizer)
     session = session_of(SlowStorage(directory, 0.3), world)
     session.save(take(toy, optimizer), 1)
-    with torch.no_grad():
-        for tensor in [*toy.parameters(), *toy.buffers()]:
-            tensor.zero_()
-        for state in optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+    zero_everything(toy, optimizer)
     assert session.status == "running"
     session.collect()
     return before

@@ -14,7 +14,7 @@ from holdfast import checkpoint
 from holdfast.checkpoint.pending import PendingSave
 from holdfast.errors import HoldfastError
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
+from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step, zero_everything
 
 
 def overwrite_after_the_call(world: World, path: str) -> dict[str, Any]:
@@ -24,12 +24,7 @@ def overwrite_after_the_call(world: World, path: str) -> dict[str, Any]:
     step(world, toy, optimizer, 1)
     before = contents(toy, optimizer)
     saving = checkpoint.save_in_background(path, toy, optimizer, extra={"steps": 1}, rank_extra=("rank", world.rank))
-    with torch.no_grad():
-        for tensor in [*toy.parameters(), *toy.buffers()]:
-            tensor.zero_()
-        for state in optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+    zero_everything(toy, optimizer)
     manifest = saving.result()
     return {"before": before, "manifest": manifest.hash, "done": saving.done, "again": saving.result().hash}
 

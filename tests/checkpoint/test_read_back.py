@@ -53,6 +53,48 @@ def test_a_bit_that_flips_after_the_commit_costs_no_older_checkpoint(pools: Any,
     assert [name for name in storage.names() if name.startswith(QUARANTINE)]
 
 
+class ForgetfulStorage(LocalStorage):
+    """A disk that kept another bit than it was given, under a cache that remembers what was written."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._written: dict[str, str] = {}
+
+    def damage(self, path: str) -> None:
+        self._written[path] = super().hash(path)
+        data = bytearray(self.path(path).read_bytes())
+        data[len(data) // 2] ^= 1
+        self.path(path).write_bytes(bytes(data))
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        return super().hash(path, from_disk=from_disk) if from_disk else self._written.get(path) or super().hash(path)
+
+
+def save_to_a_bad_disk(world: World, directory: Path) -> str:
+    """Save once; the disk has another bit than the cache when the files are read again."""
+    toy = build(world)
+    storage = ForgetfulStorage(directory)
+
+    def damage(phase: str) -> None:
+        if phase == "read back":
+            for path in (directory / "step-00000001" / "dcp").glob("__0_*"):
+                storage.damage(str(path.relative_to(directory)))
+
+    session = session_of(storage, world, reached=damage)
+    session.save(take(toy, None), 1)
+    try:
+        session.collect()
+    except SaveFailed as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_files_are_read_back_from_the_disk_and_not_from_the_cache(pools: Any, tmp_path: Path) -> None:
+    (said,) = pools(1).run(save_to_a_bad_disk, tmp_path)
+
+    assert said.startswith("step 1 was written and reads back differently: ")
+
+
 def bytes_counted(world: World, replicate: int) -> tuple[int, int]:
     """Return what all ranks together say they will write, and what the model has."""
     toy = Toy(torch.nn.Linear(6, 10), torch.nn.Linear(10, 6))

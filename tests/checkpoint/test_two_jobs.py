@@ -19,7 +19,8 @@ import pytest
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import DirectoryTaken
 from holdfast.checkpoint.layout import LEASE
-from holdfast.checkpoint.lease import STALE_SECONDS, Lease
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.renewal import STALE_SECONDS
 from holdfast.checkpoint.storage import rename_new
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
@@ -162,7 +163,8 @@ OTHER_HOST = """
 import sys, time
 from pathlib import Path
 from holdfast.checkpoint.layout import LEASE
-from holdfast.checkpoint.lease import STALE_SECONDS, Lease
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.renewal import STALE_SECONDS
 
 with Lease(Path(sys.argv[1])):
     Path(sys.argv[2]).touch()

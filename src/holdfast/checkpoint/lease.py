@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import socket
-import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from holdfast.checkpoint.errors import DirectoryTaken, SaveFailed
 from holdfast.checkpoint.layout import FOLDER, LEASE
+from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed
 from holdfast.checkpoint.storage import LocalStorage
 
-STALE_SECONDS = 120.0
-"""A lease of another host that was not renewed for this long is dead."""
-RENEW_SECONDS = 15.0
 _WIDTH = 512
 
 
-class Lease:
+class Lease(Renewed):
     """Held by rank 0 for the length of a block.
 
     A lock on the file holds within a machine and dies with the process. Network file systems may not pass it on to
@@ -32,13 +27,12 @@ class Lease:
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__("holdfast-lease")
         self._path = directory / LEASE
         self._storage = LocalStorage(directory)
         # What users call it: the run's directory, or the place of checkpoints that has a name of its own.
         self._place = directory.parent if directory.name == FOLDER else directory
         self._file: IO[str] | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Lease:
         """Take the lease.
@@ -58,17 +52,10 @@ class Lease:
             raise DirectoryTaken(taken(str(self._place), holder))
         self._file = file
         self._renew()
-        self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-lease", daemon=True)
-        self._thread.start()
+        self._begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give it back."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+    def _give_back(self) -> None:
         if self._file is not None:
             self._file.seek(0)
             self._file.truncate()
@@ -93,11 +80,6 @@ class Lease:
                 f"{place} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
                 f"it back as {place} and start the same command again: it continues from the newest checkpoint in it."
             )
-
-    def _keep_renewing(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
-            with contextlib.suppress(OSError):  # the next time may do better; a dead file system stops the saves
-                self._renew()
 
     def _renew(self) -> None:
         assert self._file is not None

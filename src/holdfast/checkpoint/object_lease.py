@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
-from holdfast.checkpoint.lease import RENEW_SECONDS, STALE_SECONDS, holder_text, taken
+from holdfast.checkpoint.lease import holder_text, taken
+from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed
 from holdfast.checkpoint.storage import Storage
 
 _WITHDRAW_SECONDS = 1.0
 
 
-class ObjectLease:
+class ObjectLease(Renewed):
     """Held by rank 0 for the length of a block.
 
     Args:
@@ -33,14 +32,13 @@ class ObjectLease:
     """
 
     def __init__(self, storage: Storage, of: str = "") -> None:
+        super().__init__("holdfast-object-lease")
         self._storage = storage
         self._prefix = f".lease-{of}." if of else ".lease-"
         self._place = f"{storage.root}/{of}".rstrip("/")
         self._token = uuid.uuid4().hex
         self._turn = 0
         self._lost = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_renewing, name="holdfast-object-lease", daemon=True)
 
     def __enter__(self) -> ObjectLease:
         """Take the lease.
@@ -64,16 +62,8 @@ class ObjectLease:
         except BaseException:
             self._give_back()
             raise
-        self._thread.start()
+        self._begin()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give it back."""
-        self._stop.set()
-        self._thread.join()
-        self._give_back()
 
     def check(self) -> None:
         """Refuse to go on where another job has taken over.
@@ -108,13 +98,11 @@ class ObjectLease:
             if self._is_mine():
                 self._storage.remove(self._name(self._turn))
 
-    def _keep_renewing(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
-            with contextlib.suppress(Exception):  # stores raise errors of their own; the next time may do better
-                if not self._is_mine():
-                    self._lost = True  # the next save says so
-                    return
-                self._storage.replace(self._name(self._turn), self._text())
+    def _renew(self) -> None:
+        if self._lost or not self._is_mine():
+            self._lost = True  # the next save says so
+            return
+        self._storage.replace(self._name(self._turn), self._text())
 
     def _refuse_living(self, turns: list[int]) -> None:
         for turn in turns:

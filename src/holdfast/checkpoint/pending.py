@@ -81,6 +81,7 @@ def save_in_background(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     extra: Any = None,
+    *,
     timeout_minutes: float = 30.0,
     **others: Unpack[Others],
 ) -> PendingSave:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast.optim.per_parameter import PerParameterAdamW
+from holdfast.optim.per_parameter import HyperParameters, PerParameterAdamW
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
 from holdfast.parallel.materialise import local_part
@@ -46,16 +46,13 @@ class LowBitAdamW(PerParameterAdamW):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-5,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         *,
         compile_update: bool = False,
+        **hyper_parameters: Unpack[HyperParameters],
     ) -> None:
         self._zeros = getattr(torchao_module(self.module, f"optim.kind: {self.option}"), self.state_class).zeros
         self._update: Callable[..., None] = compiled(_update) if compile_update else _update
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, **hyper_parameters)
 
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update one parameter, which has a gradient."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+class HyperParameters(TypedDict, total=False):
+    """What an AdamW is given besides parameters, where it is not what it usually is."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 class PerParameterAdamW(Optimizer):
