@@ -22,13 +22,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from grpo_vs_trl import SHAPES, STEPS, Shape, endless
-from measure import Meter, Round, Verdicts, heading, mean_of_ranks, run_arm, run_ranks, show_round
+from measure import Meter, Ranks, Verdicts, alternate, heading, take_turn
 
 WARM_UP = 2
 
@@ -37,25 +36,26 @@ def shape_on(device: str) -> Shape:
     return SHAPES["64+64" if device == "cpu" else "8x8x512"]
 
 
-def report(name: str, language_model: Any, rollout: Callable[[], object], shape: Shape, device: str) -> None:
+def report(language_model: Any, rollout: Callable[[], object], shape: Shape, device: str) -> None:
     """Time rollouts and print the arm's line."""
     calls: list[int] = []
     language_model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     meter = Meter(device)
     times = []
     for _ in range(STEPS):
+        take_turn()
         start = meter.seconds()
         rollout()
         times.append(meter.seconds() - start)
-    seconds = statistics.median(times[WARM_UP:])
     tokens = shape.rows * shape.completion
     result = {
-        "tokens_per_second": tokens / seconds,
-        "ms_per_step": 1000 * seconds / shape.completion,
+        "tokens_per_second": tokens / statistics.median(times[WARM_UP:]),
+        "ms_per_step": 1000 * statistics.median(times[WARM_UP:]) / shape.completion,
         "tokens": tokens,
         "forwards": len(calls) / STEPS,
+        "speeds": [tokens / seconds for seconds in times[WARM_UP:]],
     }
-    print(json.dumps({"arm": name} | result))
+    print(json.dumps(result))
 
 
 def holdfast(device: str) -> None:
@@ -95,7 +95,7 @@ def holdfast(device: str) -> None:
         found = generate(engine, requests, SamplingConfig(max_new_tokens=shape.completion))
         assert sum(sampled.tokens.size for sampled in found) == shape.rows * shape.completion
 
-    report("holdfast", engine._replica.model, rollout, shape, device)
+    report(engine._replica.model, rollout, shape, device)
 
 
 def transformers(device: str) -> None:
@@ -124,11 +124,11 @@ def transformers(device: str) -> None:
             )
         assert found.shape == (shape.rows, shape.prompt + shape.completion)
 
-    report("transformers", language_model, rollout, shape, device)
+    report(language_model, rollout, shape, device)
 
 
-def rank_of_rollouts() -> None:
-    """Sample as one rank of a policy's run; the first rank prints the mean over all ranks."""
+def rank_of_rollouts(device: str) -> None:
+    """Sample as one rank of a policy's run, or as all of it."""
     from holdfast.config.grpo import GRPOConfig
     from holdfast.config.load import from_mapping
     from holdfast.data.characters import character_tokenizer
@@ -138,7 +138,7 @@ def rank_of_rollouts() -> None:
     from holdfast.training.build_policy import build_policy_run
     from holdfast.training.rollouts import sample_groups
 
-    shape = shape_on("cpu")
+    shape = shape_on(device)
     tree = {
         "steps": STEPS,
         "model": {"path": "live", "tokenizer": "builtin:characters"},
@@ -152,7 +152,7 @@ def rank_of_rollouts() -> None:
     with joined(config.launch) as world:
         live = Live(
             rows=[{"prompt": text} for text in shape.texts() * 2],
-            model=endless("cpu"),
+            model=endless(device),
             tokenizer=character_tokenizer(),
         )
         run = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
@@ -163,56 +163,41 @@ def rank_of_rollouts() -> None:
             prompts = run.stream.next(number, 2).mine[:1]
             run.state.updates = number  # new weights, as far as the engine can know
             seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}
+            take_turn()
             start = meter.seconds()
             groups = sample_groups(run, prompts, config.rollout, seeds)
             times.append(meter.seconds() - start)
             tokens = sum(trajectory.completion_length for group in groups for trajectory in group.trajectories)
             assert tokens == shape.rows * shape.completion
-        seconds = mean_of_ranks(statistics.median(times[WARM_UP:]))
-        if world.is_first:
-            result = {"seconds": seconds, "forwards": len(calls) / STEPS}
-            print(json.dumps({"arm": f"ranks_{world.size}"} | result), flush=True)
+    updates = times[WARM_UP:]
+    print(json.dumps({"seconds": statistics.median(updates), "updates": updates, "forwards": len(calls) / STEPS}))
 
 
-def ranks_and_twins() -> Round:
-    """Return what a rollout costs on 2 ranks, on 1, and in each of 2 processes beside each other."""
-    found = run_ranks(__file__, 2, "--rank") | run_ranks(__file__, 1, "--rank")
-    with ThreadPoolExecutor(2) as pool:
-        twins = list(pool.map(lambda _: run_ranks(__file__, 1, "--rank")["ranks_1"], range(2)))
-    return found | {"twins": {name: statistics.mean(twin[name] for twin in twins) for name in twins[0]}}
-
-
-ARMS = {"holdfast": holdfast, "transformers": transformers}
+ARMS: dict[str, Callable[[str], None]] = {"holdfast": holdfast, "transformers": transformers}
+SHARDED = {"ranks_2": Ranks(2), "ranks_1": Ranks(1), "twins": Ranks(2, connected=False)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--arm", choices=list(ARMS))
-    parser.add_argument("--rank", action="store_true", help="be one rank of a sharded rollout")
+    parser.add_argument("--arm", choices=[*ARMS, *SHARDED])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     device = options.device
-    if options.rank:
-        rank_of_rollouts()
-        return
     if options.arm:
-        ARMS[options.arm](device)
+        ARMS.get(options.arm, rank_of_rollouts)(device)
         return
     print(heading("transformers", device=device))
-    rounds: list[Round] = []
-    for number in range(options.rounds):
-        order = list(ARMS) if number % 2 == 0 else list(reversed(ARMS))
-        found = {arm: run_arm(__file__, arm, "--device", device) for arm in order}
-        rounds.append({arm: found[arm] for arm in ARMS} | (ranks_and_twins() if device == "cpu" else {}))
-        show_round(number, rounds[-1])
-    verdicts = Verdicts(rounds)
     title = "tokens per second, Holdfast over transformers' generate"
-    verdicts.at_least(1.7, title, "holdfast", "transformers", "tokens_per_second")
+    verdicts = Verdicts(alternate(__file__, list(ARMS), options.rounds, "--device", device))
+    verdicts.at_least(1.7, title, "holdfast", "transformers", "speeds")
+    missed = verdicts.missed
     if device == "cpu":
-        verdicts.at_most(1.1, "rollout, each of 2 ranks over one process", "ranks_2", "ranks_1", "seconds")
-        verdicts.at_most(1.1, "rollout, each of 2 ranks over each of 2 processes", "ranks_2", "twins", "seconds")
-    sys.exit(verdicts.missed)
+        verdicts = Verdicts(alternate(__file__, list(SHARDED), options.rounds, ranks=SHARDED))
+        verdicts.at_most_over_all(1.1, "rollout, each of 2 ranks over one process", "ranks_2", "ranks_1", "updates")
+        verdicts.at_most_over_all(1.1, "rollout, each of 2 ranks over each of 2", "ranks_2", "twins", "updates")
+        missed = missed or verdicts.missed
+    sys.exit(missed)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -216,11 +215,13 @@ class Holdfast(System):
     def load(self, place: str, *, own: bool = False) -> Any:
         """Load the newest verified step."""
         from holdfast import checkpoint
+        from holdfast.checkpoint.calls import call
         from holdfast.checkpoint.choose import newest_verified
         from holdfast.checkpoint.storage import open_storage
-        from holdfast.parallel.collectives import ProcessExchange
+        from holdfast.errors import RankFailed
 
-        choice = newest_verified(open_storage(place), ProcessExchange(timedelta(seconds=15)), quarantine=False)
+        with call("load", 0.25, RankFailed) as (ranks, _):
+            choice = newest_verified(open_storage(place), ranks, quarantine=False)
         assert choice is not None, "there is no checkpoint"
         restored = checkpoint.load(f"{place}/{choice.name}", self.model, self.optimizer, timeout_minutes=0.25)
         return restored.extra if own else None

@@ -5,10 +5,14 @@
 `holdfast_2` and `bare_2` run the same model, kernels, packs and grouping on 2 ranks, one with our trainer, one in a
 plain FSDP2 loop; `holdfast_1` and `bare_1` are one process with the work of one rank. Trainer and loop live in the same
 processes and take turns step by step, so that a busy minute of the machine hits both. 34M parameters. What the trainer
-adds is taken at 1,024 tokens per rank and step, where it weighs more than in longer steps. What sharding costs
-(`long_2` and `long_1`, both our trainer) is taken at 4,096, since communication does not grow with tokens; both cores
-are busy there in either arm. Of several ranks the mean counts, and of several updates the median of the ratios of
-neighbours. Every arm makes the same number of forward passes of the backbone.
+adds is taken at 1,024 tokens per rank and step, where it weighs more than in longer steps.
+
+What sharding costs is taken at 4,096 tokens, since communication does not grow with tokens, and with our trainer in
+both arms: `long_2` is 2 ranks, `long_1` is 2 processes that know nothing of each other, so that both cores and the
+memory are as busy in either. The four processes stay and take turns update by update.
+
+Of several ranks the mean counts, and of several updates the median of the ratios of neighbours. Every arm makes the
+same number of forward passes of the backbone.
 """
 
 from __future__ import annotations
@@ -20,15 +24,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, Round, Verdicts, heading, mean_of_ranks, run_ranks, show_round
+from measure import Meter, Ranks, Round, Verdicts, alternate, heading, mean_of_ranks, run_ranks, show_round, take_turn
 
 STEPS, WARM_UP, TOKENS, LONGEST = 25, 1, 1024, 256
-LONG_STEPS, LONG_TOKENS = 6, 4096
+LONG_STEPS, LONG_TOKENS = 9, 4096
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 32_000,
@@ -150,30 +153,23 @@ def rank_of_a_pair() -> None:
                 print(json.dumps({"arm": f"{arm}_{ranks}"} | result), flush=True)
 
 
-def rank_of_a_long_run() -> None:
-    """Train with long updates; the first rank prints the mean of the ranks."""
+def long_updates() -> None:
+    """Make long updates in turn with the other arms, and say what each cost this process."""
     from holdfast.parallel.mesh import joined
 
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config = settings(ranks, LONG_TOKENS, LONG_STEPS)
     with joined(config.launch) as world:
         step, policy = holdfast(config, world)
         calls, meter, times = count_forwards(policy), Meter(), []
         for _ in range(LONG_STEPS):
+            take_turn()
             start = meter.seconds()
             step()
             times.append(meter.seconds() - start)
-        updates = [mean_of_ranks(value) for value in times[WARM_UP:]]
-        if world.is_first:
-            result = {"seconds": statistics.median(updates), "forwards_per_step": len(calls) / LONG_STEPS}
-            print(json.dumps({"arm": f"long_{ranks}"} | result), flush=True)
-
-
-def alone() -> Round:
-    """Return the mean of two unconnected processes: a neighbour that computes slows this machine's other core down."""
-    with ThreadPoolExecutor(2) as both:
-        one, other = both.map(lambda _: run_ranks(__file__, 1, "--long"), range(2))
-    return {arm: {key: (value + other[arm][key]) / 2 for key, value in said.items()} for arm, said in one.items()}
+    updates = times[WARM_UP:]
+    seconds = statistics.median(updates)
+    print(json.dumps({"seconds": seconds, "updates": updates, "forwards_per_step": len(calls) / LONG_STEPS}))
 
 
 def count_forwards(policy: Any) -> list[int]:
@@ -182,31 +178,42 @@ def count_forwards(policy: Any) -> list[int]:
     return calls
 
 
+def overhead(rounds: int) -> bool:
+    """Print what the trainer adds to a bare loop; return whether that is too much."""
+    found: list[Round] = []
+    for number in range(rounds):
+        found.append(run_ranks(__file__, 2, "--pair") | run_ranks(__file__, 1, "--pair"))
+        show_round(number, found[-1])
+    verdicts = Verdicts(found)
+    verdicts.at_most_over_all(1.03, "2 ranks, Holdfast over a bare FSDP2 loop", "holdfast_2", "bare_2", "updates")
+    verdicts.at_most_over_all(1.03, "one process, Holdfast over a bare loop", "holdfast_1", "bare_1", "updates")
+    return verdicts.missed
+
+
+def sharding(rounds: int) -> bool:
+    """Print what sharding adds to one process; return whether that is too much."""
+    arms = {"long_2": Ranks(2), "long_1": Ranks(2, connected=False)}
+    verdicts = Verdicts(alternate(__file__, list(arms), rounds, ranks=arms))
+    verdicts.at_most_over_all(1.15, "Holdfast, each of 2 ranks over one process", "long_2", "long_1", "updates")
+    return verdicts.missed
+
+
+PARTS = {"overhead": overhead, "sharding": sharding}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--arm", choices=["long_2", "long_1"], help="make long updates")
     parser.add_argument("--pair", action="store_true", help="be one rank of a pair")
-    parser.add_argument("--long", action="store_true", help="be one rank of a run with long updates")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=["overhead", "sharding"])
+    parser.add_argument("--part", choices=list(PARTS))
     options = parser.parse_args()
-    if options.pair or options.long:
-        (rank_of_a_pair if options.pair else rank_of_a_long_run)()
+    if options.pair or options.arm:
+        (rank_of_a_pair if options.pair else long_updates)()
         return
     print(heading("transformers"))
-    kinds = [kind for part, kind in (("overhead", "--pair"), ("sharding", "--long")) if options.part in (None, part)]
-    rounds: list[Round] = []
-    for number in range(options.rounds):
-        rounds.append({})
-        for kind in kinds:
-            rounds[-1] |= run_ranks(__file__, 2, kind) | (alone() if kind == "--long" else run_ranks(__file__, 1, kind))
-        show_round(number, rounds[-1])
-    verdicts = Verdicts(rounds)
-    if "--pair" in kinds:
-        verdicts.at_most_over_all(1.03, "2 ranks, Holdfast over a bare FSDP2 loop", "holdfast_2", "bare_2", "updates")
-        verdicts.at_most_over_all(1.03, "one process, Holdfast over a bare loop", "holdfast_1", "bare_1", "updates")
-    if "--long" in kinds:
-        verdicts.at_most(1.15, "Holdfast, each of 2 ranks over one process", "long_2", "long_1", "seconds")
-    sys.exit(verdicts.missed)
+    missed = [part(options.rounds) for name, part in PARTS.items() if options.part in (None, name)]
+    sys.exit(any(missed))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,88 +106,127 @@ def take_turn() -> None:
         sys.stdin.readline()
 
 
-class Arm:
-    """One arm in a process of its own, which works when it is told to."""
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of one arm."""
 
-    def __init__(self, script: str, arm: str, *arguments: str) -> None:
-        self._name, self._said = arm, list[str]()
+    count: int = 1
+    connected: bool = True
+    """Whether they are ranks of one world, or know nothing of each other: what neighbours cost by being there."""
+
+
+class Arm:
+    """One arm in a process of its own, or in several that work side by side; they work when they are told to."""
+
+    def __init__(self, script: str, arm: str, arguments: Sequence[str], ranks: Ranks) -> None:
+        self._name, self._said = arm, [list[str]() for _ in range(ranks.count)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the arm
-        self._process = subprocess.Popen(
-            [sys.executable, script, "--arm", arm, *arguments],
-            env={**os.environ, **ENVIRONMENT, TURNS: "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
+        together = _world(ranks.count) if ranks.connected and ranks.count > 1 else [{}] * ranks.count
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, script, "--arm", arm, *arguments],
+                env={**os.environ, **ENVIRONMENT, TURNS: "1", **variables},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+            for variables in together
+        ]
         self.ended = False
 
     def go_on(self, *, first: bool = False) -> None:
         """Return when the arm has made an update or has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        if not first:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        for line in self._process.stdout:
+        for process in self._processes:
+            assert process.stdin is not None
+            if not first:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        going = [self._heard(number) for number in range(len(self._processes))]
+        self.ended = not all(going)
+
+    def _heard(self, number: int) -> bool:
+        """Wait for a process; return whether it has more to do."""
+        output = self._processes[number].stdout
+        assert output is not None
+        for line in output:
             if line.strip() == TURNS:
-                return
-            self._said.append(line)
-        self.ended = True
+                return True
+            self._said[number].append(line)
+        return False
 
     def result(self) -> dict[str, Any]:
-        """Return what the arm printed last."""
-        lines = [line for line in self._said if line.startswith("{")]
-        if self._process.wait() != 0 or not lines:
-            self._errors.seek(0)
-            sys.exit(f"arm {self._name} failed:\n{''.join(self._said)[-2000:]}\n{self._errors.read()[-4000:]}")
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
+        """Return what the arm printed last; of several processes, their mean."""
+        found: list[dict[str, Any]] = []
+        for process, said in zip(self._processes, self._said, strict=True):
+            lines = [line for line in said if line.startswith("{")]
+            if process.wait() != 0 or not lines:
+                self._errors.seek(0)
+                sys.exit(f"arm {self._name} failed:\n{''.join(said)[-2000:]}\n{self._errors.read()[-4000:]}")
+            found.append(json.loads(lines[-1]))
+        return found[0] if len(found) == 1 else {key: _mean([one[key] for one in found]) for key in found[0]}
 
 
-def run_arm(script: str, arm: str, *arguments: str) -> dict[str, Any]:
-    """Run one arm alone and return what it printed last."""
-    (found,) = _in_turn(script, [arm], arguments).values()
-    return found
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, or of lists of them one by one."""
+    if isinstance(values[0], list):
+        return [statistics.mean(items) for items in zip(*values, strict=True)]
+    return statistics.mean(values)
 
 
-def _in_turn(script: str, names: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _in_turn(
+    script: str, names: Sequence[str], arguments: Sequence[str], ranks: Mapping[str, Ranks]
+) -> dict[str, dict[str, Any]]:
     """Run arms one update at a time, each when the one before it has made its own."""
-    arms = {name: Arm(script, name, *arguments) for name in names}
+    arms = {name: Arm(script, name, arguments, ranks.get(name, Ranks())) for name in names}
     for arm in arms.values():
         arm.go_on(first=True)
+    backwards = False
     while not all(arm.ended for arm in arms.values()):
-        for arm in arms.values():
+        for arm in reversed(arms.values()) if backwards else arms.values():
             if not arm.ended:
                 arm.go_on()
+        backwards = not backwards
     return {name: arm.result() for name, arm in arms.items()}
 
 
-def alternate(script: str, arms: Sequence[str], rounds: int, *arguments: str) -> list[Round]:
-    """Run all arms in turn, `rounds` times and every other time backwards, and print what each says."""
+def alternate(
+    script: str, arms: Sequence[str], rounds: int, *arguments: str, ranks: Mapping[str, Ranks] | None = None
+) -> list[Round]:
+    """Run all arms in turn, `rounds` times and every other time backwards, and print what each says.
+
+    Args:
+        script: Its path; called with `--arm NAME` and the arguments.
+        arms, rounds, arguments: What to run.
+        ranks: The processes of arms that have more than one.
+    """
     found = []
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
-        turn = _in_turn(script, order, arguments)
+        turn = _in_turn(script, order, arguments, ranks or {})
         found.append({arm: turn[arm] for arm in arms})
         show_round(number, found[-1])
     return found
 
 
-def run_ranks(script: str, ranks: int, *arguments: str) -> Round:
-    """Run a script on so many ranks of this machine; return the lines the first one printed, by their `arm`."""
+def _world(ranks: int) -> list[dict[str, str]]:
+    """Return the variables that make processes of this machine ranks of one world."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    return [address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def run_ranks(script: str, ranks: int, *arguments: str) -> Round:
+    """Run a script on so many ranks of this machine; return the lines the first one printed, by their `arm`."""
     members = [
         subprocess.Popen(
             [sys.executable, script, *arguments],
-            env={**variables, "WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            env={**os.environ, **ENVIRONMENT, **variables},
+            stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for rank, variables in enumerate(_world(ranks))
     ]
     output, _ = members[0].communicate()
     codes = [member.wait() for member in members]  # all of them, whatever the first says
