@@ -14,10 +14,12 @@ setup: $(VENV)/.installed
 
 # torch goes first and alone: beside other packages pip may choose another build of it.
 $(VENV)/.installed: Makefile pyproject.toml constraints.txt
+	@date +%s > .venv-started
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,vlm]'
 	touch $@
+	@echo "set up $(VENV) in $$(($$(date +%s) - $$(cat .venv-started))) s"; rm -f .venv-started
 
 demo: setup
 	$(BIN)/holdfast demo

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.data.exchange import Alone, Exchange
+from holdfast.data.rows import from_rows
 from holdfast.data.stream import Limits
 from holdfast.errors import DataError
-from tests.batching.sources import indexed, streamed
+from tests.batching.sources import indexed, numbered, on_threads, streamed
 from tests.batching.streams import serve, stream
 
 
@@ -39,10 +41,10 @@ def test_the_epoch_of_a_run_that_ends_in_a_pass_is_a_part() -> None:
     assert found.epoch == 1.8
 
 
-def test_the_part_of_a_pass_may_be_smaller_than_a_batch() -> None:
-    found = stream(indexed(40), limits=Limits(passes=1.1), accept=lambda row: row["number"] % 2 == 0)
+def test_a_part_of_a_pass_is_full_batches_of_the_rows_that_a_filter_leaves() -> None:
+    found = stream(indexed(12), limits=Limits(passes=1.1), accept=lambda row: row["number"] in {1, 5, 6, 8, 11})
 
-    assert serve(found, 99)[4:] == [[32, 34, 36, 38], [0, 2]]
+    assert serve(found, 99) == [[1, 5, 6, 8], [11], [1, 5, 6, 8]]
 
 
 @given(st.integers(4, 40), st.integers(1, 4), st.floats(0.05, 3.0))
@@ -71,6 +73,36 @@ def test_a_filter_does_not_make_an_epoch_longer() -> None:
 
     assert found.steps_per_epoch() == 4
     assert serve(found, 99) == [[0, 2, 4, 6], [8, 10, 12, 14]]
+
+
+@pytest.mark.parametrize(("passes", "batches"), [(1, 3), (2, 6), (0.5, 2), (1.5, 5)])
+def test_rows_that_were_counted_make_the_planned_steps_exact(passes: float, batches: int) -> None:
+    """Of 24 rows a filter takes ten, which are three batches; parts of a pass are parts of those."""
+    found = stream(indexed(24), limits=Limits(passes=passes), accept=lambda row: row["number"] > 13, shuffle=True)
+
+    found.count_rows(tokens=False)
+
+    assert found.steps_per_epoch() == 3
+    assert len(serve(found, 99)) == batches
+
+
+def test_rows_that_are_dropped_for_their_length_are_counted_by_their_tokens() -> None:
+    """Of 20 rows every third gives nothing, so 13 are left: four batches, on one rank and on three."""
+    rows = [row | {"dropped": row["number"] % 3 == 0} for row in numbered(20)]
+
+    def steps(exchange: Exchange) -> tuple[int | None, int]:
+        found = stream(from_rows(rows, "rows"), limits=Limits(passes=1), overlong="drop", exchange=exchange)
+        found.count_rows(tokens=True)
+        return found.steps_per_epoch(), found.rows_tokenised
+
+    assert steps(Alone()) == (4, 0)
+    assert on_threads(3, steps) == [(4, 0)] * 3
+
+
+def test_a_part_of_limited_batches_counts_batches_whatever_their_size() -> None:
+    found = stream(indexed(99), limits=Limits(passes=0.5, batches=10), batch_size_schedule={0: 8})
+
+    assert [len(batch) for batch in serve(found, 99)] == [8] * 5
 
 
 def test_the_epoch_counts_passes_and_the_part_of_the_current_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 from holdfast.data.exchange import Alone
 from holdfast.data.rows import from_rows
 from holdfast.data.stream import Limits
-from tests.batching.sources import numbered
+from tests.batching.sources import Forward, numbered
 from tests.batching.streams import held, stream
 
 WRAPPED = {"packing": "wrapped", "max_length": 8, "tokens_per_micro_batch": 16, "batch_size": 3}
@@ -19,7 +19,7 @@ WRAPPED = {"packing": "wrapped", "max_length": 8, "tokens_per_micro_batch": 16, 
 @pytest.mark.parametrize("tokens", [1, 5, 30])
 def test_windows_are_full_and_hold_every_token_once(streams: bool, tokens: int) -> None:
     rows = [row | {"tokens": tokens + row["number"] % 3} for row in numbered(60)]
-    source = from_rows(iter_again(rows) if streams else rows, "rows")
+    source = from_rows(Forward(rows) if streams else rows, "rows")
     found = stream(source, limits=Limits(passes=1), **WRAPPED)
 
     batches = [found.next(step) for step in range(200)]
@@ -32,12 +32,6 @@ def test_windows_are_full_and_hold_every_token_once(streams: bool, tokens: int) 
         for sample, found_tokens in held(batch).items():
             everything.setdefault(sample, []).extend(found_tokens)
     assert everything == {row["number"]: [1000 * row["number"] + i for i in range(row["tokens"])] for row in rows}
-
-
-def iter_again(rows: list[dict[str, Any]]) -> Any:
-    from tests.batching.sources import Forward
-
-    return Forward(rows)
 
 
 class Counted(Alone):
@@ -76,3 +70,16 @@ def test_rows_read_too_early_are_counted_once() -> None:
     served = [found.next(step) for step in range(25)]
     assert sum(batch.metrics.get("data/filtered", 0) for batch in served if batch is not None) == 20
     assert found.next(25) is None
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_pass_of_limited_batches_goes_on_in_the_row_that_the_one_before_cut(streams: bool) -> None:
+    """A batch is 24 tokens and a row has ten: three batches, each a pass of its own, hold 72 tokens once."""
+    rows = [row | {"tokens": 10} for row in numbered(40)]
+    source = from_rows(Forward(rows) if streams else rows, "rows")
+    found = stream(source, limits=Limits(batches=1, passes=3) if streams else Limits(batches=3, passes=1), **WRAPPED)
+
+    served = [found.next(step) for step in range(3)]
+
+    tokens = [token for batch in served for sample in held(batch).values() for token in sample]
+    assert sorted(tokens) == [1000 * (place // 10) + place % 10 for place in range(72)]

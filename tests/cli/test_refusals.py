@@ -84,7 +84,24 @@ def longer_than_its_table_of_positions(folder: Path, tree: dict[str, Any]) -> No
     }  # fmt: skip
 
 
+def small_batch_later(folder: Path, tree: dict[str, Any]) -> None:
+    tree["data"]["batch_size_schedule"] = {1: 1}
+
+
+def unreadable_file(folder: Path, tree: dict[str, Any]) -> None:
+    """The memory of a process is a file whose beginning nobody can read, whoever asks."""
+    (folder / "rows.jsonl").unlink()
+    (folder / "rows.jsonl").symlink_to("/proc/self/mem")
+
+
+def half_a_character(folder: Path, tree: dict[str, Any]) -> None:
+    write_rows(folder / "rows.jsonl", [{"prompt": "a \ud800", "completion": "b"}] * 12)
+
+
 BEFORE_THE_FIRST_BATCH = [
+    (small_batch_later, "data.batch_size_schedule.1=1 is less than the number of ranks, 2: some would never have a "
+                        "sequence. Raise data.batch_size_schedule.1, or lower launch.ranks."),
+    (unreadable_file, "data.path=rows.jsonl cannot be read: [Errno 5]"),
     (longer_than_its_table_of_positions, "data.max_length allows sequences of 32 tokens, and gpt2 has 31 positions "
                                          "(max_position_embeddings). Lower data.max_length."),
     (router_loss_without_routers, "model.router_loss: sequence, but llama is no mixture of experts: it has no routers "
@@ -105,6 +122,7 @@ BEFORE_THE_FIRST_BATCH = [
 IN_THE_FIRST_BATCH = [
     (missing_column, "rows row "),
     (two_shapes, "rows row "),
+    (half_a_character, "column 'prompt' holds half of a UTF-16 pair"),
 ]
 
 

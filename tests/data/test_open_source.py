@@ -314,3 +314,20 @@ def test_a_generated_task_is_a_source_with_renames_and_a_limit() -> None:
 
     assert (source.size, source.name) == (5, "sort")
     assert set(source.row(4)) == {"prompt", "completion", "digits"}
+
+
+def test_rows_in_memory_are_renamed_and_limited_as_the_data_section_says() -> None:
+    from holdfast.config.load import from_mapping
+    from holdfast.config.runs import SFTConfig
+    from holdfast.training.sources import open_data
+
+    data = {"path": "given", "columns": {"prompt": "question", "completion": "answer"}, "max_samples": 2}
+    config = from_mapping({"steps": 1, "model": {"path": "m"}, "data": data}, SFTConfig)
+
+    opened_data = open_data(config, Path(), [{"question": f"q{n}", "answer": f"a{n}", "id": n} for n in range(5)])
+
+    (source,) = opened_data.training
+    assert [source.row(index) for index in range(source.size or 0)] == [
+        {"id": 0, "prompt": "q0", "completion": "a0"},
+        {"id": 1, "prompt": "q1", "completion": "a1"},
+    ]

@@ -152,6 +152,8 @@ def test_sharegpt_turns_become_messages() -> None:
         ({"messages": "hi"}, "messages", "Row 3 of x: column 'messages' must be a list of messages, not a str"),
         ({"messages": [QUESTION, {"content": "4"}]}, "messages", "Row 3 of x, message 1: a message needs `role`"),
         ({"messages": [{"role": "user"}]}, "messages", "message 0: a message of role 'user' has neither content nor"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "message 0: content must be text, or a list of p"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages", "'text', 'text': ...}, but it is [5]"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
             "messages",

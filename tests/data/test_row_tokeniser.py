@@ -170,6 +170,9 @@ def test_missing_and_broken_template_files_are_named(bpe: Any, tmp_path: Path) -
         RowTokeniser(bpe, TextConfig(chat_template="no.jinja"), tmp_path)
     with pytest.raises(DataError, match="data.format=no.jinja: no such file"):
         RowTokeniser(bpe, TextConfig(format="no.jinja"), tmp_path)
+    (tmp_path / "latin.jinja").write_bytes("Frage: \xfc{{ question }}".encode("latin-1"))
+    with pytest.raises(DataError, match=r"data.format=latin.jinja: .*latin.jinja cannot be read as UTF-8 text \("):
+        RowTokeniser(bpe, TextConfig(format="latin.jinja"), tmp_path)
     (tmp_path / "bad.jinja").write_text("fine\n{% if %}")
     with pytest.raises(DataError, match="data.format=bad.jinja, line 2: "):
         RowTokeniser(bpe, TextConfig(format="bad.jinja"), tmp_path)

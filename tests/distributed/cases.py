@@ -94,6 +94,7 @@ def reference(  # noqa: PLR0913 - what an update is made of
     lr: float,
     inputs_of: Any = lambda _: {},
     clip_norm: float = float("inf"),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """Do the same with plain transformers, one sequence at a time and one process.
 
@@ -104,6 +105,7 @@ def reference(  # noqa: PLR0913 - what an update is made of
         lr: Of plain gradient descent.
         inputs_of: example -> what the model gets besides tokens.
         clip_norm: A gradient with a larger norm is scaled down to it.
+        optimizer: Over the model's parameters, instead of plain gradient descent.
     """
     losses, norms, gradients = [], [], []
     for batch in batches:
@@ -123,6 +125,9 @@ def reference(  # noqa: PLR0913 - what an update is made of
         factor = min(1.0, clip_norm / norms[-1])
         found = {name: gradient * factor for name, gradient in found.items()}
         gradients.append({name: g.numpy() for name, g in found.items()})
+        if optimizer is not None:
+            optimizer.step()
+            continue
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in found:

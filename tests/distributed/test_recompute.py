@@ -55,15 +55,16 @@ def test_gradients_with_recomputation_equal_those_without(
     assert all(np.abs(g).max() > 0 for name, g in kept["gradients"][0].items() if "k_proj" in name or "v_proj" in name)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gradients_with_recomputation_equal_those_without_where_no_row_needs_padding(
-    pools: Any, directories: dict[str, Path], attention: str
+    pools: Any, directories: dict[str, Path], kind: str, attention: str
 ) -> None:
     """Rows of one length: transformers may leave the mask out, and takes another path through attention."""
     rows = [{"prompt": f"copy {letter}=", "completion": letter * 5} for letter in "abcdefgh"]
 
     def run(recompute: str) -> dict[str, Any]:
-        tree = settings(str(directories["llama"]), model={"attention": attention}, parallel={"recompute": recompute})
+        tree = settings(str(directories[kind]), model={"attention": attention}, parallel={"recompute": recompute})
         found: dict[str, Any] = pools(2).run(train, tree, rows, 1)[0]
         return found
 

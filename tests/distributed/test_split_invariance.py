@@ -109,6 +109,39 @@ def test_every_split_gives_the_gradients_of_plain_transformers(
         assert_same(outcome, oracle("token_mean"), 1e-10)
 
 
+GRID = [
+    pytest.param(
+        copies * shards, {"tokens_per_micro_batch": budget, "packing": packing}, {"replicate": copies} | more,
+        id=f"{copies} x {shards}, {budget} tokens, {packing}, {next(iter(more.items()), ('', ''))}",
+    )
+    for copies, shards in ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1))
+    for packing, budget in (("best_fit", 4096), ("best_fit", 64), ("none", 4096), ("none", 96))
+    for more in ({}, {"recompute": "full"}, {"reshard": False}, {"cpu_offload": True})
+    if copies * shards > 1 or not {"reshard", "cpu_offload"} & set(more)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def oracle_of_adamw(llama: Path) -> dict[str, Any]:
+    model = tiny_model("llama", tie_word_embeddings=True).double()
+    batches = [examples()[start : start + 8] for start in (0, 8, 16)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    return reference(model, batches, by_hand("token_mean"), lr=0.01, optimizer=optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "data", "parallel"), GRID)
+def test_the_whole_grid_of_splits_gives_the_updates_of_plain_transformers_and_adamw(  # noqa: PLR0913 - as above
+    pools: Any, oracle_of_adamw: dict[str, Any], llama: Path, ranks: int, data: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    optim = {"kind": "adamw", "lr": 0.01, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8}
+
+    found = pools(ranks).run(train, settings(str(llama), data=data, parallel=parallel, optim=optim), ROWS)
+
+    for outcome in found:
+        assert_same(outcome, oracle_of_adamw, 1e-10)
+
+
 @pytest.mark.parametrize(
     ("ranks", "data", "parallel"),
     [

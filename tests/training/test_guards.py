@@ -41,14 +41,33 @@ def test_epochs_count_the_rows_that_a_filter_leaves(pools: Any, tmp_path: Path) 
     assert kept + sum(line["data/filtered"] for line in lines if "data/filtered" in line) == 80
 
 
+def test_a_schedule_ends_with_the_last_row_that_a_filter_leaves(pools: Any, tmp_path: Path) -> None:
+    """Of 40 rows some are taken; a line to 0.1 of the peak over their batches, twice, ends at 0.1 of the peak."""
+    (tmp_path / "even.py").write_text("def keep(row):\n    return len(row['completion']) % 2 == 0\n")
+    data = {"synthetic": {"task": "sort", "rows": 40}, "batch_size": 4, "filter": "even.py:keep"}
+    optim = {"lr": 2e-3, "schedule": {"kind": "linear", "final_ratio": 0.1}}
+    values = tree(str(tmp_path), epochs=2, data=data, optim=optim)
+    values.pop("steps")
+
+    pools(2).run(run, values, str(tmp_path))
+
+    lines = [line for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if "learning_rate" in line]
+    steps = len(lines)
+    assert 4 < steps < 20
+    assert [line["learning_rate"] for line in lines] == pytest.approx(
+        [2e-3 * (1 - 0.9 * step / (steps - 1)) for step in range(steps)]
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"model": {"config_override": {"rms_norm_eps": 0.1}}}, "model: rms_norm_eps"),
         ({"objective": "dft"}, "objective: objective"),
         ({"data": {"average": "sequence_mean"}}, "objective: data.average"),
+        ({"data": {"rows": "prompt_completion"}}, "data: data.rows"),
     ],
-    ids=["a number of the model", "the loss", "the average"],
+    ids=["a number of the model", "the loss", "the average", "the shape of rows"],
 )
 def test_a_run_does_not_go_on_as_another_run(pools: Any, tmp_path: Path, change: dict[str, Any], named: str) -> None:
     pools(1).run(run, tree(str(tmp_path), steps=2))

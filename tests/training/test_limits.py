@@ -86,6 +86,15 @@ def test_a_dry_run_leaves_a_real_run_of_its_name_as_it_was(pools: Any, tmp_path:
     assert fingerprints(tmp_path) == before
 
 
+def test_a_dry_run_that_fails_leaves_nothing(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text("def no(event, state):\n    raise ValueError('no')\n")
+
+    errors = pools(2).errors(run, tree(str(tmp_path / "runs"), dry_run=True, observers=["watch.py:no"]), str(tmp_path))
+
+    assert "no" in errors[0][1]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_dry_run_leaves_the_place_of_a_real_run_s_checkpoints_alone(pools: Any, tmp_path: Path) -> None:
     store = tmp_path / "store"
     values = tree(str(tmp_path / "runs"), checkpoint={"storage": str(store)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from holdfast.data.chat import S, Tokenised
 from holdfast.data.exchange import Exchange
 from holdfast.data.reading import EndOfStream, RowReader
 from holdfast.data.rows import Row
-from holdfast.errors import UserError
+from holdfast.errors import DataError, UserError
 
 Tokenise = Callable[[Row, int, str, str], Tokenised[S]]
 """(row, sample id, source name, the row's name for messages) -> its sequences"""
@@ -126,7 +127,42 @@ class CandidateReader(Generic[S]):
                     )
         return last
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some rows are not taken."""
+        return self._accept is not None
+
+    def kept(self, first: int, last: int, *, tokens: bool) -> int:
+        """Count the draws first..last-1 that are not left out; all ranks call this together.
+
+        Args:
+            first, last: Which draws.
+            tokens: Count those that give a sequence; off: those that the filter takes.
+
+        Raises:
+            UserError: A row is malformed; the same error on all ranks.
+        """
+        if tokens:
+            found, tokenised = Candidates[S](), self.rows_tokenised
+            self.round(first, last, found)
+            self.rows_tokenised = tokenised
+            return found.rows
+        mine = range(first + self._exchange.rank, last, self._exchange.size)
+        try:
+            told: int | UserError = sum(
+                self._accept is None or self._accept(self.reader.read(draw).row) for draw in mine
+            )
+        except UserError as error:
+            told = error
+        total = 0
+        for count in self._exchange.gather(told):
+            if isinstance(count, UserError):
+                raise count
+            total += count
+        return total
+
     def _read(self, draw: int, found: Candidates[S]) -> _Told:
+        row: Row = {}
         try:
             source, name, row = self.reader.read(draw)
             if self._accept is not None and not self._accept(row):
@@ -135,8 +171,25 @@ class CandidateReader(Generic[S]):
             sequences = self._tokenise(row, draw, source.name, name)
         except (EndOfStream, UserError) as told:
             return told
+        except (TypeError, UnicodeEncodeError):
+            if (broken := _unwritable(row)) is None:
+                raise
+            return DataError(
+                f"{name}: column {broken!r} holds half of a UTF-16 pair (\\ud800 to \\udfff on its own), which is no "
+                "text. Write the file anew with whole characters, or leave the row out by data.filter."
+            )
         found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
         lengths = [
             (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
         ]
         return _Fact(lengths, sequences.counts, sequences.head)
+
+
+def _unwritable(row: Row) -> str | None:
+    """Return the column that has no form in UTF-8, if one has none."""
+    for column, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=lambda _: "").encode()
+        except UnicodeEncodeError:
+            return column
+    return None

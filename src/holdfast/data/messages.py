@@ -47,8 +47,21 @@ def parse_messages(value: Any, row_name: str, column: str = "messages") -> list[
             raise DataError(f"{where}: a message needs `role` and `content`, but this is {_shortened(message)}.")
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"{where}: a message of role {message['role']!r} has neither content nor tool_calls.")
+        _check_content(message, where)
         messages.append(_with_parsed_arguments(message, where))
     return messages
+
+
+def _check_content(message: Message, where: str) -> None:
+    """Refuse what no template can write: neither text nor a list of parts, nor the object that a tool returned."""
+    content = message.get("content")
+    is_parts = isinstance(content, list | tuple) and all(isinstance(part, str | Mapping) for part in content)
+    is_result = message["role"] == "tool" and isinstance(content, Mapping)
+    if not (content is None or isinstance(content, str) or is_parts or is_result):
+        raise DataError(
+            f"{where}: content must be text, or a list of parts such as {{'type': 'text', 'text': ...}}, but it is "
+            f"{_shortened(content)}."
+        )
 
 
 def _with_parsed_arguments(message: Message, where: str) -> Message:

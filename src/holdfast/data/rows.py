@@ -201,6 +201,15 @@ def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers
     Raises:
         DataError: Nothing is there, it has no rows, or a row cannot be read.
     """
+    try:
+        return _opened(source, base, task_rows)
+    except OSError as error:
+        raise DataError(
+            f"data.path={source.path} cannot be read: {error}. Check its permissions and the disk."
+        ) from error
+
+
+def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
     if source.path is None:
         if source.synthetic is None:
             raise TypeError("a source has a path or a generated task")
@@ -228,15 +237,23 @@ def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers
     return origin.by_number(rows, rows.content_hash)
 
 
-def from_rows(rows: NumberedRows | Iterable[Row], name: str) -> Source:
+def from_rows(
+    rows: NumberedRows | Iterable[Row], name: str, columns: Mapping[str, str] | None = None, limit: int | None = None
+) -> Source:
     """Take live objects as a source: whatever has a length and numbers, else whatever can be iterated anew.
 
     The fingerprint covers the length, the first and the last row.
 
+    Args:
+        rows: The objects.
+        name: Of the source.
+        columns: Our column names to theirs.
+        limit: Take only so many of the first rows.
+
     Raises:
         DataError: There are no rows, a row is no mapping, or the rows can be read only once.
     """
-    origin = Origin(name, name, {}, None)
+    origin = Origin(name, name, columns or {}, limit)
     if isinstance(rows, Mapping):
         raise DataError(f"{name}: a mapping is one row. Pass a list of rows, or datasets.Dataset.from_dict(...).")
     if isinstance(rows, NumberedRows):

@@ -25,6 +25,8 @@ from holdfast.types import Example, MiniBatch
 
 T = TypeVar("T")
 
+_COUNTED_AT_ONCE = 8192
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -88,6 +90,8 @@ class BatchStream(ABC, Generic[S, T]):
         self._limits = limits or Limits()
         self._cut: Cut[S] | None = cut
         self._counts: Counter[str] = Counter()
+        self._kept: int | None = None
+        """Rows of a pass that are trained on, where somebody counted."""
         self._seen = (0, 0)
         """Rows and tokens read so far: how long a row is on average."""
         self._ahead: tuple[T | None, Cursor, tuple[int, int]] | None = None
@@ -123,15 +127,34 @@ class BatchStream(ABC, Generic[S, T]):
             if source.size is None:
                 self._order.sizes[index] = state["sizes"][index]
 
+    def count_rows(self, *, tokens: bool) -> None:
+        """Count the rows of the first pass that are not left out, so that the number of its batches is exact.
+
+        It asks the filter about every row. A stream whose end is not known is not counted.
+
+        Args:
+            tokens: Make tokens of the rows, too, where these may lead to rows being left out.
+
+        Raises:
+            DataError: A row is malformed; the same error on all ranks.
+        """
+        draws = self._pass_draws()
+        tokens = tokens and (self._config.overlong == "drop" or getattr(self._config, "unusable", "") == "drop")
+        if draws is not None and (tokens or self._rows.is_filtered):
+            self._kept = sum(
+                self._rows.kept(first, min(first + _COUNTED_AT_ONCE, draws), tokens=tokens)
+                for first in range(0, draws, _COUNTED_AT_ONCE)
+            )
+
     def steps_per_epoch(self) -> int | None:
-        """Return the batches of one epoch, rows that will be filtered or dropped included; None if unknown.
+        """Return the batches of one epoch; None if unknown. Rows left out are part of it until they were counted.
 
         Windows of `packing: wrapped` depend on token counts, and a batch size that changes has no one answer.
         """
-        draws = self._pass_draws()
-        if draws is None or self._config.packing == "wrapped" or self._config.batch_size_schedule:
+        rows = self._pass_draws() if self._kept is None else self._kept
+        if rows is None or self._config.packing == "wrapped" or self._config.batch_size_schedule:
             return self._limits.batches
-        batches = -(-draws // self._config.batch_size)
+        batches = -(-rows // self._config.batch_size)
         return min(batches, self._limits.batches) if self._limits.batches else batches
 
     @property
@@ -170,7 +193,8 @@ class BatchStream(ABC, Generic[S, T]):
             size = rows or self._batch_size(step)
             found, cursor, ended = self._collect(size)
             self._refuse_too_little(found, cursor, size, ended=ended)
-            limited = self._limits.batches is not None and cursor.batches_in_epoch >= self._limits.batches
+            most = self._pass_batches()
+            limited = most is not None and cursor.batches_in_epoch >= most
             self.cursor = self._after_pass(cursor) if ended or limited else cursor
             if found.known:
                 return self._batch_of(found)
@@ -195,16 +219,23 @@ class BatchStream(ABC, Generic[S, T]):
         draws, left = self._pass_draws(), self._left()
         if draws is None:
             return None
-        if left < 1:
-            # Whole batches, as many as `steps_per_epoch` says; 0.3 * 10 is a little more than 3 in floating point.
-            batches, size = self.steps_per_epoch(), self._config.batch_size
-            part = left * draws if batches is None else math.ceil(round(left * batches, 6)) * size
-            draws = min(draws, math.ceil(round(part, 6)))
+        if left < 1 and self._pass_batches() is None:
+            draws = min(draws, math.ceil(round(left * draws, 6)))
         return self.cursor.epoch_first_draw + draws
 
+    def _pass_batches(self) -> int | None:
+        """Return how many batches the current pass has at most; the last pass may have a part of them."""
+        left, whole = self._left(), self.steps_per_epoch()
+        if left >= 1 or whole is None:
+            return self._limits.batches
+        return math.ceil(round(left * whole, 6))  # 0.3 * 10 is a little more than 3 in floating point
+
     def _is_done(self) -> bool:
-        end, left = self._pass_end(), self._left()
-        return left <= 0 or (left < 1 and end is not None and self.cursor.draw >= end)
+        end, left, most = self._pass_end(), self._left(), self._pass_batches()
+        if left >= 1:
+            return False
+        served = most is not None and self.cursor.batches_in_epoch >= most
+        return left <= 0 or served or (end is not None and self.cursor.draw >= end)
 
     def _after_pass(self, cursor: Cursor) -> Cursor:
         """Return the cursor at the start of the next pass; after a part of a pass, nothing follows."""
@@ -213,8 +244,12 @@ class BatchStream(ABC, Generic[S, T]):
         whole = self._order.epoch_draws
         first = cursor.draw if whole is None else max(cursor.draw, cursor.epoch_first_draw + whole)
         if self._limits.repeat:
-            first = cursor.epoch_first_draw
-        return Cursor(draw=first, epoch=cursor.epoch + 1, epoch_first_draw=first)
+            return Cursor(
+                draw=cursor.epoch_first_draw, epoch=cursor.epoch + 1, epoch_first_draw=cursor.epoch_first_draw
+            )
+        # A window may have cut the row that the next pass begins with.
+        offset = cursor.offset if first == cursor.draw else 0
+        return Cursor(draw=first, epoch=cursor.epoch + 1, epoch_first_draw=first, offset=offset)
 
     def _collect(self, size: int) -> tuple[Candidates[S], Cursor, bool]:
         """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""
@@ -253,7 +288,7 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _refuse_what_cannot_be(self) -> None:
         draws, passes = self._pass_draws(), self._limits.passes
-        if draws is None and passes is not None and passes < 1:
+        if draws is None and passes is not None and passes < 1 and self.steps_per_epoch() is None:
             raise DataError(
                 f"epochs={passes:g} of {self._names()}: nobody knows the length of a stream before its end. "
                 "Set steps, or epochs: 1."

@@ -59,7 +59,10 @@ def read_template(path: str, base: Path, key: str) -> str:
     tried = places(path, base)
     for place in tried:
         if place.is_file():
-            return place.read_text(encoding="utf-8")
+            try:
+                return place.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{key}={path}: {place} cannot be read as UTF-8 text ({error}).") from None
     raise DataError(f"{key}={path}: no such file. Tried {' and '.join(map(str, tried))}.")
 
 

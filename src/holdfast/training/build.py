@@ -116,6 +116,8 @@ def parts_of_run(
         UserError: The schedule needs an end that nobody knows.
     """
     exchange, world = started.exchange, measured.world
+    if _needs_its_end(config):
+        stream.count_rows(tokens=measured.origin.image_processor is None)  # opening every image may take hours
     total = planned_steps(config, stream.steps_per_epoch())
     together(exchange, lambda: _check_end(config, total))
     together(exchange, lambda: _check_stages(measured, total))
@@ -213,6 +215,14 @@ def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:
     several = parts.plan.sharded and parts.exchange.size > 1
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
     return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention, stand_in=stand_in)
+
+
+def _needs_its_end(config: TrainingConfig) -> bool:
+    """Whether the number of steps follows from the rows, and something else from that number."""
+    epochs, schedule = config.epochs, config.optim.schedule
+    if epochs is None or config.dry_run:
+        return False
+    return bool(epochs % 1) or schedule.kind != "constant" or schedule.warmup_ratio > 0
 
 
 def _check_end(config: TrainingConfig, total: int | None) -> None:

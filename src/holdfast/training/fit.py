@@ -49,16 +49,18 @@ class Outcome:
 
 def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
-    with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
-        checkpoints.rehearse(requests)
-        requests.start_clock(run)
-        run.interrupted = lambda: requests.asked is not None
-        stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
-        wanted = run.config.checkpoint.export_at_end or run.config.dry_run
-        place = export_run(run, "final") if wanted and stopped in {None, BY_OBSERVER} else None
     dry = run.config.dry_run
-    if dry and run.world.is_first:
-        directory.remove(run.directory)
+    try:
+        with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
+            checkpoints.rehearse(requests)
+            requests.start_clock(run)
+            run.interrupted = lambda: requests.asked is not None
+            stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
+            wanted = run.config.checkpoint.export_at_end or dry
+            place = export_run(run, "final") if wanted and stopped in {None, BY_OBSERVER} else None
+    finally:
+        if dry and run.world.is_first:
+            directory.remove(run.directory)
     return Outcome(run.state.step, journal.latest, stopped, str(run.directory), None if dry else place)
 
 

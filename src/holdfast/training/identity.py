@@ -52,6 +52,9 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
+    shapes = [source.rows for source in config.data.all_sources()]
+    if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
+        data["data.rows"] = json.dumps(shapes)
     data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}

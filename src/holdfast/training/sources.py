@@ -71,7 +71,10 @@ def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training:
     """
     sections = config.data.all_sources() if training else []
     made = task_rows(config)
-    sources = [open_source(section, base, made) for section in sections] if rows is None else [from_rows(rows, "rows")]
+    if rows is None:
+        sources = [open_source(section, base, made) for section in sections]
+    else:
+        sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
         source.name: section.rows for source, section in zip(sources, sections, strict=False)
     }
@@ -132,12 +135,13 @@ def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
         DataError: With the numbers.
     """
     rows = data.training_rows
-    batch = config.data.batch_size
-    if batch < ranks:
-        raise DataError(
-            f"data.batch_size={batch} is less than the number of ranks, {ranks}: some would never have a sequence. "
-            "Raise data.batch_size, or lower launch.ranks."
-        )
+    batch, later = config.data.batch_size, config.data.batch_size_schedule
+    for key, size in {"batch_size": batch, **{f"batch_size_schedule.{step}": later[step] for step in later}}.items():
+        if size < ranks:
+            raise DataError(
+                f"data.{key}={size} is less than the number of ranks, {ranks}: some would never have a sequence. "
+                f"Raise data.{key}, or lower launch.ranks."
+            )
     if rows is None:
         return
     if rows < ranks:
@@ -200,7 +204,7 @@ def training_stream(
 ) -> SampleStream:
     """Return the endless stream of training batches."""
     reader = _training_rows(config, data, tokenise, exchange, base)
-    return SampleStream(reader, config.data, exchange, layout, _training_limits(config, data))
+    return SampleStream(reader, config.data, exchange, layout, _training_limits(config))
 
 
 def prompt_stream(
@@ -208,7 +212,7 @@ def prompt_stream(
 ) -> PromptStream:
     """Return the endless stream of prompts."""
     reader = _training_rows(config, data, tokenise, exchange, base)
-    return PromptStream(reader, config.data, exchange, _training_limits(config, data))
+    return PromptStream(reader, config.data, exchange, _training_limits(config))
 
 
 def _training_rows(
@@ -224,12 +228,8 @@ def _training_rows(
     return CandidateReader(RowReader(data.training, order), tokenise, exchange, row_filter(config, base))
 
 
-def _training_limits(config: TrainingConfig, data: OpenedData) -> Limits:
-    unknown = any(source.size is None for source in data.training)
-    # Rows that are filtered or dropped make a pass shorter than planned: the stream ends it, not the planned steps.
-    passes = max(1, round(config.epochs)) if config.epochs is not None and unknown else config.epochs
-    repeat = config.overfit_batches is not None
-    return Limits(passes, config.overfit_batches or config.limit_batches, repeat)
+def _training_limits(config: TrainingConfig) -> Limits:
+    return Limits(config.epochs, config.overfit_batches or config.limit_batches, config.overfit_batches is not None)
 
 
 @dataclass(frozen=True)
