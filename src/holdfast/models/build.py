@@ -33,7 +33,7 @@ from holdfast.models.conversion import Header, plan_incoming
 from holdfast.models.family import Family, family_of
 from holdfast.models.freezing import Stage, freeze, timetable
 from holdfast.models.lora import add_adapters
-from holdfast.models.origin import load_tokenizer, locate, read_config
+from holdfast.models.origin import load_tokenizer, locate, read_config, read_end_tokens
 from holdfast.models.random_start import RandomSource
 from holdfast.models.safetensors_files import StoredTensors
 from holdfast.models.scorer import LAYER, ScorerSource, is_scorer, one_score, without_output_layer
@@ -102,6 +102,8 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
         model, skeleton = (on_meta(make, run_config) for _ in range(2))
         buffers = reference_buffers(make, run_config)
+    if not scorer:
+        _end_as_its_origin(skeleton, live, directory)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if config.lora is not None:
@@ -129,6 +131,19 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         load_image_processor(config, raw_config, places),
         stages,
     )
+
+
+def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None:
+    """Note the tokens that end a text where the origin's generation settings name them.
+
+    A configuration has one such token, and of chat models often not the one that ends a turn.
+    """
+    if live is not None:
+        found = getattr(live.generation_config, "eos_token_id", None)
+    else:
+        found = None if directory is None else read_end_tokens(directory)
+    if found is not None:
+        skeleton.generation_config.eos_token_id = found
 
 
 def storage_of(config: ModelConfig) -> tuple[torch.dtype, torch.dtype]:

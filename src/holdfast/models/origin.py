@@ -161,6 +161,27 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
 
 
+def read_end_tokens(directory: Path) -> int | list[int] | None:
+    """Return the tokens that end a text as generation_config.json of a model directory names them; None if it does not.
+
+    Nothing else in that file is for us: it says how its authors sample, and would bias what a policy learns from.
+
+    Raises:
+        ModelError: The file is damaged.
+    """
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return None
+    try:
+        found: int | list[int] | None = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} is no JSON object: {error}.") from error
+    several = found if isinstance(found, list) else [found]
+    if found is not None and not all(type(token) is int for token in several):
+        raise ModelError(f"{path} names {found!r} as eos_token_id; it is one token id or a list of them.")
+    return found
+
+
 def _as_in_its_file(found: Any, directory: Path) -> Any:
     """Return the tokenizer as tokenizer.json describes it, if transformers made something else of it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,18 +89,9 @@ class TransformersEngine:
                 input_ids=tokens.to(device),
                 attention_mask=mask.to(device),
                 **self._image_inputs([request for request, _ in rows], tokens),
-                max_new_tokens=self._sampling.max_new_tokens,
-                eos_token_id=sorted(stops.tokens) or None,
-                pad_token_id=self._pad,
-                use_cache=True,
-                do_sample=False,  # the processor leaves one token to choose
+                generation_config=self._settings(stops),
                 logits_processor=[drawing],
                 stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
-                # A model's own generation settings must not change what is drawn.
-                temperature=None,
-                top_k=None,
-                top_p=None,
-                repetition_penalty=None,
             )
         logprobs = torch.stack(drawing.logprobs, 1).tolist()
         done = [
@@ -107,6 +99,18 @@ class TransformersEngine:
             for number, (request, place) in enumerate(rows)
         ]
         return self._with_choices(done, rows, chosen)
+
+    def _settings(self, stops: Stops) -> Any:
+        """Return all that `generate` may know: keys of older config.json would forbid tokens, or change their odds."""
+        from transformers import GenerationConfig
+
+        return GenerationConfig(
+            max_new_tokens=self._sampling.max_new_tokens,
+            eos_token_id=sorted(stops.tokens) or None,
+            pad_token_id=self._pad,
+            use_cache=True,
+            do_sample=False,  # the processor leaves one token to choose
+        )
 
     def _with_choices(
         self, done: list[Sampled], rows: Sequence[tuple[Request, int]], chosen: Sequence[Tensor]

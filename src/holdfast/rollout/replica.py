@@ -48,6 +48,8 @@ class Replica:
     def __init__(
         self, origin: Blueprint, device: torch.device, dtype: torch.dtype, attention: str | None = None
     ) -> None:
+        from transformers import GenerationConfig
+
         config = copy.deepcopy(origin.skeleton.config)
         for part in (config, config.get_text_config()):
             part.use_cache = True
@@ -55,7 +57,7 @@ class Replica:
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
         set_attention(self.model, attention or upstream_attention(self.model))
-        self.model.generation_config = copy.deepcopy(origin.skeleton.generation_config)
+        self.model.generation_config = GenerationConfig()  # the model's own would change what is drawn
         if dtype is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
             self.model.set_experts_implementation("eager")
         self.model.eval()

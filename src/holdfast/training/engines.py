@@ -90,7 +90,7 @@ def why_no_videos(measured: Evaluation, kind: EngineKind) -> str:
 
 
 def stop_tokens(origin: Blueprint) -> list[int]:
-    """Return every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
+    """Return every token that ends a completion: the tokenizer's, and those that the model's own settings name."""
     configured = getattr(origin.skeleton.generation_config, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in [origin.tokenizer.eos_token_id, *several] if token is not None})
