@@ -22,6 +22,9 @@ from holdfast.rollout.engine import Request, generate
 from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
 from holdfast.training.copies import copy_bytes, layout_bytes
+from holdfast.training.experience import with_advantages
+from holdfast.training.rollout_metrics import rollout_metrics
+from holdfast.training.rollouts import next_rollout
 from holdfast.training.run import StepAbandoned
 from tests.memory import most_allocated
 
@@ -112,6 +115,43 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
         "sampled": seen,
         "forwards": forwards,
         "state": run.state.as_plain(),
+    }
+
+
+def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -> dict[str, Any]:
+    """Sample and compare one step in which the greedy completion of the prompt with id 1 takes too long.
+
+    Args:
+        world: The ranks.
+        tree: The run's.
+        rows: Its prompts.
+        dropping: What the declared policy drops for it; None: its reward is 0.
+    """
+
+    def score(samples: Sequence[Sample]) -> list[Scored]:
+        prompts = [sample.sample_id // 2**20 for sample in samples]
+        found = []
+        for sample, prompt in zip(samples, prompts, strict=True):
+            if prompt == 1 and prompts.count(prompt) == 1:  # greedy: one of its prompt
+                found.append(Scored(None if dropping else 0.0, {}, fault="timeout", drop=dropping, message="too long"))
+            else:
+                found.append(Scored(even_share(sample), {"exact": even_share(sample)}))
+        return found
+
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    sampled = next_rollout(run)
+    assert sampled is not None
+    rollout = with_advantages(run, sampled)
+    return {
+        "metrics": rollout_metrics(rollout, 1e-6),
+        "said": run.said,
+        "greedy": {fact.prompt_id: fact.greedy for fact in rollout.facts},
+        "advantages": {
+            trajectory.sample_id: (trajectory.reward, float(trajectory.advantages[-1]))
+            for group in rollout.groups
+            for trajectory in group.trajectories
+            if trajectory.advantages is not None
+        },
     }
 
 

@@ -12,7 +12,15 @@ import torch
 from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.training.copies import free_bytes
-from tests.distributed.grpo_cases import by_hand, leave_and_make_again, memory_of_sampling, prompts_of, settings, train
+from tests.distributed.grpo_cases import (
+    by_hand,
+    leave_and_make_again,
+    memory_of_sampling,
+    prompts_of,
+    remax,
+    settings,
+    train,
+)
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS = prompts_of(12)
@@ -220,6 +228,27 @@ def test_a_reward_without_a_number_leaves_baseline_and_average(pools: Any, llama
 
     assert len(step) == 12
     np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=SHARED_PROMPT)
+
+
+@pytest.mark.parametrize("dropping", ["sample", "group", None])
+def test_a_greedy_completion_that_cannot_be_scored_follows_the_declared_policy(
+    pools: Any, llama: Path, dropping: str | None
+) -> None:
+    """Without the baseline of a prompt its group is left out, of advantages and of the average; 0 is a baseline."""
+    tree = settings(str(llama), advantage={"kind": "remax"})
+
+    found = pools(2).run(remax, tree, ROWS, dropping)
+
+    assert sorted(found[0]["greedy"]) == ([0, 2, 3] if dropping else [0, 1, 2, 3])
+    assert found[0]["metrics"]["reward/timeout"] == 1.0
+    assert found[0]["metrics"]["rollout/trained_groups"] == len(found[0]["greedy"])
+    assert found[0]["metrics"]["rollout/completions"] == 16.0
+    assert [line for line in found[0]["said"] if "too long" in line]
+    assert dropping or found[0]["greedy"][1] == 0.0
+    compared = {sample: values for rank in found for sample, values in rank["advantages"].items()}
+    assert len(compared) == 4 * len(found[0]["greedy"])
+    for sample, (reward, advantage) in compared.items():
+        assert advantage == pytest.approx(reward - found[0]["greedy"][sample // 2**20], abs=1e-12)
 
 
 def test_momentum_does_not_move_a_policy_that_learned_nothing(pools: Any, llama: Path) -> None:

@@ -25,7 +25,8 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     - rewards/NAME/mean and rewards/NAME/std: of each reward and its parts, before weights.
     - frac_reward_zero_std: share of groups whose rewards are all alike; left out where groups have one completion.
     - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length.
-    - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way.
+    - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way, greedy ones that
+      others are compared with included.
     - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
     """
     facts = rollout.sampled
@@ -33,6 +34,7 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     if any(len(group.completions) > 1 for group in facts):
         metrics["frac_reward_zero_std"] = float(np.mean(flat_groups(rewards_of(facts), tolerance)))
     faults = Counter(completion.fault for group in facts for completion in group.completions)
+    faults.update(group.greedy_fault for group in facts)
     for kind in ("timeout", "error", "nan", "none"):
         metrics[f"reward/{kind}"] = float(faults[kind])
     metrics["rollout/completions"] = float(sum(len(group.completions) for group in facts))

@@ -56,7 +56,8 @@ class GroupFact(NamedTuple):
     """The rank that holds it."""
     completions: tuple[CompletionFact, ...]
     greedy: float = math.nan
-    """Reward of the greedy completion, where the advantage needs one."""
+    """Reward of the greedy completion, where the advantage needs one; NaN if it was not scored."""
+    greedy_fault: str | None = None
     has_inputs: bool = False
     """Whether its prompt brings inputs only the model understands."""
 
@@ -147,7 +148,7 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     groups, scored = score_groups(run, groups)
     facts = share_facts(run, groups, scored)
     if config.advantage.needs_greedy:
-        facts = _with_greedy(run, batch.mine, facts)
+        facts, scored = _with_greedy(run, batch.mine, facts, scored)
     trimmed = [_without_dropped(fact, config.groups) for fact in facts]
     labels = [reward.label for reward in config.reward]
     kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, labels)}
@@ -164,13 +165,18 @@ def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
     return tuple(mixed(seed, run.state.step, prompt_id, place) for place in range(config.group_size))
 
 
-def _with_greedy(run: PolicyRun, prompts: Sequence[Prompt], facts: Sequence[GroupFact]) -> list[GroupFact]:
-    """Complete every prompt once more, greedily, and note what that earns."""
+def _with_greedy(
+    run: PolicyRun, prompts: Sequence[Prompt], facts: Sequence[GroupFact], scored: Sequence[Scored]
+) -> tuple[list[GroupFact], list[Scored]]:
+    """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
     sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
     groups = sample_groups(run, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
-    rewarded, scored = score_groups(run, groups)
-    earned = {fact.prompt_id: fact.completions[0].reward for fact in share_facts(run, rewarded, scored)}
-    return [fact._replace(greedy=earned[fact.prompt_id]) for fact in facts]
+    rewarded, told = score_groups(run, groups)
+    greedy = {fact.prompt_id: fact.completions[0] for fact in share_facts(run, rewarded, told)}
+    known = [
+        fact._replace(greedy=greedy[fact.prompt_id].reward, greedy_fault=greedy[fact.prompt_id].fault) for fact in facts
+    ]
+    return known, [*scored, *told]
 
 
 def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
@@ -320,6 +326,8 @@ def select(
         for fact, is_flat in zip(facts, flat, strict=True)
         if not (is_flat and config.flat != "keep")
         and not any(completion.drop == "group" for completion in fact.completions)
+        # Without its baseline a group has nothing to be compared with, whether its completions were scored or not.
+        and not (advantage.needs_greedy and math.isnan(fact.greedy))
         and (config.between is None or _between(fact, config.between))
     ]
 
