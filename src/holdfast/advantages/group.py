@@ -81,6 +81,21 @@ def flat_groups(rewards: Rewards, tolerance: float) -> Mask:
     return flat
 
 
+def without_advantages(
+    config: AdvantageConfig, rewards: Rewards, parts: Mapping[str, Rewards], weights: Mapping[str, float]
+) -> Mask:
+    """Return [P]: groups all of whose advantages are 0, each judged by itself.
+
+    For advantages that compare within groups: what they take of the batch is a scale, and makes no 0 of another number.
+
+    Args:
+        config, rewards, parts, weights: As in `advantages`.
+    """
+    rows = [slice(number, number + 1) for number in range(len(rewards))]
+    found = [advantages(config, rewards[row], {name: parts[name][row] for name in parts}, weights) for row in rows]
+    return np.array([not values.any() for values in found], dtype=np.bool_)
+
+
 def without_baseline(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.float64] | None = None) -> Mask:
     """Return [P]: groups too few of whose completions were scored to compare them; all their advantages are 0."""
     few: Mask = np.isfinite(rewards).sum(axis=1) < config.smallest_group

@@ -121,8 +121,9 @@ class GroupsConfig(Section):
     """Which groups and completions of a rollout are trained on."""
 
     flat: Literal["keep", "drop", "resample"] = "keep"
-    """Groups whose rewards are all alike, and whose advantages are 0: `keep` them in the average (their KL and entropy
-    count), `drop` them from it, or `resample` prompts until the batch is full (DAPO, arXiv:2503.14476, section 3.2)."""
+    """Groups whose advantages are all 0, mostly since their rewards are alike: `keep` them in the average (their KL and
+    entropy count), `drop` them from it, or `resample` prompts until the batch is full (DAPO, arXiv:2503.14476, section
+    3.2)."""
     max_rounds: AtLeastTwo = 4
     """With `resample`: rollouts per step, the first included; then the step trains on what it has."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0

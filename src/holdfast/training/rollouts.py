@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.advantages.group import flat_groups
-from holdfast.config.policy import AdvantageConfig, ScaledAdvantageConfig
+from holdfast.advantages.group import without_advantages
+from holdfast.config.policy import AdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.errors import RunStopped
@@ -150,8 +150,8 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     if config.advantage.needs_greedy:
         facts, scored = _with_greedy(run, batch.mine, facts, scored)
     trimmed = [_without_dropped(fact, config.groups) for fact in facts]
-    labels = [reward.label for reward in config.reward]
-    kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, labels)}
+    weights = {reward.label: reward.weight for reward in config.reward}
+    kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
     trimmed = [fact for fact in trimmed if fact.prompt_id in kept]
     mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
     told = run.exchange.gather([item.message for item in scored if item.message][:8])
@@ -306,30 +306,30 @@ def parts_of(facts: Sequence[GroupFact], label: str) -> NDArray[np.float64]:
 
 
 def select(
-    facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig, labels: Sequence[str]
+    facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig, weights: Mapping[str, float]
 ) -> list[GroupFact]:
     """Return the groups that are trained on: a pure function of what all ranks know.
 
     Args:
         facts: With rewards that count for no baseline already taken out.
         config: Which groups.
-        advantage: Says what a group is compared by.
-        labels: The rewards. Normalised one by one, several may differ where their sum does not.
+        advantage: Says what completions are compared by, and so which groups teach nothing.
+        weights: Of the rewards, by name.
     """
-    if not facts:
-        return []
-    flat = flat_groups(rewards_of(facts), advantage.tolerance)
-    if isinstance(advantage, ScaledAdvantageConfig) and advantage.combine == "normalise_then_sum":
-        flat &= np.all([flat_groups(parts_of(facts, label), advantage.tolerance) for label in labels], axis=0)
-    return [
-        fact
-        for fact, is_flat in zip(facts, flat, strict=True)
-        if not (is_flat and config.flat != "keep")
-        and not any(completion.drop == "group" for completion in fact.completions)
-        # Without its baseline a group has nothing to be compared with, whether its completions were scored or not.
-        and not (advantage.needs_greedy and math.isnan(fact.greedy))
-        and (config.between is None or _between(fact, config.between))
-    ]
+    eligible = [fact for fact in facts if _eligible(fact, config, advantage)]
+    if config.flat == "keep" or not eligible:
+        return eligible
+    parts = {label: parts_of(eligible, label) for label in weights}
+    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights)
+    return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
+
+
+def _eligible(fact: GroupFact, config: GroupsConfig, advantage: AdvantageConfig) -> bool:
+    # Without its baseline a group has nothing to be compared with, whether its completions were scored or not.
+    if advantage.needs_greedy and math.isnan(fact.greedy):
+        return False
+    dropped = any(completion.drop == "group" for completion in fact.completions)
+    return not dropped and (config.between is None or _between(fact, config.between))
 
 
 def trained_tokens(fact: CompletionFact, config: GroupsConfig) -> int:

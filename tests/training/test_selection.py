@@ -1,0 +1,63 @@
+"""Which groups are trained on, from what all ranks know of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.config.policy import (
+    GRPOAdvantageConfig,
+    PassAtKAdvantageConfig,
+    ReinforcePPBaselineAdvantageConfig,
+)
+from holdfast.config.rollout import GroupsConfig
+from holdfast.training.rollouts import CompletionFact, GroupFact, select
+from holdfast.types import Finish
+
+
+def group(number: int, rewards: Sequence[float], parts: Sequence[dict[str, float | None]] | None = None) -> GroupFact:
+    told = parts or [{"exact": reward} for reward in rewards]
+    completions = tuple(
+        CompletionFact(reward, part, 4, 9, Finish.STOP, None, None) for reward, part in zip(rewards, told, strict=True)
+    )
+    return GroupFact(number, 0, completions)
+
+
+def kept(facts: Sequence[GroupFact], advantage: Any, flat: str = "drop", **weights: float) -> list[int]:
+    found = select(facts, GroupsConfig(flat=flat), advantage, weights or {"exact": 1.0})  # type: ignore[arg-type]
+    return [fact.prompt_id for fact in found]
+
+
+def test_under_pass_at_k_a_group_that_any_k_of_its_completions_solve_is_flat() -> None:
+    """Of 8 completions, k=4: with 5 right ones 3 are wrong, so every four hold a right one; with 4 right ones not."""
+    facts = [group(right, [1.0] * right + [0.0] * (8 - right)) for right in range(9)]
+
+    assert kept(facts, PassAtKAdvantageConfig(k=4)) == [1, 2, 3, 4]
+    assert kept(facts, PassAtKAdvantageConfig(k=4), flat="keep") == list(range(9))
+    assert kept(facts, GRPOAdvantageConfig()) == list(range(1, 8))
+
+
+def test_a_group_too_few_of_whose_completions_were_scored_is_flat() -> None:
+    facts = [group(0, [1.0, 0.0, 0.0, 0.0, math.nan]), group(1, [1.0, 0.0, 0.0, 0.0, 0.0])]
+
+    assert kept(facts, PassAtKAdvantageConfig(k=4)) == [1]
+
+
+@pytest.mark.parametrize("advantage", [GRPOAdvantageConfig, ReinforcePPBaselineAdvantageConfig])
+def test_a_group_is_judged_by_its_own_completions_and_not_by_its_batch(advantage: Any) -> None:
+    facts = [group(0, [0.1, 0.1 + 1e-9]), group(1, [0.0, 1e-3]), group(2, [5.0, -5.0])]
+
+    assert kept(facts, advantage()) == [1, 2]
+
+
+def test_rewards_normalised_one_by_one_teach_where_their_sum_is_flat() -> None:
+    opposed = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 1.0}]
+    facts = [group(0, [1.0, 1.0, 1.0], opposed), group(1, [2.0, 2.0, 2.0], [{"a": 1.0, "b": 1.0}] * 3)]
+    alone = GRPOAdvantageConfig(combine="normalise_then_sum")
+
+    assert kept(facts, alone, a=1.0, b=3.0) == [0]
+    assert kept(facts, alone, a=0.0, b=0.0) == []
+    assert kept(facts, GRPOAdvantageConfig(), a=1.0, b=1.0) == []
