@@ -62,6 +62,11 @@ def test_reading_ahead_changes_nothing_but_the_time_of_an_error() -> None:
     ahead.load_state(state)
     assert serve(ahead, 1) == serve(stream(indexed(30), shuffle=True), 1)
 
+    ahead.load_state(state)
+    ahead.read_ahead(0)
+    more, expected = ahead.next(0, 7), stream(indexed(30), shuffle=True).next(0, 7)
+    assert held(more) == held(expected), "more rows than were read early"
+
     bad = from_rows([{"number": 0}, {"number": "x"}, *numbered(8)], "rows")
 
     def refuse(row: Any, sample_id: int, source: str, name: str) -> Tokenised:

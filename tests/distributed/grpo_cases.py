@@ -74,7 +74,13 @@ def even_share_of_one_prompt(sample: Sample) -> float:
     return even_share(sample) if sample.sample_id // 2**20 == 0 else 1.0
 
 
+def even_share_of_odd_prompts(sample: Sample) -> float:
+    """Return the same for every second prompt, and 1 for the others."""
+    return even_share(sample) if sample.sample_id // 2**20 % 2 else 1.0
+
+
 REWARDS = {
+    "even_share_of_odd_prompts": even_share_of_odd_prompts,
     "even_share_of_one_prompt": even_share_of_one_prompt,
     "flat_from_the_third_step": flat_from_the_third_step,
     "even_share": even_share,

@@ -210,6 +210,30 @@ def test_flat_groups_are_sampled_again_up_to_the_cap(pools: Any, llama: Path) ->
     assert found["rollout/trained_groups"] == 0.0
 
 
+@pytest.mark.parametrize(("excess", "drawn"), [(1.0, [4, 2, 1, 1]), (1.5, [6, 2]), (2.0, [8]), (3.0, [12])], ids=str)
+def test_prompts_drawn_in_excess_fill_the_batch_in_fewer_rollouts(
+    pools: Any, llama: Path, excess: float, drawn: list[int]
+) -> None:
+    """Every second prompt teaches something: of 4 wanted groups 2 are missing after 4 prompts, and so on."""
+    tree = settings(str(llama), groups={"flat": "resample", "oversample": excess})
+
+    found = pools(2).run(train, tree, ROWS, 1, "even_share_of_odd_prompts")[0]
+
+    assert [len({item[0] // 2**20 for item in round_}) for round_ in found["sampled"]] == drawn
+    assert found["lines"][0]["rollout/rounds"] == len(drawn)
+    assert found["lines"][0]["rollout/groups"] == sum(drawn)
+    assert found["lines"][0]["rollout/trained_groups"] == 4.0
+
+
+def test_more_prompts_than_a_pass_holds_may_be_asked_for(pools: Any, llama: Path) -> None:
+    """12 rows, 16 wanted at once: what the pass lacks is asked of the next one, as it is missing then."""
+    tree = settings(str(llama), groups={"flat": "resample", "oversample": 4.0, "max_rounds": 2})
+
+    found = pools(2).run(train, tree, ROWS, 1, "flat")[0]
+
+    assert [len({item[0] for item in round_}) for round_ in found["sampled"]] == [4 * 12, 4 * 12]
+
+
 def test_a_step_that_is_left_while_it_is_sampled_is_made_again_exactly(pools: Any, llama: Path) -> None:
     straight = pools(2).run(train, settings(str(llama)), ROWS, 2)[0]["sampled"]
 

@@ -127,7 +127,8 @@ class GroupsConfig(Section):
     max_rounds: AtLeastTwo = 4
     """With `resample`: rollouts per step, the first included; then the step trains on what it has."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """With `resample`: prompts drawn per prompt still missing."""
+    """With `resample`: prompts drawn per prompt still missing, in the first rollout of a step as in those that follow.
+    Groups in excess are sampled and not trained on."""
     between: BetweenConfig | None = None
     """Leave out groups that are too hard or too easy; with `resample`, others take their place."""
     truncated: Literal["keep", "mask", "drop"] = "keep"

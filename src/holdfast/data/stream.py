@@ -186,8 +186,9 @@ class BatchStream(ABC, Generic[S, T]):
         Raises:
             DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
         """
-        if self._ahead is not None:
-            (batch, self.cursor, self._seen), self._ahead = self._ahead, None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and rows in {None, self._batch_size(step)}:
+            batch, self.cursor, self._seen = ahead
             return batch
         while not self._is_done():
             size = rows or self._batch_size(step)
@@ -316,8 +317,9 @@ class BatchStream(ABC, Generic[S, T]):
         window = self._config.max_length
         if self._config.packing == "wrapped" and found.tokens < size * window:
             raise DataError(self._too_small(f"gives {found.tokens} tokens", f"{size} windows of {window} tokens"))
-        if self._config.packing != "wrapped" and found.rows < size:
-            raise DataError(self._too_small(f"gives {found.rows} rows", f"{size}"))
+        least = min(size, self._config.batch_size)  # a pass may hold fewer than someone asked for in excess
+        if self._config.packing != "wrapped" and found.rows < least:
+            raise DataError(self._too_small(f"gives {found.rows} rows", f"{least}"))
 
     def _too_small(self, has: str, batch: str) -> str:
         return (

@@ -89,9 +89,11 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     found: list[Rollout] = []
     kept = 0
     try:
-        for round_ in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
-            more = math.ceil((wanted - kept) * groups_config.oversample)
-            rows = wanted if round_ == 0 else min(more, wanted)
+        rounds, excess = 1, 1.0
+        if groups_config.flat == "resample":
+            rounds, excess = groups_config.max_rounds, groups_config.oversample
+        for _ in range(rounds):
+            rows = math.ceil(round((wanted - kept) * excess, 6))  # 10 * 1.1 is a little more than 11
             with run.phase("data"):
                 batch: PromptBatch | None = run.stream.next(run.state.step, rows)
             if batch is None:
@@ -180,7 +182,7 @@ def _with_greedy(
 
 
 def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
-    """Return the first `wanted` groups of all rounds; more are sampled where prompts are drawn in excess."""
+    """Return the first `wanted` groups of all rounds; those in excess are left out."""
     facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:wanted]
     kept = {fact.prompt_id for fact in facts}
     counted: dict[str, float] = {}
