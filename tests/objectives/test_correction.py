@@ -86,6 +86,34 @@ def test_a_small_difference_per_token_never_drops_a_long_sequence(length: int) -
     np.testing.assert_allclose(gradient, -np.exp(0.012), **EXACT)
 
 
+@pytest.mark.parametrize("where", ["reward", "reward_to_go"])
+def test_a_good_sequence_stays_however_much_kl_is_taken_from_its_advantage(where: Any) -> None:
+    """By hand: two sequences of two tokens, advantages 0.5 and -0.5, each token 1 nat off sampler and reference.
+
+    The KL, coefficient 1, makes them -0.5 and -1.5 (of first tokens -1.5 and -2.5 with what follows); the bad one goes.
+    """
+    ones, sequence = np.ones(4), np.array([0, 0, 1, 1])
+    case = Case(
+        logprobs=-2 * ones,
+        proximal=None,
+        advantages=np.array([0.5, 0.5, -0.5, -0.5]),
+        sequence=sequence,
+        weights=ones,
+        sampler=-ones,
+        reference=-3 * ones,
+        entropy=ones,
+        entropy_mask=ones > 0,
+    )
+    kl = KLConfig(coefficient=1.0, estimator="k1", where=where)
+    objective = PolicyGradient(Clip(), kl, off_policy_mask=OffPolicyMaskConfig(max_kl=0.5))
+
+    terms, gradient, _ = objective_found(objective, case)
+
+    first = 0.5 if where == "reward" else 1.5
+    np.testing.assert_allclose(terms, [first, 0.5, 0.0, 0.0], **EXACT)
+    np.testing.assert_allclose(gradient, [first, 0.5, 0.0, 0.0], **EXACT)
+
+
 @pytest.mark.parametrize(("correction", "_"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("far", [1000.0, -1000.0, np.inf, -np.inf, np.nan])
 def test_a_sampler_far_off_or_silent_gives_finite_terms_and_gradients(

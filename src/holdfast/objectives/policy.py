@@ -175,8 +175,9 @@ class PolicyGradient:
         if self.off_policy_mask.max_kl is None:
             return torch.ones_like(actions.logprobs, dtype=torch.bool)
         sampler = carried("sampler_logprobs", actions.logprobs, actions.tokens)
-        max_kl = self.off_policy_mask.max_kl
-        return kept_by_policy(max_kl, actions.logprobs, sampler, actions.advantages, actions.tokens)
+        # Whether a sequence failed is what its reward says: a KL taken from advantages can turn the sign of a good one.
+        earned = carried("advantages", actions.logprobs, actions.tokens)
+        return kept_by_policy(self.off_policy_mask.max_kl, actions.logprobs, sampler, earned, actions.tokens)
 
     def _mismatch(self, actions: Actions) -> Mismatch:
         proximal = proximal_logprobs(actions.logprobs, actions.tokens)
