@@ -67,6 +67,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"temperature": 1e-30}}, "rollout.temperature: 1e-30 divides logits beyond the range of numbers"),
     ({"rollout": {"stop": ["a", ""]}}, "rollout.stop: every text holds the empty one"),
     ({"rollout": {"top_k": 5, "min_p": 0.1}}, "rollout.top_k: top_k, min_p draws from another distribution"),
+    (
+        {"rollout": {"top_p": 0.9}, "correction": {"kind": "truncate", "level": "sequence"}},
+        "correction.level: top_p draws from another distribution than the policy's",
+    ),
+    (
+        {"rollout": {"min_p": 0.1}, "correction": {"kind": "mask", "level": "sequence"}},
+        "correction.level: min_p draws from another distribution than the policy's",
+    ),
+    (
+        {"rollout": {"top_k": 5}, "correction": {"kind": "mask", "weighted": False}},
+        "correction.weighted: top_k draws from another distribution than the policy's",
+    ),
     ({"updates": {"mini_batches": 5}}, "updates.mini_batches: data.batch_size=32 prompts cannot be dealt to 5"),
     ({"objective": "gspo"}, "data.average: token_mean weighs sequences by their length"),
     ({"data": {"path": "d", "overlong": "truncate"}}, "data.overlong: 'truncate' should be 'drop' or 'refuse'"),

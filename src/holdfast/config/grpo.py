@@ -84,17 +84,24 @@ class GRPOConfig(TrainingConfig):
                 f"data.batch_size={self.data.batch_size} prompts cannot be dealt to {self.updates.mini_batches} "
                 "mini-batches alike; choose a divisor",
             )
-        if self.rollout.biases() and self.correction.kind == "off":
-            named = ", ".join(self.rollout.biases())
-            yield (
-                f"rollout.{self.rollout.biases()[0]}",
-                f"{named} draws from another distribution than the policy's, which biases every update; leave it out, "
-                "or weigh tokens by correction: truncate",
-            )
         if self.data.batch_size_schedule:
             yield "data.batch_size_schedule", "a rollout batch has one size; set data.batch_size"
+        yield from self._unbiased()
         yield from self._groups()
         yield from self._one_policy()
+
+    def _unbiased(self) -> Iterator[Mistake]:
+        """Yield sampling from another distribution that no weight of each token makes up for."""
+        biases, correction = self.rollout.biases(), self.correction
+        if not biases:
+            return
+        why = f"{', '.join(biases)} draws from another distribution than the policy's, which biases every update"
+        if correction.kind == "off":
+            yield f"rollout.{biases[0]}", f"{why}; leave it out, or weigh tokens by correction: truncate"
+        elif correction.level == "sequence":
+            yield "correction.level", f"{why}, and one weight for a whole sequence leaves that so; use token"
+        elif correction.kind == "mask" and not correction.weighted:
+            yield "correction.weighted", f"{why}, and tokens that are kept at weight 1 leave that so; use true"
 
     def _one_policy(self) -> Iterator[Mistake]:
         """Yield what lets sampling and training differ."""
