@@ -84,6 +84,7 @@ def test_a_run_leaves_metrics_samples_and_a_model(warm: WarmPython, tmp_path: Pa
     of_first = [sample for sample in samples if sample["step"] == 1]
     assert len(of_first) == 16
     assert np.mean([sample["reward"] for sample in of_first]) == pytest.approx(steps[0]["reward"], abs=1e-9)
+    assert all(sample["trained"] for sample in of_first)
     assert sum(sample["advantage"] for sample in of_first) == pytest.approx(0, abs=1e-5)
     assert [word in done.out for word in ("completions of step 1:", "best", "worst")] == [True] * 3
     first, last = (line for line in lines if "eval/held_out/pass@4" in line)
@@ -327,9 +328,17 @@ def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: 
 def test_a_constant_reward_trains_nothing_and_is_visible(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
-    done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:constant"}})
+    """Its alarm says to read samples.jsonl: they are there, though all groups are dropped and no table is shown."""
+    silent = policy["rollout"] | {"show": 0}
+    changes = {"reward": {"path": "rewards.py:constant"}, "groups": {"flat": "drop"}, "rollout": silent}
+
+    done = grpo(warm, tmp_path, policy | changes)
 
     assert done.code == 0, done.err
+    assert "completions of step" not in done.out
+    samples = [json.loads(line) for line in (tmp_path / "runs" / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["trained"] for sample in samples} == {False}
+    assert len([sample for sample in samples if sample["step"] == 1]) == 16
     lines = [line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line]
     assert [(line["reward"], line["frac_reward_zero_std"], line["grad_norm"]) for line in lines] == [
         (1.0, 1.0, 0.0)

@@ -88,9 +88,10 @@ class RolloutConfig(EngineConfig):
     record: bool = False
     """Keep the batch of every step in rollouts/, for `holdfast replay`."""
     show_every: PositiveInt = 10
-    """Steps between tables of sample completions."""
+    """Steps between tables of sample completions; all completions of these steps are written to samples.jsonl."""
     show: Count = 3
-    """Completions in such a table: the best, the worst, the newest; 0 shows none."""
+    """Completions in such a table: the best, the worst, the newest; 0 shows none, and silences nothing but the
+    terminal."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield sampling that has no distribution to learn from."""

@@ -76,6 +76,8 @@ class Rollout:
     """What reading the prompts counted."""
     messages: tuple[str, ...]
     """What went wrong with rewards, over all ranks."""
+    left_out: tuple[Group, ...] = ()
+    """This rank's that are not trained on."""
 
 
 def next_rollout(run: PolicyRun) -> Rollout | None:
@@ -156,8 +158,10 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
     trimmed = [fact for fact in trimmed if fact.prompt_id in kept]
     mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
+    left_out = tuple(group for group in groups if group.prompt.prompt_id not in kept)
     told = run.exchange.gather([item.message for item in scored if item.message][:8])
-    return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, tuple(line for lines in told for line in lines))
+    messages = tuple(line for lines in told for line in lines)
+    return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
 
 def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
@@ -185,17 +189,23 @@ def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
     """Return the first `wanted` groups of all rounds; those in excess are left out."""
     facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:wanted]
     kept = {fact.prompt_id for fact in facts}
+    groups = [group for part in rounds for group in (*part.groups, *part.left_out)]
+    return Rollout(
+        tuple(group for group in groups if group.prompt.prompt_id in kept),
+        tuple(facts),
+        tuple(sorted((fact for part in rounds for fact in part.sampled), key=lambda fact: fact.prompt_id)),
+        _counted(rounds),
+        tuple(line for part in rounds for line in part.messages),
+        tuple(group for group in groups if group.prompt.prompt_id not in kept),
+    )
+
+
+def _counted(rounds: Sequence[Rollout]) -> dict[str, float]:
     counted: dict[str, float] = {}
     for part in rounds:
         for name, value in part.counted.items():
             counted[name] = counted.get(name, 0.0) + value
-    return Rollout(
-        tuple(group for part in rounds for group in part.groups if group.prompt.prompt_id in kept),
-        tuple(facts),
-        tuple(sorted((fact for part in rounds for fact in part.sampled), key=lambda fact: fact.prompt_id)),
-        counted | {"rollout/rounds": float(len(rounds))},
-        tuple(line for part in rounds for line in part.messages),
-    )
+    return counted | {"rollout/rounds": float(len(rounds))}
 
 
 def sample_groups(

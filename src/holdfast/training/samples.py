@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import Rollout
-from holdfast.types import Finish
+from holdfast.types import Finish, Group
 
 _LONGEST = 160
 """Characters of a completion that the table shows."""
@@ -24,14 +24,27 @@ class Shown(NamedTuple):
     rewards: dict[str, float | None]
     advantage: float
     finish: str
+    trained: bool
+    """Whether its group is; what is left out of a step has no advantage."""
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
-    """Every `rollout.show_every` steps, leave some completions to be shown, and all of the step's to be written."""
+    """Every `rollout.show_every` steps, leave some completions to be shown, and all that were sampled to be written."""
     config, step = run.config.rollout, run.state.step
-    if config.show == 0 or (step % config.show_every and step != 1):
+    if step % config.show_every and step != 1:
         return
-    mine = [
+    mine = [_shown(step, group, trained=True) for group in rollout.groups]
+    mine += [_shown(step, group, trained=False) for group in rollout.left_out]
+    everyone = [item for of_rank in run.exchange.gather(mine) for of_group in of_rank for item in of_group]
+    shown = sorted(everyone, key=lambda item: item.sample_id)
+    if run.world.is_first and shown:
+        run.samples += [item._asdict() for item in shown]
+        if config.show:
+            run.said.append(table(choose(shown, config.show), step))
+
+
+def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
+    return [
         Shown(
             step,
             trajectory.sample_id,
@@ -41,14 +54,10 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
             dict(trajectory.rewards),
             0.0 if trajectory.advantages is None else float(trajectory.advantages[-1]),
             trajectory.finish.value,
+            trained,
         )
-        for group in rollout.groups
         for trajectory in group.trajectories
     ]
-    shown = sorted((item for part in run.exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
-    if run.world.is_first and shown:
-        run.samples += [item._asdict() for item in shown]
-        run.said.append(table(choose(shown, config.show), step))
 
 
 def choose(shown: Sequence[Shown], count: int) -> list[tuple[str, Shown]]:
