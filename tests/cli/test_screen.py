@@ -67,7 +67,7 @@ def test_without_a_terminal_there_are_plain_lines_of_steps(
     assert "\r" not in done.out
     lines = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
     shown = [
-        re.match(r"step (\d+)/40  loss ([\d.]+)  .*  tok/s ([\d,]+)  mfu ([\d.]+%)$", line)
+        re.match(r"step (\d+)/40  loss ([\d.]+)  .*  tok/s ([\d,]+)  mfu ([\d.]+%)(?:  left (0:00:\d\d))?$", line)
         for line in done.out.splitlines()
     ]
     steps = {int(match.group(1)): match for match in shown if match}
@@ -78,6 +78,7 @@ def test_without_a_terminal_there_are_plain_lines_of_steps(
         assert match.group(2) == f"{lines[step - 1]['loss']:.4f}"
         assert match.group(3) == f"{lines[step - 1]['throughput/tokens_per_second']:,.0f}"
         assert match.group(4) == f"{lines[step - 1]['throughput/mfu']:.1%}"
+        assert (match.group(5) is None) == (step in {1, 40}), "an estimate from the second step on, none at the end"
 
 
 def test_progress_off_prints_no_step(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:

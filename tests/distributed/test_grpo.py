@@ -301,6 +301,24 @@ def test_metrics_of_a_step_speak_of_its_tokens_however_few_groups_are_left(pools
     assert four["lines"][0]["entropy"] > 2.0
 
 
+def test_the_estimate_of_the_entropy_is_the_mean_of_minus_log_p_over_sampled_tokens(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), rollout={"group_size": 4, "max_new_tokens": 10, "temperature": 0.7})
+    biased = tree | {"rollout": tree["rollout"] | {"top_p": 0.9}, "correction": {"kind": "truncate"}}
+    model = tiny_model("llama", tie_word_embeddings=True).double()
+
+    found = pools(2).run(train, tree | {"groups": {"flat": "drop"}}, ROWS, 1)[0]
+    restricted = pools(2).run(train, biased, ROWS, 1)[0]
+
+    nlls = []
+    for _, prompt, completion, *_ in found["sampled"][0]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.7
+        nlls += torch.nn.functional.cross_entropy(logits, torch.tensor(completion), reduction="none").tolist()
+    assert found["lines"][0]["entropy_estimate"] == pytest.approx(np.mean(nlls), rel=1e-6)
+    assert "entropy" not in found["lines"][0]
+    assert "entropy_estimate" not in restricted["lines"][0]
+
+
 def test_what_a_step_without_a_trained_token_cannot_measure_is_not_there(pools: Any, llama: Path) -> None:
     """Controllers must not take an absent entropy or KL for zero."""
     targets = {"kl": {"coefficient": 0.05, "target": 0.1}, "entropy": {"coefficient": 0.01, "target": 3.0}}

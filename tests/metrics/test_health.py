@@ -69,6 +69,10 @@ CASES = [
     pytest.param(column("completions/clipped_ratio", *[0.9, 0.9, 0.9, 0.9, 0.3] * 3), {}, [], id="truncation passes"),
     pytest.param(column("entropy", 1.0, 0.1, *[0.009] * 5), {}, [(7, "low_entropy")], id="entropy gone"),
     pytest.param(column("entropy", *[0.02] * 30), {}, [], id="entropy low"),
+    pytest.param(column("entropy_estimate", 1.0, *[0.009] * 5), {}, [(6, "low_entropy")], id="estimate gone"),
+    pytest.param(
+        [{"entropy": 0.02, "entropy_estimate": 0.009}] * 30, {}, [], id="estimate gone where the entropy is measured"
+    ),
     pytest.param(column("kl", *[0.001] * 10, 0.011), {}, [(11, "kl_jump")], id="KL jumps"),
     pytest.param(column("kl", *[0.0] * 10, 0.0099), {}, [], id="KL starts"),
     pytest.param(column("kl", *[0.001] * 9, 1.0), {}, [], id="KL, too few steps to know what is usual"),

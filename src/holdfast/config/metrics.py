@@ -28,7 +28,7 @@ class HealthConfig(Section):
     truncated: Fraction = 0.3
     """Share of completions cut at `rollout.max_new_tokens`."""
     lowest_entropy: NonNegative = 0.01
-    """Nats per token; seen where the entropy is measured (`metrics.entropy`)."""
+    """Nats per token, of the entropy where it is measured (`metrics.entropy`), else of its estimate from samples."""
     reward_faults: Fraction = 0.01
     """Share of a step's completions whose reward timed out, raised or was no finite number."""
     kl_jump: Positive = 10.0
@@ -47,7 +47,8 @@ class MetricsConfig(Section):
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a bar on a terminal, lines elsewhere."""
     entropy: bool = False
-    """Compute the mean entropy of the policy on trained tokens (one more pass over each logits chunk)."""
+    """Compute the mean entropy of the policy on trained tokens (one more pass over each logits chunk). Policies have an
+    estimate from their samples without it, `entropy_estimate`."""
     peak_flops: Positive | None = None
     """Peak floating-point operations per second of one device, for MFU; default: looked up for known GPUs."""
     health: HealthConfig = HealthConfig()

@@ -85,11 +85,13 @@ def _truncation(config: HealthConfig, past: Past) -> str | None:
 
 
 def _low_entropy(config: HealthConfig, past: Past) -> str | None:
-    values = _last(past, "entropy", config.lasting_steps)
+    measured = _last(past, "entropy", config.lasting_steps)
+    values = measured or _last(past, "entropy_estimate", config.lasting_steps)
     if not values or max(values) >= config.lowest_entropy:
         return None
+    name = "entropy" if measured else "estimated entropy"
     return (
-        f"the entropy is {values[-1]:.2g} nats per token, and for {len(values)} steps it was below "
+        f"the {name} is {values[-1]:.2g} nats per token, and for {len(values)} steps it was below "
         f"{config.lowest_entropy:g}: the policy hardly explores. Lower optim.lr, raise objective.high, or set "
         "entropy.coefficient."
     )

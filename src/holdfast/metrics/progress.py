@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Literal, Protocol
 
 
@@ -47,6 +48,7 @@ def summary(metrics: Mapping[str, float]) -> str:
         ("kl", "kl", "{:.4f}"),
         ("divergence", "divergence", "{:.4f}"),
         ("entropy", "entropy", "{:.3f}"),
+        ("entropy_estimate", "~entropy", "{:.3f}"),
         ("completions/mean_length", "length", "{:.0f}"),
         ("mean_token_accuracy", "accuracy", "{:.3f}"),
         ("grad_norm", "norm", "{:.3f}"),
@@ -54,7 +56,9 @@ def summary(metrics: Mapping[str, float]) -> str:
         ("throughput/tokens_per_second", "tok/s", "{:,.0f}"),
         ("throughput/mfu", "mfu", "{:.1%}"),
     ]
-    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in shown if name in metrics)
+    hidden = {"entropy_estimate"} if "entropy" in metrics else set()
+    known = metrics.keys() - hidden
+    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in shown if name in known)
 
 
 class Silent:
@@ -77,14 +81,26 @@ class Lines:
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._last = float("-inf")
+        self._first: tuple[int, float] | None = None
+        """The first step that was seen, and when it had ended."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step if a second has passed, or if it is the first or the last."""
         now = time.monotonic()
+        self._first = self._first or (step, now)
         if now - self._last >= 1.0 or step == self._total:
             self._last = now
             of = f"/{self._total}" if self._total else ""
-            print(f"step {step}{of}  {summary(metrics)}", flush=True)
+            print(f"step {step}{of}  {summary(metrics)}{self._left(step, now)}", flush=True)
+
+    def _left(self, step: int, now: float) -> str:
+        """Return the time that the steps to come take at the pace so far; "" before there is one, and at the end."""
+        assert self._first is not None
+        first, then = self._first
+        if self._total is None or not first < step < self._total:
+            return ""
+        seconds = (now - then) / (step - first) * (self._total - step)
+        return f"  left {timedelta(seconds=round(seconds))}"
 
     def say(self, text: str) -> None:
         """Print the message."""

@@ -22,7 +22,7 @@ from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy import PolicyRun
 from holdfast.training.recorder import record
 from holdfast.training.rewards import open_rewards
-from holdfast.training.rollout_metrics import of_several_updates, rollout_metrics
+from holdfast.training.rollout_metrics import entropy_estimate, of_several_updates, rollout_metrics
 from holdfast.training.rollouts import Rollout, next_rollout
 from holdfast.training.samples import tell_samples
 from holdfast.training.step import train_step
@@ -55,6 +55,7 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
         metrics |= train_critic(run, run.critic, mini_batches)
     metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, mini_batches)
     metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
+    metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
     record(run, rollout, metrics)
     tell_samples(run, rollout)

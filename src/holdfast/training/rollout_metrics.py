@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.advantages.group import flat_groups
+from holdfast.config.rollout import SamplingConfig
 from holdfast.training.rollouts import GroupFact, Rollout, rewards_of
 from holdfast.types import Finish
 
@@ -87,6 +88,18 @@ def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
         "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
         "completions/mean_terminated_length": float(np.mean(ended)) if ended else 0.0,
     }
+
+
+def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> dict[str, float]:
+    """Return entropy_estimate: the mean of -log p over all sampled tokens, in nats, which costs nothing.
+
+    The mean of -log p(token) over draws of the token is the entropy of its distribution, so over many tokens this is
+    `entropy` up to the noise of sampling. Left out where options restrict what is drawn, since p is then not the
+    policy's, and where an engine tells no log-probabilities.
+    """
+    completions = [completion for group in facts for completion in group.completions]
+    tokens, total = sum(each.length for each in completions), math.fsum(each.nll for each in completions)
+    return {} if sampling.biases() or not tokens or math.isnan(total) else {"entropy_estimate": total / tokens}
 
 
 def of_several_updates(

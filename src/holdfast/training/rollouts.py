@@ -46,6 +46,8 @@ class CompletionFact(NamedTuple):
     drop: str | None
     metrics: Mapping[str, float] = MappingProxyType({})
     """What rewards told beside their numbers."""
+    nll: float = math.nan
+    """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
 
 
 class GroupFact(NamedTuple):
@@ -295,6 +297,7 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionFact:
         scored.fault,
         scored.drop,
         dict(scored.metrics),
+        -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
     )
 
 
