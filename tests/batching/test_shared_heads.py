@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from holdfast.data.packing import Head, pack, unpack
-from holdfast.data.planning import plan_units
+from holdfast.data.planning import plan_units, saves_work, taken_apart
 from holdfast.data.weights import Share
 from holdfast.models.attention import PACKED, Documents, key_places, packed_attention, register
 from holdfast.models.family import family_of
@@ -168,6 +168,31 @@ def test_units_keep_neighbours_together_while_they_fit(groups: list[tuple[int, l
         first = unit.members[0]
         alike = draws[before.members[0]] == draws[first]
         assert not alike or before.tokens + lengths[first] - heads[first] > 20
+
+
+@pytest.mark.parametrize(
+    ("head", "own", "share", "pays"),
+    [
+        (10, [2, 2, 2], 0.0, True),  # 20 tokens saved, and attention costs nothing
+        # Pairs: alone 3 x 6^2 / 2 = 54, shared 2^2 / 2 + 3 x 4 x 6 = 74; 4 tokens pay for 20 pairs up to 0.2 each.
+        (2, [4, 4, 4], 0.099, True),
+        (2, [4, 4, 4], 0.101, False),
+        # One long one: alone (3^2 + 3^2 + 12^2) / 2 = 81, shared 2 + 3 x 10 x 12 = 362; 4 tokens for 281 pairs.
+        (2, [1, 1, 10], 0.007, True),
+        (2, [1, 1, 10], 0.0072, False),
+        (5, [3], 0.0, False),  # one alone shares with nobody
+    ],
+)
+def test_a_head_is_shared_where_it_saves_more_than_unequal_completions_cost(
+    head: int, own: list[int], share: float, pays: bool
+) -> None:
+    lengths = [head + size for size in own]
+    (unit,) = plan_units(lengths, [head] * len(own), [0] * len(own), 1000)
+
+    assert saves_work(unit, lengths, share) is pays
+    assert [(part.members, part.tokens) for part in taken_apart(unit, lengths)] == [
+        ((index,), length) for index, length in enumerate(lengths)
+    ]
 
 
 def test_heads_that_are_not_shared_make_units_of_one() -> None:

@@ -71,6 +71,21 @@ def test_every_split_makes_the_updates_of_the_paper(
         np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=rounding, err_msg=name)
 
 
+def test_a_prompt_is_shared_by_itself_only_where_that_saves_work(pools: Any, llama: Path) -> None:
+    """7 to 15 prompt tokens, and 80 of each completion: side by side, that is more work than to repeat the prompts."""
+
+    def fill(shared: str, new_tokens: int) -> float:
+        rollout = {"group_size": 4, "max_new_tokens": new_tokens, "shared_prefix": shared}
+        tree = settings(str(llama), rollout=rollout, data={"max_length": 112, "tokens_per_micro_batch": 2048})
+        return float(pools(1).run(train, tree, ROWS, 1)[0]["lines"][0]["data/fill"])
+
+    short = {shared: fill(shared, 4) for shared in ("on", "auto", "off")}
+    long = {shared: fill(shared, 80) for shared in ("on", "auto", "off")}
+
+    assert short["on"] == short["auto"] < short["off"]
+    assert long["on"] < long["auto"] <= long["off"]
+
+
 def test_what_is_sampled_does_not_depend_on_the_number_of_ranks(pools: Any, llama: Path) -> None:
     one, two, four = (pools(ranks).run(train, settings(str(llama)), ROWS)[0]["sampled"] for ranks in (1, 2, 4))
 

@@ -81,7 +81,8 @@ class RolloutConfig(EngineConfig):
     seed: Count | None = None
     """Seed of the sampling; default: the run's seed."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
-    """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work."""
+    """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work,
+    which without the flash kernel is decided group by group: completions are as long as the longest there."""
     replay_routing: bool = False
     """For a mixture of experts: train each token on the experts that it met in sampling, so that a router near a tie
     changes nothing between the two (R3, arXiv:2510.11370)."""

@@ -14,7 +14,7 @@ from holdfast.config.data import DataConfig
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
 from holdfast.data.packing import Head, pack
-from holdfast.data.planning import Unit, plan_packs, plan_units
+from holdfast.data.planning import Unit, plan_packs, plan_units, saves_work, taken_apart
 from holdfast.data.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
 
@@ -33,6 +33,8 @@ class Layout:
     """Values that every token carries, and their dtypes: the batch of an idle rank has them too."""
     shares_heads: bool = False
     """Whether sequences of one draw are laid down with their common head once."""
+    weighs_heads: bool = False
+    """Whether they share it only where that is less work by `saves_work`, or where images belong to it."""
     whole_draws: bool = False
     """Whether all sequences of a draw, as many in each, go through one forward pass together."""
     constant_length: int | None = None
@@ -82,8 +84,7 @@ def _plan(
     known: Sequence[Known], draws: Sequence[int], ranks: int, budget: int, layout: Layout
 ) -> list[list[list[Unit]]]:
     """Return the units of every micro-batch of every rank."""
-    heads = [sequence.head if layout.shares_heads else 0 for sequence in known]
-    units = plan_units([sequence.tokens for sequence in known], heads, draws, budget, whole=layout.whole_draws)
+    units = _units(known, draws, budget, layout)
     rows = max((len(unit.members) for unit in units), default=1) if layout.padded else 1
     plan = plan_packs(
         [max(known[index].tokens for index in unit.members) if layout.padded else unit.tokens for unit in units],
@@ -93,6 +94,22 @@ def _plan(
         attention_share=layout.attention_share,
     )
     return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in plan.packs]
+
+
+def _units(known: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
+    lengths = [sequence.tokens for sequence in known]
+    heads = [sequence.head if layout.shares_heads else 0 for sequence in known]
+    units = plan_units(lengths, heads, draws, budget, whole=layout.whole_draws)
+    if not layout.weighs_heads:
+        return units
+    return [part for unit in units for part in _weighed(unit, lengths, known, layout.attention_share)]
+
+
+def _weighed(unit: Unit, lengths: Sequence[int], known: Sequence[Known], attention_share: float) -> list[Unit]:
+    """Return a unit, or its members alone where that is less work; a tower that runs once for all always pays."""
+    if known[unit.members[0]].has_inputs or saves_work(unit, lengths, attention_share):
+        return [unit]
+    return taken_apart(unit, lengths)
 
 
 def _stand_ins(

@@ -60,6 +60,29 @@ def plan_units(
     return units
 
 
+def saves_work(unit: Unit, lengths: Sequence[int], attention_share: float) -> bool:
+    """Return whether sharing a head is less work, where what follows it is computed side by side.
+
+    Each member's own tokens then attend to the head and to as many of their own as the longest member has, masked,
+    where a sequence alone has half of its pairs. A pair costs twice `attention_share`, which stands for half of them.
+
+    Args:
+        unit: Its head is forwarded once.
+        lengths: Tokens of each sequence.
+        attention_share: As in `plan_packs`.
+    """
+    count, whole = len(unit.members), [lengths[index] for index in unit.members]
+    longest = max(whole) - unit.head
+    alone = sum(length * length for length in whole) / 2
+    shared = unit.head * unit.head / 2 + count * longest * (unit.head + longest)
+    return (count - 1) * unit.head + 2 * attention_share * (alone - shared) > 0
+
+
+def taken_apart(unit: Unit, lengths: Sequence[int]) -> list[Unit]:
+    """Return a unit's members as units of their own."""
+    return [Unit((index,), 0, lengths[index]) for index in unit.members]
+
+
 def plan_packs(
     lengths: Sequence[int], *, budget: int, ranks: int, padded: bool = False, attention_share: float = 1 / 16384
 ) -> PackPlan:

@@ -236,6 +236,16 @@ def flash_takes(device_type: str, dtype: torch.dtype, query_size: int, value_siz
     return half and value_size == query_size and query_size <= 256 and query_size % 8 == 0
 
 
+def pads_branches(model: Any, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether branches of a shared head are computed side by side, as long as the longest, in a model's attention."""
+    text: Any = model.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    written_out = getattr(text, "attn_logit_softcapping", None) is not None or any(
+        name.endswith(".sinks") for name, _ in model.named_parameters()
+    )
+    return written_out or not flash_takes(device_type, dtype, size, size)
+
+
 @cache
 def _flash_takes_groups() -> bool:
     """Whether torch's kernel takes fewer key heads than query heads; torch 2.11 does not."""

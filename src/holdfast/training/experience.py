@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import advantages
@@ -17,6 +18,7 @@ from holdfast.config.grpo import GRPOConfig
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.vision import ImageSide
+from holdfast.models.attention import pads_branches
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
@@ -76,6 +78,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
         columns=columns_of(run.config),
         constant_length=run.config.rollout.max_new_tokens,
         shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
+        weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(run),
     )
     with run.phase("pack"):
         edges = [number * len(rollout.facts) // count for number in range(count + 1)]
@@ -83,6 +86,10 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
             _mini_batch(run, rollout, rollout.facts[start:end], layout)
             for start, end in zip(edges[:-1], edges[1:], strict=True)
         ]
+
+
+def _pads_branches(run: PolicyRun) -> bool:
+    return pads_branches(run.origin.skeleton, run.world.device.type, getattr(torch, run.plan.compute_dtype))
 
 
 def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
