@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,7 +25,8 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     - reward, reward_std: mean over completions; mean over groups of the standard deviation within a group.
     - rewards/NAME/mean and rewards/NAME/std: of each reward and its parts, before weights.
     - frac_reward_zero_std: share of groups whose rewards are all alike; left out where groups have one completion.
-    - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length.
+    - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length, terminated are the
+      others (0 where there are none).
     - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way, greedy ones that
       others are compared with included.
     - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
@@ -81,12 +82,15 @@ def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
         return {}
     lengths = [completion.length for completion in completions]
     ended = [completion.length for completion in completions if completion.finish is Finish.STOP]
+    terminated = ended or [0]
     return {
         "completions/mean_length": float(np.mean(lengths)),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
-        "completions/mean_terminated_length": float(np.mean(ended)) if ended else 0.0,
+        "completions/mean_terminated_length": float(np.mean(terminated)),
+        "completions/min_terminated_length": float(min(terminated)),
+        "completions/max_terminated_length": float(max(terminated)),
     }
 
 
@@ -109,7 +113,8 @@ def of_several_updates(
 
     What is a mean over tokens or sequences is their mean over all updates, and left out where there were none; the loss
     is then 0. Of the rest, what was worked on is summed, the last of what counts on is kept, and others are averaged.
-    `data/order_hash` folds all of them, so it differs if any update differs.
+    `data/order_hash` folds all of them, so it differs if any update differs. clip_ratio/low_min and clip_ratio/high_max
+    are the least and the most clipped update; TRL's are the extremes over processes, which depend on how many there are.
 
     Args:
         updates: What each update told.
@@ -120,7 +125,15 @@ def of_several_updates(
         total, denominator = (math.fsum(found[name][part] for found in sums) for part in (0, 1))
         if denominator or name == "loss":
             joined[name] = total / denominator if denominator else 0.0
-    return joined
+    return joined | _extreme_clipped(sums, "low", min) | _extreme_clipped(sums, "high", max)
+
+
+def _extreme_clipped(
+    sums: Sequence[Mapping[str, tuple[float, float]]], side: str, extreme: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    told = [found.get(f"clip_ratio/{side}_mean", (0.0, 0.0)) for found in sums]
+    shares = [total / denominator for total, denominator in told if denominator]
+    return {f"clip_ratio/{side}_{extreme.__name__}": extreme(shares)} if shares else {}
 
 
 def _joined(name: str, values: Sequence[float]) -> float:
