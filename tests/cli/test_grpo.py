@@ -144,6 +144,27 @@ def test_a_recorded_step_is_reproduced_by_one_process_and_a_changed_one_is_not(
     assert "step 3 cannot be reproduced" in done.out
 
 
+def test_a_step_is_made_again_in_what_it_was_computed_in(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    """As on a GPU, where `auto` is bfloat16, and then made again on a CPU, where it is float32."""
+    recorded = policy | {"steps": 2, "rollout": policy["rollout"] | {"record": True}, "checkpoint": {"every_steps": 2}}
+    done = grpo(warm, tmp_path, recorded, "launch.ranks=1", "parallel.compute_dtype=bfloat16")
+    assert done.code == 0, done.err
+    assert "warning: rollout.record: step N is made again from the checkpoint of step N-1" in done.out
+    resolved = tmp_path / "runs" / "run" / "config.resolved.yaml"
+    assert "compute_dtype: bfloat16" in resolved.read_text()
+    resolved.write_text(resolved.read_text().replace("compute_dtype: bfloat16", "compute_dtype: auto"))
+
+    again = warm.run("-m", "holdfast.cli.main", "replay", "runs/run", "--step", "1", cwd=tmp_path)
+
+    assert again.code == 0, again.out + again.err
+    numbers = re.findall(r"^(?:loss|grad_norm): recorded (\S+), replayed (\S+)$", again.out, re.MULTILINE)
+    assert len(numbers) == 2
+    for then, now in numbers:
+        assert then == now
+
+
 def _flip_a_reward(path: Path) -> None:
     import gzip
 

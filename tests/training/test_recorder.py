@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
 from holdfast.errors import ConfigError
-from holdfast.training.recorder import read_record, record_path
+from holdfast.training.recorder import read_record, record_path, what_is_deleted
 
 HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
@@ -57,3 +60,22 @@ def test_a_torn_one_is_named(tmp_path: Path, place: Path, length: int) -> None:
 
     with pytest.raises(ConfigError, match=r"step-00000001.jsonl.gz is damaged \(.*so step 1 cannot be made again"):
         read_record(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "said"),
+    [
+        (100, {"every_steps": 1, "keep": {"every": 1}}, ""),
+        (3, {"every_steps": 1}, ""),
+        (100, {}, "saved by the clock alone, and of them the last 3 stay"),
+        (100, {"every_steps": 1}, "saved every 1 steps, and of them the last 3 stay"),
+        (100, {"every_steps": 5, "keep": {"every": 10}}, "the last 3 and those of every 10 steps stay"),
+    ],
+)
+def test_steps_that_cannot_be_made_again_are_told_at_start(steps: int, checkpoint: dict[str, Any], said: str) -> None:
+    tree = {"steps": steps, "model": {"path": "m"}, "data": {"path": "d"}, "reward": "exact", "checkpoint": checkpoint}
+
+    found = what_is_deleted(from_mapping(tree | {"rollout": {"record": True}}, GRPOConfig))
+
+    assert said in found if said else found == ""
+    assert what_is_deleted(from_mapping(tree, GRPOConfig)) == ""

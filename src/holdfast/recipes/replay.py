@@ -16,7 +16,7 @@ from holdfast.recipes.grpo import learn
 from holdfast.training.build_policy import build_policy_run
 from holdfast.training.control_coefficients import controlled_objective
 from holdfast.training.directory import FOLDER
-from holdfast.training.recorder import COMPARED, read_record
+from holdfast.training.recorder import COMPARED, Record, read_record
 from holdfast.training.resume import resume
 
 TOLERANCE = 1e-3
@@ -43,7 +43,7 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
             "checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
-        apart = config.model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+        apart = _as_recorded(config, kept).model_copy(update={"run": config.run.model_copy(update={"dir": place})})
         run = build_policy_run(apart, kept.base, world, lambda _: [])
         if step > 1:
             manifest = verified_manifest(storage, before, run.exchange)
@@ -55,4 +55,13 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
     found = {name: (kept.metrics[name], metrics[name]) for name in COMPARED}
     return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in found.items()], all(
         abs(then - now) <= TOLERANCE * scale for then, now in found.values()
+    )
+
+
+def _as_recorded(config: GRPOConfig, kept: Record) -> GRPOConfig:
+    """Return a configuration that computes in what the run did: a CPU chooses another precision than a GPU."""
+    if kept.compute_dtype not in {"float32", "bfloat16"}:
+        return config
+    return config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"compute_dtype": kept.compute_dtype})}
     )

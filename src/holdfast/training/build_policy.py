@@ -22,6 +22,7 @@ from holdfast.training.build_sharded import image_side_of
 from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
+from holdfast.training.recorder import what_is_deleted
 from holdfast.training.reference import Reference, build_reference
 from holdfast.training.reference_server import NO_IMAGES
 from holdfast.training.run import Evaluation
@@ -73,6 +74,8 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     )
     if config.critic is not None:
         add_critic(run, config.critic, base, live)
+    if world.is_first and (deleted := what_is_deleted(config)):
+        print(f"warning: {deleted}", flush=True)
     return run
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.config.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.models.expert_choices import COLUMN
 from holdfast.training.policy import PolicyRun
@@ -38,6 +39,8 @@ class Record:
     """Directory of the run's YAML."""
     metrics: Mapping[str, float]
     rollout: Rollout
+    compute_dtype: str | None
+    """What the run computed in; None in records of earlier versions."""
 
 
 def record_path(directory: Path, step: int) -> Path:
@@ -57,6 +60,7 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
         "step": run.state.step,
         "base": str(run.base),
         "metrics": {name: metrics[name] for name in COMPARED},
+        "compute_dtype": run.plan.compute_dtype,
     }
     path = record_path(run.directory, run.state.step)
     path.parent.mkdir(exist_ok=True)
@@ -66,6 +70,21 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
         for fact in rollout.facts:
             file.write(json.dumps(lines[fact.prompt_id] | {"facts": _fact_lines(fact)}) + "\n")
     beside.replace(path)
+
+
+def what_is_deleted(config: GRPOConfig) -> str:
+    """Return which of the steps that are kept cannot be made again, since no checkpoint will be; "" if all can."""
+    section, keep = config.checkpoint, config.checkpoint.keep
+    whole = config.steps is not None and config.steps <= keep.last
+    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or whole)):
+        return ""
+    saved = "by the clock alone" if section.every_steps is None else f"every {section.every_steps} steps"
+    kept = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
+    return (
+        f"rollout.record: step N is made again from the checkpoint of step N-1; checkpoints are saved {saved}, and of "
+        f"them {kept} stay, so most steps cannot be replayed. Set checkpoint.every_steps and checkpoint.keep.every to "
+        "1, or to the distance of the steps that you may want."
+    )
 
 
 def _group_line(group: Group) -> dict[str, Any]:
@@ -119,7 +138,8 @@ def read_record(directory: Path, step: int) -> Record:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             head, *lines = (json.loads(line) for line in file)
         groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
-        return Record(head["step"], Path(head["base"]), head["metrics"], Rollout(groups, facts, facts, {}, ()))
+        rollout = Rollout(groups, facts, facts, {}, ())
+        return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head.get("compute_dtype"))
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path} is damaged ({type(error).__name__}: {error}), so step {step} cannot be made again."

@@ -25,8 +25,8 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     - reward, reward_std: mean over completions; mean over groups of the standard deviation within a group.
     - rewards/NAME/mean and rewards/NAME/std: of each reward and its parts, before weights.
     - frac_reward_zero_std: share of groups whose rewards are all alike; left out where groups have one completion.
-    - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length, terminated are the
-      others (0 where there are none).
+    - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length, terminated are
+      the others (0 where there are none).
     - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way, greedy ones that
       others are compared with included.
     - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
@@ -114,7 +114,7 @@ def of_several_updates(
     What is a mean over tokens or sequences is their mean over all updates, and left out where there were none; the loss
     is then 0. Of the rest, what was worked on is summed, the last of what counts on is kept, and others are averaged.
     `data/order_hash` folds all of them, so it differs if any update differs. clip_ratio/low_min and clip_ratio/high_max
-    are the least and the most clipped update; TRL's are the extremes over processes, which depend on how many there are.
+    are the least and the most clipped update; TRL's are the extremes over processes, and depend on their number.
 
     Args:
         updates: What each update told.
