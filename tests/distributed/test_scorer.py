@@ -145,6 +145,30 @@ def test_a_run_from_a_language_model_resumes_and_exports_a_model_that_grpo_score
     assert (tmp_path / "stored/model.safetensors").read_bytes() == (Path(again) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("pad", [None, "<eos>"])
+def test_a_model_whose_tokenizer_pads_with_nothing_else_is_read_at_the_token_that_was_trained(
+    pools: Any, tmp_path: Path, pad: str | None
+) -> None:
+    tiny_directory(tmp_path / "model", "llama", pad_token_id=None if pad is None else 1)
+    tokenizer = character_tokenizer()
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    (export,) = pools(1).run(trained, tree(tmp_path / "model", tmp_path / "runs", 2), ROWS)
+
+    texts = [row["prompt"] + row["chosen"] for row in ROWS[:4]]
+    told = RewardModel(ModelRewardConfig(path=export, append_eos=True), tmp_path, torch.device("cpu"))
+    rewards = told.scores([told.text(text, "", {}) for text in texts])
+    model = AutoModelForSequenceClassification.from_pretrained(export)
+    for text, reward_ in zip(texts, rewards, strict=True):
+        tokens = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            trained_on = float(model.score(model.model(input_ids=tokens).last_hidden_state[0, -1]))
+            upstream = float(model(input_ids=tokens).logits[0, 0])
+        assert [reward_, upstream] == pytest.approx([trained_on] * 2, abs=1e-5)
+    assert AutoConfig.from_pretrained(export).pad_token_id is None
+
+
 LORA = {"rank": 4, "alpha": 8.0, "dora": True}
 
 

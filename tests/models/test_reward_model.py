@@ -25,9 +25,9 @@ TEXTS = ["sort 31=13", "a", "reverse abcdef=fedcba", "add 1+2=3"]
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
 
 
-def directory(path: Path, outputs: int = 1, template: str | None = None) -> Path:
+def directory(path: Path, outputs: int = 1, template: str | None = None, **overrides: Any) -> Path:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **COMMON, num_labels=outputs)
+    config = AutoConfig.for_model("llama", **COMMON | overrides, num_labels=outputs)
     model = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,6 +61,26 @@ def test_scores_are_those_of_each_text_alone(tmp_path: Path) -> None:
     assert len({round(value, 3) for value in expected}) == 4
     squashed = RewardModel(ModelRewardConfig(path=path, sigmoid=True), tmp_path, CPU).scores(TEXTS)
     np.testing.assert_allclose(squashed, 1 / (1 + np.exp(-np.array(expected))), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("pad", "notes"), [(None, 0), (-1, 0), (0, 0), (1, 1)])
+def test_scores_stand_where_transformers_reads_them_whatever_the_tokenizer_pads_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pad: int | None, notes: int
+) -> None:
+    path = directory(tmp_path / "m", pad_token_id=pad)
+    tokenizer = character_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(path)
+    section = ModelRewardConfig(path=str(path), append_eos=True)
+    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
+    scorer = Scorer([section], RewardPoolConfig(), tmp_path, world, tmp_path)
+
+    found = [item.reward for item in scorer.score([sample(number, text) for number, text in enumerate(TEXTS)])]
+
+    np.testing.assert_allclose(found, alone(path, [f"sort 31={text}<eos>" for text in TEXTS]), rtol=1e-4, atol=1e-5)
+    without = alone(path, [f"sort 31={text}" for text in TEXTS])
+    assert (pad == 1) == np.allclose(found, without, rtol=1e-4, atol=1e-5)
+    assert capsys.readouterr().out.count("calls the end of text, token 1, padding") == notes
 
 
 def test_one_of_several_outputs_is_named_or_refused(tmp_path: Path) -> None:

@@ -57,12 +57,25 @@ class RewardModel:
             )
         if section.output is not None and section.output >= outputs:
             raise ModelError(f"reward {section.label}: {directory} has {outputs} outputs, numbered from 0.")
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
-        self._tokenizer.padding_side, self._tokenizer.truncation_side = "right", "left"
+        self._pads = self._model.config.get_text_config()
+        # transformers scores the last token that is not this one; a text alone, of a model without one, its very last.
+        self._pad = self._pads.pad_token_id
+        if self._pad is not None and self._pad < 0:  # as in old LLaMA configurations: no token is it
+            self._pad = None
+        self._tokenizer.truncation_side = "left"
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
         self._section, self._device = section, device
+
+    @property
+    def note(self) -> str | None:
+        """What a user should read at start."""
+        if self._pad is None or self._pad != self._tokenizer.eos_token_id:
+            return None
+        return (
+            f"reward {self._section.label}: its config.json calls the end of text, token {self._pad}, padding, so its "
+            "score of a text is that of the token before the end, here as in plain transformers. If it was trained "
+            'to score the end, as `holdfast reward` does, write "pad_token_id": null into its config.json.'
+        )
 
     def text(self, prompt: str, completion: str, row: Mapping[str, Any]) -> str:
         """Return what is scored: a conversation in the model's template if the row's prompt is one, else the text."""
@@ -84,16 +97,18 @@ class RewardModel:
         return [found[place] for place in range(len(texts))]
 
     def _batch(self, texts: list[str]) -> Tensor:
-        inputs = self._tokenizer(
-            texts,
-            return_tensors="pt",
-            padding=True,
-            truncation=True,
-            max_length=self._section.max_length,
-            add_special_tokens=False,
-        )
+        rows = self._tokenizer(texts, truncation=True, max_length=self._section.max_length, add_special_tokens=False)[
+            "input_ids"
+        ]
+        filler = self._pad
+        if filler is None:  # any token that ends none of these texts
+            filler = min({*range(len(rows) + 1)} - {row[-1] for row in rows if row})
+        self._pads.pad_token_id = filler
+        width = max(1, *(len(row) for row in rows))
+        tokens = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         logits: Tensor = self._model(
-            input_ids=inputs["input_ids"].to(self._device), attention_mask=inputs["attention_mask"].to(self._device)
+            input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)
         ).logits.double()
         chosen = logits[:, self._section.output or 0]
         return chosen.sigmoid() if self._section.sigmoid else chosen

@@ -88,9 +88,10 @@ def one_score(config: Any, tokenizer: Any) -> None:
             f"The model has {config.num_labels} outputs, and a reward model has one. Start from a language model."
         )
     config.num_labels = 1
-    text_config = config.get_text_config()
-    if text_config.pad_token_id is None:  # transformers finds the last token of a padded text by it
-        text_config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    # transformers scores the last token that is not padding, and training the one that ends the text. Where the
+    # tokenizer pads with nothing else, no padding is named: transformers then refuses several texts at once.
+    pad = tokenizer.pad_token_id
+    config.get_text_config().pad_token_id = None if pad == tokenizer.eos_token_id else pad
 
 
 def without_output_layer(stored: Mapping[str, Header]) -> dict[str, Header]:

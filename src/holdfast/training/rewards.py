@@ -76,6 +76,9 @@ class Scorer:
             for reward in rewards
             if isinstance(reward, ModelRewardConfig)
         }
+        for model in self._models.values():
+            if model.note is not None and world.is_first:
+                print(model.note, flush=True)
         self._pool = RewardPool(functions, config, base, logs) if functions else None
         self._functions = [reward.label for reward in functions]
         self._rewards, self._config = tuple(rewards), config
