@@ -183,6 +183,17 @@ def test_the_limit_counts_expanded_tokens(side: ImageSide) -> None:
         tokenise(side, LONG, max_length=26, overlong="refuse")
 
 
+def with_broken_marks(entry: bytes) -> bytes:
+    """Return a photo in whose EXIF one tag is said to be made of bytes."""
+    photo = Image.new("RGB", (24, 16), (255, 0, 0))
+    marks = photo.getexif()
+    marks[0x0112], marks[0x0100], marks[0x011A] = 6, 7, 72.0
+    held = io.BytesIO()
+    photo.save(held, "JPEG", exif=marks)
+    assert held.getvalue().count(entry) == 1
+    return held.getvalue().replace(entry, entry[:-1] + b"\x01")
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no such file": (
         {"prompt": "<image>", "completion": "a", "images": ["gone.png"]},
@@ -195,6 +206,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "torn": (
         {"prompt": "<image><image>", "completion": "a", "images": [SECOND, encoded(FIRST)[:200]]},
         r"photos row 3, image 1 \(200 bytes\) cannot be read as an image: .*truncated",
+    ),
+    "a size of bytes": (
+        {"prompt": "<image>", "completion": "a", "images": [with_broken_marks(b"\x01\x00\x00\x04")]},
+        r"photos row 3, image 0 \(\d+ bytes\) cannot be read as an image: required argument is not an integer",
+    ),
+    "a resolution of bytes": (
+        {"prompt": "<image>", "completion": "a", "images": [with_broken_marks(b"\x01\x1a\x00\x05")]},
+        r"photos row 3, image 0 \(\d+ bytes\) cannot be read as an image: bad operand type",
     ),
     "from the web": (
         {"prompt": "<image>", "completion": "a", "images": ["https://example.org/a.png"]},

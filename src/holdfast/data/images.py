@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,6 +219,9 @@ class ImageFiles:
             OSError,
             ValueError,
             SyntaxError,
+            EOFError,
+            struct.error,  # of EXIF whose lengths or types are wrong, as the next one
+            TypeError,
             Image.DecompressionBombError,
             Image.DecompressionBombWarning,
         ) as error:
