@@ -18,7 +18,7 @@ from holdfast.models.build import configured
 from holdfast.models.vision import FREEZE_PRESETS, image_side
 from tests.distributed.cases import reference, settings, train
 from tests.distributed.test_split_invariance import assert_same, by_hand
-from tests.vision import KINDS, picture_rows, tokenizer_of, vision_directory, vision_model
+from tests.vision import KINDS, PROCESSORS, picture_rows, tokenizer_of, vision_directory, vision_model
 
 MAX_LENGTH = 128
 TOLERANCE = dict.fromkeys(KINDS, 1e-10) | {"gemma3": 1e-6}
@@ -152,6 +152,28 @@ def test_a_frozen_tower_is_kept_in_bfloat16_beside_a_model_in_float32(
             start = torch.from_numpy(expected["parameters"][name])
             if tower.search(name):  # rounded once, and never moved
                 assert torch.equal(torch.from_numpy(value), start.float().bfloat16().double()), name
+
+
+STORED_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "frozen tower in bfloat16": ({"freeze": ["vision_tower"], "frozen_dtype": "bfloat16"}, {}, 5e-3),
+    "bfloat16 beside float32 masters": ({}, {"compute_dtype": "bfloat16"}, 2e-2),
+}
+
+
+@pytest.mark.parametrize("stored", STORED_OTHERWISE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "idefics3" else pytest.mark.slow) for kind in PROCESSORS]
+)
+def test_images_pass_a_tower_that_is_stored_in_another_dtype_than_it_computes_in(
+    pools: Any, directory: Callable[[str], Path], kind: str, stored: str
+) -> None:
+    model, parallel, tolerance = STORED_OTHERWISE[stored]
+    settings = tree(directory(kind), {}, parallel, dtype="float32", **model)
+
+    (found,) = pools(1).run(train, settings, ROWS["mixed"], 1)
+
+    assert found["losses"] == pytest.approx(oracle(directory(kind), kind, "mixed")["losses"][:1], rel=tolerance)
+    assert any(name.startswith("model.vi") for name in found["gradients"][0]) == ("freeze" not in model)
 
 
 def test_packs_of_a_family_that_looks_both_ways_take_no_images(pools: Any, directory: Callable[[str], Path]) -> None:

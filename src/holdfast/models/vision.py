@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.config.data import TextConfig
 from holdfast.config.model import ModelConfig
@@ -44,6 +44,23 @@ def towers_of(model: nn.Module) -> list[str]:
     """Return the paths of the modules that only see images; a batch without images does not run them."""
     paths = [canonical_name(path) for path, _ in model.named_modules()]
     return [path for path in paths if _TOWER.fullmatch(path)]
+
+
+def cast_pixels(model: nn.Module) -> None:
+    """Let towers take pixels in any dtype, as matrix products of transformers' own towers mostly do.
+
+    Idefics3 casts them to the dtype that its parameters are stored in, and FSDP2 computes in another one.
+    """
+    for path, module in model.named_modules():
+        if _TOWER.fullmatch(canonical_name(path)):
+            for part in module.modules():
+                if isinstance(part, nn.Conv2d | nn.Conv3d):
+                    part.register_forward_pre_hook(_in_dtype_of_weight)
+
+
+def _in_dtype_of_weight(layer: nn.Module, pixels: tuple[Tensor]) -> tuple[Tensor]:
+    assert isinstance(layer.weight, Tensor)
+    return (pixels[0].to(layer.weight.dtype),)
 
 
 def set_attention(model: Any, name: str) -> None:
