@@ -156,6 +156,20 @@ def test_a_processor_that_cuts_other_patches_than_the_tower_takes_is_refused(set
         side_of("qwen2_5_vl", {setting: 8})
 
 
+def test_images_that_are_not_brought_to_one_size_are_refused_by_the_name_of_their_row(tmp_path: Path) -> None:
+    side = side_of("llava", {"do_center_crop": False})
+    rows = RowTokeniser(tokenizer_of("llava"), DataConfig(path="rows"), tmp_path, side)
+    square, wide = (picture(np.random.default_rng(0), 16, width) for width in (16, 32))
+
+    (found,) = rows.examples({"prompt": "<image>", "completion": "a", "images": [square]}, 0, "photos").examples
+
+    assert found.model_inputs["pixel_values"].shape == (1, 3, 16, 16)
+    words = "photos row 3, image 1 of 32x16 pixels becomes pixel_values of 3x16x32, and a square one 3x16x16; llava"
+    with pytest.raises(DataError, match=words):
+        row = {"prompt": "<image><image>", "completion": "a", "images": [square, wide]}
+        rows.examples(row, 3, "photos", row_name="photos row 3")
+
+
 def test_a_tokenizer_with_another_image_token_is_refused() -> None:
     config = AutoConfig.for_model(**config_values("qwen2_5_vl"))
 

@@ -77,15 +77,32 @@ class ImageSide:
         """The inputs of a small grey image."""
         from PIL import Image
 
-        return dict(self.prepare(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in").inputs)
+        return dict(self._made(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in")[0])
 
     def prepare(self, image: Any, where: str) -> Prepared:
         """Return the tokens and inputs of one image.
 
         Raises:
-            DataError: The processor refuses it, or the model would make another number of features of it.
+            DataError: The processor refuses it, the model would make another number of features of it, or it has
+                another size than all images of this model.
         """
+        inputs, made = self._made(image, where)
+        for name, values in inputs.items():
+            shape, usual = values.shape[1:], self.stand_in[name].shape[1:]
+            if shape != usual:  # those of a batch are laid side by side
+                raise DataError(
+                    f"{where} of {image.width}x{image.height} pixels becomes {name} of {_words(shape)}, and a square "
+                    f"one {_words(usual)}; {self.name} takes images of one size. Let the model's "
+                    "preprocessor_config.json bring all to one (do_resize, do_center_crop, crop_size), or remove the "
+                    "row."
+                )
+        count = self.family.tokens(self._processor, self._config, inputs)
+        return Prepared(self._written(made, count), inputs)
+
+    def _made(self, image: Any, where: str) -> tuple[dict[str, NDArray[Any]], Mapping[str, Any]]:
+        """Return the inputs of one image, and all that the processor made."""
         try:
+            made: Mapping[str, Any]
             made = self._processor(images=[image], return_tensors="np", **self._options)
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise DataError(f"{where} of {image.width}x{image.height} pixels: {error}.") from None
@@ -98,7 +115,7 @@ class ImageSide:
                 f"makes {features} features of it. The model's preprocessor_config.json and config.json do not belong "
                 "together."
             )
-        return Prepared(self._written(made, count), inputs)
+        return inputs, made
 
     def prepare_video(self, frames: Sequence[Any], fps: float | None, where: str) -> Prepared:
         """Return the tokens and inputs of one video.
@@ -229,6 +246,10 @@ class ImageSide:
         if self.family.token_types is None:
             return dict(inputs)
         return {**inputs, self.family.token_types: (tokens == self.image_id).astype(np.int64)[None]}
+
+
+def _words(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
 
 
 def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDArray[np.int64]:
