@@ -75,6 +75,50 @@ def test_a_tower_is_a_unit_without_its_blocks_stored_as_it_is() -> None:
     assert made.compute_dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("patterns", "units"),
+    [
+        ([r"layers\.\d+$"], {"model.visual.blocks.0", "model.visual.blocks.1", "model.visual"}),
+        ([r"layers\.\d+$", r"blocks\.1$"], {"model.visual.blocks.1", "model.visual"}),
+        ([r"layers\.\d+$", "visual$"], {"model.visual.blocks.0", "model.visual.blocks.1", "model.visual"}),
+    ],
+)
+def test_a_tower_keeps_its_units_where_others_are_named(patterns: list[str], units: set[str]) -> None:
+    seen = ["model.visual.blocks.0", "model.visual.blocks.1"]
+    frozen = [ParameterInfo(f"{path}.weight", (8, 8), "float32", False) for path in ("model.visual.patch", *seen)]
+
+    made = plan_shards(
+        [*parameters(), *frozen],
+        ["", "model", "model.visual", *seen, *BLOCKS],
+        [*BLOCKS, *seen],
+        ParallelConfig(units=patterns),
+        shard=2,
+        device="cpu",
+        towers=["model.visual"],
+    )
+
+    assert {unit.name for unit in made.units} == {*BLOCKS, *units, ROOT}
+    assert not any("visual" in name for name in made.units[-1].parameters)
+
+
+def test_experts_are_units_of_their_own_where_they_are_named() -> None:
+    experts = [f"{block}.mlp.experts" for block in BLOCKS]
+    more = [ParameterInfo(f"{path}.gate_up_proj", (4, 8, 8), "float32", True) for path in experts]
+
+    made = plan_shards(
+        parameters(more=more),
+        ["", "model", *BLOCKS, *experts],
+        BLOCKS,
+        ParallelConfig(units=[r"mlp\.experts$", r"layers\.\d+$"]),
+        shard=2,
+        device="cpu",
+    )
+
+    assert [unit.name for unit in made.units] == [*experts, *BLOCKS, ROOT]
+    assert made.units[0].parameters == ("model.layers.0.mlp.experts.gate_up_proj",)
+    assert made.units[4].parameters == ("model.layers.0.mlp.weight", "model.layers.0.norm.weight")
+
+
 def test_every_parameter_has_exactly_one_unit() -> None:
     for config in ({}, {"blocks_per_unit": 2}, {"units": ["mlp$", "layers.[02]$"]}):
         held = [name for unit in plan(config).units for name in unit.parameters]

@@ -237,7 +237,19 @@ def _groups(
                 f"{', '.join(modules[1:4])}."
             )
         chosen |= {path: (path,) for path in matched}
-    return chosen
+    return {path: (path,) for path in _of_towers(blocks, towers, chosen)} | chosen
+
+
+def _of_towers(blocks: Sequence[str], towers: Sequence[str], chosen: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the units that towers have where patterns name others: each, and its blocks unless a part of it is named.
+
+    Left to the root, a tower would be gathered by every forward pass and kept until its end, images or not.
+    """
+    found = list(towers)
+    for tower in towers:
+        if not any(path.startswith(f"{tower}.") for path in chosen):
+            found += [path for path in blocks if path.startswith(f"{tower}.")]
+    return found
 
 
 def _neighbours(blocks: Sequence[str], size: int) -> list[list[str]]:
