@@ -39,6 +39,11 @@ def test_a_pattern_that_names_them_is_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
+        (
+            {"targets": ["q_proj", "query"]},
+            r"model\.lora\.targets: 'query' matches no linear layer\. They look like model\.layers\.0\.mlp\.down_proj",
+        ),
+        ({"targets": ["lm_head"]}, r"model\.lora\.targets: 'lm_head' matches no linear layer"),
         ({"exclude": ["layer.1"]}, r"model\.lora\.exclude: 'layer\.1' matches nothing .*model\.layers\.0\.mlp"),
         ({"ranks": {"qproj": 8}}, r"model\.lora\.ranks: 'qproj' matches nothing that would get an adapter"),
         (
