@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from holdfast import checkpoint
+from holdfast.config.load import from_mapping
 from holdfast.config.optim import MuonConfig
+from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs import run_from_mapping
 from holdfast.errors import ConfigError
 from holdfast.optim.build import build_optimizer
-from holdfast.optim.muon import orthogonalised
+from holdfast.optim.muon import Stack, orthogonalised
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
+from holdfast.training.build import Live, build_run
+from holdfast.training.build_preference import build_preference_run
 from tests.checkpoint.cases import contents
+from tests.distributed.cases import rows_of, settings
+from tests.distributed.cases import train as train_model
+from tests.distributed.preference_cases import pairs_of
+from tests.distributed.preference_cases import settings as preference_settings
 from tests.distributed.toys import Toy, shard
+from tests.tiny import tiny_directory
+from tests.vision import picture_rows, vision_directory
 
 Array = NDArray[np.float64]
 LR, ADAMW_LR, DECAY, MOMENTUM, BETAS, EPS = 0.25, 0.125, 0.5, 0.75, (0.5, 0.75), 1e-3
@@ -28,13 +40,16 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Mixture(nn.Module):
-    """A wide matrix, a tall one, three experts in one tensor, and vectors; no side divides by two."""
+    """A wide matrix, a tall one, three experts with biases and adapters, and vectors; few sides divide by two."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Linear(7, 3, dtype=torch.float64)
         self.tall = nn.Linear(3, 7, bias=False, dtype=torch.float64)
         self.experts = nn.Parameter(torch.randn(3, 7, 5, dtype=torch.float64))
+        self.experts_bias = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+        self.adapters_a = nn.Parameter(torch.randn(3 * 2, 7, dtype=torch.float64))
+        self.adapters_b = nn.Parameter(torch.randn(5, 2 * 3, dtype=torch.float64))
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.tall(self.wide(inputs)) + inputs
@@ -57,7 +72,9 @@ def built(world: World, seed: int = 0, **options: Any) -> tuple[Toy, torch.optim
         no_decay=["bias"],
         **options,
     )
-    return toy, build_optimizer(config, sharded_parameters(toy))
+    parameters = sharded_parameters(toy)
+    stacks = {name: Stack(3, by_columns=name.endswith("b")) for name in parameters if "adapters" in name}
+    return toy, build_optimizer(config, parameters, stacks=stacks)
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> Array:
@@ -94,6 +111,15 @@ def orthogonal(matrix: Array, iterations: int = 5) -> Array:
     return flat.T if matrix.shape[0] > matrix.shape[1] else flat
 
 
+def apart(matrix: Array, name: str) -> list[Any]:
+    """Return where the matrices lie that are orthogonal one by one."""
+    if name.endswith("adapters_a"):
+        return [np.s_[2 * expert : 2 * expert + 2] for expert in range(3)]
+    if name.endswith("adapters_b"):
+        return [np.s_[:, expert::3] for expert in range(3)]
+    return list(range(len(matrix))) if matrix.ndim == 3 else [np.s_[:]]
+
+
 def expected(start: dict[str, Array], count: int, scale: str) -> dict[str, Array]:
     """Return the weights after some steps, by the papers' formulas on whole arrays."""
     found = {}
@@ -109,23 +135,26 @@ def expected(start: dict[str, Array], count: int, scale: str) -> dict[str, Array
                 continue
             buffer = MOMENTUM * buffer + (1 - MOMENTUM) * slope
             ahead = (1 - MOMENTUM) * slope + MOMENTUM * buffer
-            rows, columns = first.shape[-2:]
-            size = 0.2 * max(rows, columns) ** 0.5 if scale == "adamw_rms" else max(1, rows / columns) ** 0.5
-            whole = np.stack([orthogonal(one) for one in ahead]) if first.ndim == 3 else orthogonal(ahead)
+            whole = np.empty_like(ahead)
+            for part in apart(ahead, name):
+                rows, columns = ahead[part].shape
+                size = 0.2 * max(rows, columns) ** 0.5 if scale == "adamw_rms" else max(1, rows / columns) ** 0.5
+                whole[part] = orthogonal(ahead[part])
             weight = weight * (1 - LR * DECAY) - LR * size * whole
         found[name] = weight
     return found
 
 
 @pytest.mark.parametrize("scale", ["adamw_rms", "shape"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_three_updates_are_the_unsharded_ones_on_any_number_of_ranks(pools: Any, ranks: int, scale: str) -> None:
     start = pools(ranks).run(train, 0, {})[0]
 
     found = pools(ranks).run(train, 3, {"scale": scale})
 
     wanted = expected(start, 3, scale)
-    assert {name.rpartition(".")[2] for name in wanted} == {"weight", "bias", "experts"}
+    ends = {name.rpartition(".")[2] for name in wanted}
+    assert ends == {"weight", "bias", "experts", "experts_bias", "adapters_a", "adapters_b"}
     for values in found:
         for name, value in wanted.items():
             np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-10, err_msg=name)
@@ -177,6 +206,73 @@ def test_state_is_saved_by_two_ranks_and_goes_on_on_any_number(pools: Any, tmp_p
     assert any(name.endswith("wide.weight/momentum_buffer") for name in saved)
     if ranks == 2:  # elsewhere matrix products may round otherwise
         assert ended == straight
+
+
+def algorithms(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    names = {id(value): name for name, value in sharded_parameters(run.policy).items()}
+    return {names[id(value)]: group["algorithm"] for group in run.optimizer.param_groups for value in group["params"]}
+
+
+MUON: dict[str, Any] = {"kind": "muon", "lr": 0.25, "schedule": "constant", "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_vl"])
+def test_matrices_of_a_model_and_nothing_else_are_updated_by_muon(pools: Any, tmp_path: Path, kind: str) -> None:
+    if kind == "gpt_oss":
+        tree, rows = settings(str(tiny_directory(tmp_path, kind)), optim=MUON), rows_of(8)
+    else:
+        tree, rows = settings(str(vision_directory(tmp_path, kind)), optim=MUON), picture_rows(8)
+        tree["data"]["max_length"] = 128
+
+    (found,) = pools(1).run(algorithms, tree, rows)
+
+    muon = {name for name, algorithm in found.items() if algorithm == "muon"}
+    kinds = {re.sub(r"\.\d+\.", ".N.", name).removeprefix("model.") for name in muon}
+    attention = {f"layers.N.self_attn.{part}_proj.weight" for part in "qkvo"}
+    if kind == "gpt_oss":
+        experts = {f"layers.N.mlp.experts.{part}_proj" for part in ("gate_up", "down")}
+        assert kinds == attention | experts | {"layers.N.mlp.router.weight"}
+    else:
+        mlp = {f"layers.N.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+        block = {f"blocks.N.{part}.weight" for part in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")}
+        merger = {f"merger.linear_fc{part}.weight" for part in "12"}
+        mergers = merger | {f"deepstack_merger_list.N.{name.removeprefix('merger.')}" for name in merger}
+        assert kinds == {f"language_model.{name}" for name in attention | mlp} | {
+            f"visual.{name}" for name in block | mergers
+        }
+    assert {name for name in found if "embed" in name or "lm_head" in name} <= {*found} - muon
+
+
+def test_the_layer_of_scores_is_no_matrix_of_muons(pools: Any, tmp_path: Path) -> None:
+    tree = preference_settings(str(tiny_directory(tmp_path, "llama")), preference={"loss": "bradley_terry"}, optim=MUON)
+
+    (found,) = pools(1).run(algorithms_of_scorer, tree, pairs_of(8))
+
+    assert found["score.weight"] == found["model.embed_tokens.weight"] == "adamw"
+    assert found["model.layers.0.mlp.up_proj.weight"] == "muon"
+
+
+def algorithms_of_scorer(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
+    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    names = {id(value): name for name, value in sharded_parameters(run.policy).items()}
+    return {names[id(value)]: group["algorithm"] for group in run.optimizer.param_groups for value in group["params"]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_of_experts_are_taken_one_by_one(pools: Any, tmp_path: Path, ranks: int) -> None:
+    tree = settings(str(tiny_directory(tmp_path, "mixtral")), optim=MUON)
+    tree["model"]["lora"] = {"rank": 3, "targets": ["q_proj"], "experts": "all"}
+
+    found = pools(ranks).run(train_model, tree, rows_of(8), 1)[0]
+
+    stacks = [name for name in found["gradients"][0] if "experts" in name and "lora_B" in name]
+    assert len(stacks) == 4
+    for name in stacks:  # which begin at zero
+        for expert in range(4):
+            slope = found["gradients"][0][name][:, expert::4]
+            step = 0.25 * 0.2 * max(slope.shape) ** 0.5 * orthogonal(slope)
+            np.testing.assert_allclose(found["parameters"][name][:, expert::4], -step, rtol=0, atol=1e-10, err_msg=name)
 
 
 def parameters() -> dict[str, nn.Parameter]:

@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError
 from holdfast.optim.adamw_bf16 import AdamWBF16
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
 from holdfast.optim.lowbit import AdamW4bit, AdamW8bit, AdamWFP8
-from holdfast.optim.muon import ADAMW, MUON, Muon
+from holdfast.optim.muon import ADAMW, MUON, Muon, Stack
 
 LOW_BIT = {"adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit, "adamw_fp8": AdamWFP8}
 
@@ -33,13 +33,15 @@ def build_optimizer(
     config: AdamWConfig | AdamWBF16Config | LowBitConfig | SGDConfig | MuonConfig,
     parameters: Mapping[str, nn.Parameter],
     vocabulary: Collection[str] = (),
+    stacks: Mapping[str, Stack] | None = None,
 ) -> Optimizer:
     """Return an optimizer over the trained parameters.
 
     Args:
         config: The section.
         parameters: All parameters by canonical name; frozen ones are left out, and get no state.
-        vocabulary: Those with a row per token, embeddings and the head: Muon leaves them to AdamW.
+        vocabulary: Those with a row per token, place or output, embeddings and heads: Muon leaves them to AdamW.
+        stacks: Those that hold a matrix for each expert in one.
 
     Raises:
         ModelError: Nothing is trained.
@@ -47,7 +49,7 @@ def build_optimizer(
     """
     plans = plan_groups(config, parameters)
     if isinstance(config, MuonConfig):
-        return _muon(config, plans, parameters, vocabulary)
+        return _muon(config, plans, parameters, vocabulary, stacks or {})
     groups = param_groups(plans, parameters)
     match config:
         case AdamWConfig():
@@ -79,6 +81,7 @@ def _muon(
     plans: Sequence[GroupPlan],
     parameters: Mapping[str, nn.Parameter],
     vocabulary: Collection[str],
+    stacks: Mapping[str, Stack],
 ) -> Muon:
     """Split every group between the two algorithms.
 
@@ -113,6 +116,7 @@ def _muon(
         iterate_in=getattr(torch, config.iterate_in),
         betas=config.betas,
         eps=config.eps,
+        stacks={parameters[name]: stack for name, stack in stacks.items() if name in mine},
     )
 
 
@@ -132,5 +136,9 @@ def _matched(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
 
 
 def _is_matrix(name: str, value: Tensor, vocabulary: Collection[str]) -> bool:
-    """Return whether a parameter is a matrix, or one for each expert."""
-    return name not in vocabulary and (value.ndim == 2 or (value.ndim == 3 and "experts" in name))
+    """Return whether a parameter is a matrix, or one for each expert; experts' biases in one tensor are none."""
+    return (
+        name not in vocabulary
+        and not name.endswith("bias")
+        and (value.ndim == 2 or (value.ndim == 3 and "experts" in name))
+    )

@@ -3,7 +3,8 @@
 Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks"; the scale of updates that lets both
 parts share a rate is Liu et al. (arXiv:2502.16982), section 2.2. An update is orthogonalised as a whole matrix: shards
 are gathered, one matrix at a time, and every rank keeps its rows of the result, so that the number of ranks changes
-nothing. Fused experts [experts, out, in] are matrices one by one, and their shards hold whole ones.
+nothing. Fused experts [experts, out, in] are matrices one by one, and their shards hold whole ones; so are the
+experts' adapters that lie in one matrix, which is gathered.
 
 Deviations: the iteration runs in float32 where asked for, and in float64 on float64 weights.
 """
@@ -11,8 +12,8 @@ Deviations: the iteration runs in float32 where asked for, and in float64 on flo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,28 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _SMALL = 1e-7
 
 
+class Stack(NamedTuple):
+    """Matrices, one for each expert, that lie in one."""
+
+    experts: int
+    by_columns: bool
+    """As [rows, columns * experts], the experts next to each other; otherwise as [experts * rows, columns]."""
+
+    def apart(self, whole: Tensor) -> Tensor:
+        """Return [experts, rows, columns]."""
+        if self.by_columns:
+            return whole.reshape(whole.shape[0], -1, self.experts).permute(2, 0, 1)
+        return whole.reshape(self.experts, -1, whole.shape[-1])
+
+    def together(self, matrices: Tensor) -> Tensor:
+        """Return what `apart` was given."""
+        if self.by_columns:
+            return matrices.permute(1, 2, 0).reshape(matrices.shape[1], -1)
+        return matrices.reshape(-1, matrices.shape[-1])
+
+
 class Muon(Optimizer):
-    """Groups say by their `algorithm` which part updates them.
+    """Groups say by their `algorithm` which part updates them, `stacks` which parameters hold several matrices in one.
 
     Matrices: momentum_buffer. All else: step (float32, on the host), exp_avg, exp_avg_sq. State is sharded like its
     parameter.
@@ -47,7 +68,9 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        stacks: Mapping[Tensor, Stack] | None = None,
     ) -> None:
+        self._stacks = dict(stacks or {})
         super().__init__(
             params,
             {
@@ -85,13 +108,18 @@ class Muon(Optimizer):
         local_part(buffer).lerp_(local_part(gradient), 1 - group["momentum"])
         ahead = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         dtype = parameter.dtype if parameter.dtype == torch.float64 else group["iterate_in"]
-        if parameter.ndim == 2:
+        shape, stack = parameter.shape[-2:], self._stacks.get(parameter)
+        if stack is not None:
+            matrices = stack.apart(full_tensor(ahead).to(dtype))
+            shape = matrices.shape[-2:]
+            mine = stack.together(orthogonalised(matrices, group["iterations"]))[local_rows(parameter)]
+        elif parameter.ndim == 2:
             whole = orthogonalised(full_tensor(ahead).to(dtype), group["iterations"])
             mine = whole[local_rows(parameter)]
         else:
             mine = orthogonalised(local_part(ahead).to(dtype), group["iterations"])
         weight = local_part(parameter)
-        rate = group["lr"] * scale_of(group["scale"], *parameter.shape[-2:])
+        rate = group["lr"] * scale_of(group["scale"], *shape)
         weight.sub_(mine.to(device=weight.device, dtype=weight.dtype), alpha=rate)
 
     def _adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from holdfast.training.engines import pad_token
 from holdfast.training.identity import identity
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
-from holdfast.training.optimizers import averages_of, optimizer_of, vocabulary_of
+from holdfast.training.optimizers import averages_of, optimizer_of
 from holdfast.training.positions import check_positions
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
@@ -123,7 +123,7 @@ def parts_of_run(
     together(exchange, lambda: _check_stages(measured, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
     parameters = sharded_parameters(measured.policy)
-    optimizer = optimizer_of(config.optim, base, parameters, exchange, vocabulary_of(measured.policy))
+    optimizer = optimizer_of(config.optim, base, parameters, exchange, measured.policy)
     unfreezing = Unfreezing(measured.origin.stages, optimizer, parameters)
     return {
         "optimizer": optimizer,

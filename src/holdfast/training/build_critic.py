@@ -16,7 +16,7 @@ from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
-from holdfast.training.optimizers import optimizer_of, vocabulary_of
+from holdfast.training.optimizers import optimizer_of
 from holdfast.training.policy import CRITIC, PolicyRun
 from holdfast.training.run import Run
 from holdfast.training.together import first_rank_first, together
@@ -57,7 +57,7 @@ def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Ru
             "policy's are packed. Set data.packing: none."
         )
     parameters = sharded_parameters(model)
-    optimizer = optimizer_of(section.optim, base, parameters, exchange, vocabulary_of(model))
+    optimizer = optimizer_of(section.optim, base, parameters, exchange, model)
     return Run(
         config=config,
         world=run.world,

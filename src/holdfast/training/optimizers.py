@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from holdfast.config.optim import OptimConfig, UserOptimizerConfig
 from holdfast.errors import ConfigError
+from holdfast.models.adapters import adapters_of
 from holdfast.models.policy import PolicyModel
 from holdfast.optim.averages import Averages
 from holdfast.optim.build import build_optimizer
+from holdfast.optim.muon import Stack
 from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
@@ -27,7 +29,7 @@ def optimizer_of(
     base: Path,
     parameters: Mapping[str, nn.Parameter],
     exchange: ProcessExchange,
-    vocabulary: Collection[str] = (),
+    policy: PolicyModel | None = None,
 ) -> Optimizer:
     """Return the optimizer over the trained parameters; all ranks call this together.
 
@@ -36,7 +38,7 @@ def optimizer_of(
         base: The YAML's directory.
         parameters: Sharded, by canonical name.
         exchange: The ranks.
-        vocabulary: Names of parameters with a row per token.
+        policy: Whose they are, where that is a model that trains.
 
     Raises:
         UserError: It cannot be made, or could not be saved; the same on all ranks.
@@ -44,7 +46,8 @@ def optimizer_of(
     if isinstance(config, UserOptimizerConfig):
         kind = together(exchange, lambda: _class_at(config.path, base))
         return build_user_optimizer(config, kind, parameters, exchange)
-    return together(exchange, lambda: build_optimizer(config, parameters, vocabulary))
+    vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
+    return together(exchange, lambda: build_optimizer(config, parameters, vocabulary, stacks))
 
 
 def averages_of(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> Averages | None:
@@ -57,11 +60,22 @@ def averages_of(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def vocabulary_of(policy: PolicyModel) -> set[str]:
-    """Return the names of the parameters with a row per token: embeddings and the head."""
+    """Return the names of the parameters with a row per token, place or output: embeddings, heads, scores."""
     model: Any = policy.language_model
-    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    modules = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None)]
+    modules += [module for module in model.modules() if isinstance(module, nn.Embedding)]
     owned = {id(value) for module in modules if module is not None for value in module.parameters()}
     return {name for name, value in sharded_parameters(policy).items() if id(value) in owned}
+
+
+def stacks_of(policy: PolicyModel) -> dict[str, Stack]:
+    """Return the adapters of experts, which lie in one matrix for all of them."""
+    found = {}
+    for adapter in adapters_of(policy.language_model).values():
+        if adapter.experts:
+            found[adapter.a] = Stack(adapter.experts, by_columns=False)
+            found[adapter.b] = Stack(adapter.experts, by_columns=True)
+    return found
 
 
 def _class_at(path: str, base: Path) -> Any:
