@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from holdfast.config.reward import LengthConfig, ModelRewardConfig, RewardPoolConfig
 from holdfast.data.characters import character_tokenizer
-from holdfast.errors import ModelError
+from holdfast.errors import ConfigError, ModelError
 from holdfast.models.reward_model import RewardModel
 from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
@@ -46,6 +47,11 @@ def alone(path: Path, texts: list[str], output: int = 0) -> list[float]:
         return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, output]) for text in texts]
 
 
+def scorer_of(section: ModelRewardConfig, place: Path) -> Scorer:
+    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
+    return Scorer([section], RewardPoolConfig(), place, world, place)
+
+
 def sample(number: int, completion: str, **row: Any) -> Sample:
     return Sample(number, "sort 31=", completion, [1] * 8, [1] * len(completion), "stop", row)
 
@@ -71,9 +77,7 @@ def test_scores_stand_where_transformers_reads_them_whatever_the_tokenizer_pads_
     tokenizer = character_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(path)
-    section = ModelRewardConfig(path=str(path), append_eos=True)
-    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
-    scorer = Scorer([section], RewardPoolConfig(), tmp_path, world, tmp_path)
+    scorer = scorer_of(ModelRewardConfig(path=str(path), append_eos=True), tmp_path)
 
     found = [item.reward for item in scorer.score([sample(number, text) for number, text in enumerate(TEXTS)])]
 
@@ -130,6 +134,27 @@ def test_a_directory_without_such_a_model_is_one_sentence(tmp_path: Path) -> Non
 
     with pytest.raises(ModelError, match="reward model: .*empty cannot be loaded for sequence classification"):
         RewardModel(ModelRewardConfig(path=str(tmp_path / "empty")), tmp_path, CPU)
+
+
+def test_a_model_that_has_no_room_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = directory(tmp_path / "m")
+    header = json.dumps({"score.weight": {"dtype": "F32", "shape": [2**20, 2**18], "data_offsets": [0, 2**40]}})
+    with (path / "model.safetensors").open("wb") as file:  # a hole of a TiB, which takes no disk
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 2**40)
+
+    words = r"reward model: its weights take 512 GiB in bfloat16, whole on every rank, and rank 0 has .* free in its"
+    with pytest.raises(ConfigError, match=words):
+        scorer_of(ModelRewardConfig(path=str(path), dtype="bfloat16"), tmp_path)
+
+
+def test_the_start_says_what_a_model_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = directory(tmp_path / "m")
+
+    scorer_of(ModelRewardConfig(path=str(path), name="judge", dtype="float32"), tmp_path)
+
+    count = sum(value.numel() for value in AutoModelForSequenceClassification.from_pretrained(path).parameters())
+    assert f"reward judge: {count * 4 / 2**20:.4g} MiB of weights in float32, on every rank" in capsys.readouterr().out
 
 
 def test_a_model_without_a_trained_score_is_refused_instead_of_drawing_rewards_at_random(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,19 @@ from holdfast.config.reward import ModelRewardConfig
 from holdfast.data.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
 from holdfast.models.origin import load_tokenizer, locate
+from holdfast.models.safetensors_files import read_header
+
+
+def bytes_of(section: ModelRewardConfig, base: Path) -> int:
+    """Return what the weights of a reward model take in its dtype; 0 where its files do not say it.
+
+    Raises:
+        ModelError: There is no such model, or a file of it is damaged.
+    """
+    directory = locate(section.path, ModelConfig(path=section.path), base, weights=True)
+    headers = [read_header(file).values() for file in directory.glob("*.safetensors")]
+    dtype: torch.dtype = getattr(torch, section.dtype)
+    return sum(prod(header.shape) for held in headers for header in held) * dtype.itemsize
 
 
 class RewardModel:

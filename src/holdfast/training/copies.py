@@ -30,11 +30,13 @@ def check_copy_fits(measured: Evaluation, budget_gib: float | None, *, in_proces
     world, dtype = measured.world, measured.plan.compute_dtype
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
-        limit = f"has {_size(budget)} free" if budget_gib is None else f"may take {budget_gib:g} GiB (rollout.copy_gib)"
+        limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
+        if budget_gib is None:
+            limit = f"has {size_words(budget)} free"
         advice = "" if dtype == "bfloat16" else ", set parallel.compute_dtype: bfloat16"
         room = "devices with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
         raise ConfigError(
-            f"rollout: sampling takes {_size(needed)} on every rank, {_parts(copied, laid_out, dtype)}, and rank "
+            f"rollout: sampling takes {size_words(needed)} on every rank, {_parts(copied, laid_out, dtype)}, and rank "
             f"{world.rank} {limit}. Use a smaller model{advice}, or use {room}."
         )
     if world.is_first:
@@ -65,13 +67,19 @@ def free_bytes(world: World) -> int:
     if world.device.type == "cuda":
         cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
         return int(torch.cuda.mem_get_info(world.device)[0]) + cached
+    return free_host_bytes(world)
+
+
+def free_host_bytes(world: World) -> int:
+    """Return this rank's share of the memory that is free on its machine."""
     return int(psutil.virtual_memory().available) // (world.local_size or 1)
 
 
 def _parts(copied: int, laid_out: int, dtype: str) -> str:
-    first = f"a copy of the weights, {_size(copied)} in {dtype}" if copied else "the policy's own weights"
-    return f"{first}, and {_size(laid_out)} of matrices laid out for decoding" if laid_out else first
+    first = f"a copy of the weights, {size_words(copied)} in {dtype}" if copied else "the policy's own weights"
+    return f"{first}, and {size_words(laid_out)} of matrices laid out for decoding" if laid_out else first
 
 
-def _size(count: int) -> str:
+def size_words(count: int) -> str:
+    """Return bytes as a reader takes them in."""
     return f"{count / _GIB:.4g} GiB" if count >= _GIB else f"{count / 2**20:.4g} MiB"

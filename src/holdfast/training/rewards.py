@@ -10,13 +10,15 @@ from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.reward import ModelRewardConfig, Reward, RewardPoolConfig
-from holdfast.models.reward_model import RewardModel
+from holdfast.errors import ConfigError
+from holdfast.models.reward_model import RewardModel, bytes_of
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 from holdfast.rewards.combine import combine
 from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.pool import RewardPool
 from holdfast.training.build import Live
+from holdfast.training.copies import free_bytes, free_host_bytes, size_words
 from holdfast.training.directory import run_directory
 from holdfast.training.policy import Score
 from holdfast.training.together import open_exchange, together
@@ -65,6 +67,7 @@ class Scorer:
 
     Raises:
         ModelError: A reward model cannot be loaded.
+        ConfigError: There is no room for one.
     """
 
     def __init__(
@@ -72,13 +75,8 @@ class Scorer:
     ) -> None:
         functions = [reward for reward in rewards if not isinstance(reward, ModelRewardConfig)]
         self._models = {
-            reward.label: RewardModel(reward, base, world.device)
-            for reward in rewards
-            if isinstance(reward, ModelRewardConfig)
+            reward.label: _model(reward, base, world) for reward in rewards if isinstance(reward, ModelRewardConfig)
         }
-        for model in self._models.values():
-            if model.note is not None and world.is_first:
-                print(model.note, flush=True)
         self._pool = RewardPool(functions, config, base, logs) if functions else None
         self._functions = [reward.label for reward in functions]
         self._rewards, self._config = tuple(rewards), config
@@ -109,6 +107,31 @@ class Scorer:
             combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
             for place, sample in enumerate(samples)
         ]
+
+
+def _model(reward: ModelRewardConfig, base: Path, world: World) -> RewardModel:
+    """Load a reward model, if it has room, and say what a user should know of it.
+
+    Raises:
+        ModelError: It cannot be loaded.
+        ConfigError: It takes more memory than there is now.
+    """
+    needed = bytes_of(reward, base)
+    places = {"its device": free_bytes(world), "its share of the machine's memory": free_host_bytes(world)}
+    for place, free in places.items():  # transformers reads it into the machine's memory first
+        if needed > free:
+            room = "ranks with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
+            raise ConfigError(
+                f"reward {reward.label}: its weights take {size_words(needed)} in {reward.dtype}, whole on every rank, "
+                f"and rank {world.rank} has {size_words(free)} free in {place}. Use a smaller model, "
+                f"dtype: bfloat16, {room}, or serve it and ask it by a reward of kind path or judge."
+            )
+    model = RewardModel(reward, base, world.device)
+    if world.is_first:
+        print(f"reward {reward.label}: {size_words(needed)} of weights in {reward.dtype}, on every rank", flush=True)
+        if model.note is not None:
+            print(model.note, flush=True)
+    return model
 
 
 def _outcome(score: float) -> Outcome:
