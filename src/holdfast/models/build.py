@@ -102,8 +102,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
         model, skeleton = (on_meta(make, run_config) for _ in range(2))
         buffers = reference_buffers(make, run_config)
-    if not scorer:
-        _end_as_its_origin(skeleton, live, directory)
+    _end_as_its_origin(skeleton, live, directory)
     cast_pixels(model)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
@@ -139,6 +138,8 @@ def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None
 
     A configuration has one such token, and of chat models often not the one that ends a turn.
     """
+    if not hasattr(skeleton, "generation_config"):
+        return  # a scorer writes nothing
     if live is not None:
         found = getattr(live.generation_config, "eos_token_id", None)
     else:
