@@ -43,6 +43,14 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"preference": {"loss": []}}, "preference.loss: this list is empty; name at least one"),
+    (
+        {"reference": {"precompute": True, "sync": {"every_steps": 1}}},
+        "reference.sync: reference.precompute asks the reference once, before it follows; leave one of them out",
+    ),
+    (
+        {"preference": {"loss": "orpo"}, "reference": {"sync": {"every_steps": 1}}},
+        "reference.sync: preference.loss: orpo compares with no reference; leave sync out",
+    ),
     ({"preference": {"loss": "dop"}}, "preference.loss: there is no kind 'dop'. Did you mean dpo?"),
     ({"preference": {"loss": {"kind": "ipo", "label_smoothing": 0.1}}}, "preference.loss.label_smoothing: "),
     ({"preference": {"loss": {"label_smoothing": 0.5}}}, "preference.loss.label_smoothing: "),

@@ -42,6 +42,7 @@ TAKEN: list[dict[str, Any]] = [
     },
     {"kl": {"coefficient": 0.05}, "reference": {"kind": "server", "url": "http://host:8000/v1", "bound": None}},
     {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
+    {"kl": {"coefficient": 0.05}, "reference": {"sync": {"every_steps": 512, "mix": 1}}},
 ]
 
 
@@ -54,6 +55,22 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward": []}, "reward: this list is empty; name at least one"),
+    (
+        {"kl": {"coefficient": 0.05}, "reference": {"kind": "adapter_off", "sync": {"every_steps": 1}}},
+        "reference.sync: the reference is the policy's own frozen weights (reference: adapter_off), so nothing can",
+    ),
+    ({"reference": {"kind": "none", "sync": {"every_steps": 1}}}, "reference.sync: there is no reference (reference: "),
+    ({"reference": {"sync": {"every_steps": 1}}}, "reference.sync: kl.coefficient is 0, so no reference can follow"),
+    ({"reference": {"sync": {"every_steps": 1, "mix": 0}}}, "reference.sync.mix: 0 should be greater than 0"),
+    ({"reference": {"sync": {}}}, "reference.sync.every_steps: required, and missing"),
+    ({"reference": {"ref_model_sync_steps": 4}}, "unknown key; it is called reference.sync.every_steps here"),
+    (
+        {
+            "kl": {"coefficient": 0.05},
+            "reference": {"kind": "server", "url": "http://host:8000/v1", "sync": {"every_steps": 1}},
+        },
+        "reference.sync: kind server has no such key; it belongs to kind auto",
+    ),
     ({"reward": "exat"}, "reward: there is no kind 'exat'. Did you mean exact?"),
     ({"reward": {"kind": "exact", "colum": "x"}}, "reward.colum: unknown key; did you mean column?"),
     ({"reward": ["exact", {"kind": "exact", "colum": "x"}]}, "reward.1.colum: unknown key; did you mean column?"),

@@ -1,4 +1,5 @@
-"""Models that are trained beside the one a checkpoint is about, such as a policy's critic, each with its optimizer.
+"""Models beside the one a checkpoint is about: those with an optimizer of their own, such as a policy's critic, and
+those that follow its weights, such as a reference that is not for ever the model at start.
 
 Their tensors are in the same DCP under names of their own: critic.model.<parameter>, critic.optim.<parameter>.<key>. So
 one commit, one verification and one comparison cover all of them, and whoever reads the model alone sees no difference.
@@ -6,7 +7,7 @@ one commit, one verification and one comparison cover all of them, and whoever r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared, Plan, Wanted, allow
-from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.snapshot import OWN_CONTENTS, TRAINED, Held, Snapshot, hold
 from holdfast.checkpoint.trained import Hyperparameters, Planned, optimizer_state, plan_trained
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.materialise import sharded_parameters
@@ -25,10 +26,17 @@ COMPANIONS = "companions"
 
 
 class Companion(NamedTuple):
-    """A model to be read, and its optimizer."""
+    """A model to be saved or read, and its optimizer."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Optimizer | None
+    """None of a frozen model that follows."""
+    moved: Collection[str] = ()
+    """Parameters of such a one that change; the others are as the model came with them, and stay so."""
+
+    def held(self) -> Held:
+        """Find what is saved of it."""
+        return hold(self.model, frozen=self.optimizer is not None, later=self.moved)
 
 
 def joined(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> Snapshot:
@@ -93,14 +101,15 @@ def plan_companions(
         hyperparameters: As in `reader.load`.
     """
     found: dict[str, Planned] = {}
-    for name in sorted({*companions, *(manifest.optimizer or {}).get(COMPANIONS, {})}):
+    for name in sorted({*companions, *manifest.contents} - OWN_CONTENTS):
         part = part_of(manifest, name)
         if name not in companions:
             allow(plan, declared.drop, name, f"the checkpoint has a {name}, and this run has none", "resume.drop")
         elif not part.tensors:
             allow(plan, declared.add, name, f"the checkpoint has no {name}, and this run has one", "resume.add")
         else:
-            model, optimizer = companions[name]
+            model, optimizer, _ = companions[name]
+            part = part if optimizer is not None else replace(part, contents=(TRAINED,))
             theirs = found[name] = Planned()
             plan_trained(theirs, model, sharded_parameters(model), optimizer, part, declared, hyperparameters)
             plan.refused += [f"{name}: {line}" for line in theirs.plan.refused]
@@ -110,9 +119,11 @@ def plan_companions(
 
 def companion_state(
     name: str, companion: Companion, planned: Planned, manifest: Manifest, tensors: Mapping[str, Tensor]
-) -> OptimizerState:
-    """Return the state of a companion's optimizer, as `optimizer_state` does."""
-    model, optimizer = companion
+) -> OptimizerState | None:
+    """Return the state of a companion's optimizer, as `optimizer_state` does; None of one that has none."""
+    model, optimizer, _ = companion
+    if optimizer is None:
+        return None
     own, part = own_tensors(tensors, name), part_of(manifest, name)
     return optimizer_state(own, optimizer, sharded_parameters(model), part, planned.wrapped)
 

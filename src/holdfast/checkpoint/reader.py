@@ -118,7 +118,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         everything.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
     own, beside = everything[0]
     tensors = _tensors(own.plan.wanted | wanted_of(beside), storage, name, manifest, ranks, verify=verified is None)
-    small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState]()
+    small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, model))
         _check_small(f"{storage.root}/{name}", *small[0], manifest, check)
@@ -131,8 +131,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     notes = list(own.plan.deviations)
     if own.plan.kept:
         notes.append(f"{own.plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
-    if optimizer is not None:
-        notes += set_optimizer(optimizer, parameters, states[""], own.plan)
+    notes += _set_state(optimizer, parameters, states.get(""), own.plan)
     for each, theirs in beside.items():
         notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
     return Loaded(manifest, small[0][1], small[0][0], tuple(notes), tuple(own.plan.deviations))
@@ -183,11 +182,19 @@ def _fill(
 
 
 def _set_companion(
-    name: str, companion: Companion, plan: Plan, tensors: Mapping[str, Tensor], state: OptimizerState
+    name: str, companion: Companion, plan: Plan, tensors: Mapping[str, Tensor], state: OptimizerState | None
 ) -> list[str]:
     parameters = sharded_parameters(companion.model)
     _fill(model_tensors(companion.model), parameters, {}, tensors)
-    return [f"{name}: {note}" for note in set_optimizer(companion.optimizer, parameters, state, plan)]
+    return [f"{name}: {note}" for note in _set_state(companion.optimizer, parameters, state, plan)]
+
+
+def _set_state(
+    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], state: OptimizerState | None, plan: Plan
+) -> list[str]:
+    if optimizer is None or state is None:
+        return []
+    return set_optimizer(optimizer, parameters, state, plan)
 
 
 def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:

@@ -26,6 +26,8 @@ from holdfast.parallel.materialise import local_part, sharded_parameters
 MODEL, OPTIM, AVERAGE = "model.", "optim.", "ema."
 TRAINED = "trained parameters"
 """What a checkpoint holds of a model whose frozen parameters are left out."""
+OWN_CONTENTS = frozenset({"model", TRAINED, "averages", "optimizer", "trainer", "rank"})
+"""What a checkpoint can hold besides companions, which are told by their names."""
 
 
 @dataclass(frozen=True)

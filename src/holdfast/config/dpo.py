@@ -8,7 +8,7 @@ from typing import Literal
 from holdfast.config.base import Mistake
 from holdfast.config.data import DataConfig, PairAverage
 from holdfast.config.preference import PreferenceConfig
-from holdfast.config.reference import PairReference, PairReferenceConfig
+from holdfast.config.reference import PairReference, PairReferenceConfig, sync_of
 from holdfast.config.runs import TrainingConfig
 
 
@@ -77,6 +77,7 @@ class DPOConfig(TrainingConfig):
                 )
             return
         asked = {"kind": reference.kind not in {"auto", "none"}, "precompute": reference.precompute}
+        asked["sync"] = sync_of(reference) is not None
         for key, is_asked in asked.items():
             if is_asked:
                 yield f"reference.{key}", f"preference.loss: {losses} compares with no reference; leave {key} out"

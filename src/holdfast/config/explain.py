@@ -197,6 +197,9 @@ _CALLED_HERE = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_new_tokens",
     "reward_funcs": "reward",
+    "sync_ref_model": "reference.sync",
+    "ref_model_sync_steps": "reference.sync.every_steps",
+    "ref_model_mixup_alpha": "reference.sync.mix",
 }
 """What other systems call a key."""
 

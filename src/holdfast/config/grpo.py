@@ -23,7 +23,7 @@ from holdfast.config.policy import (
     OffPolicyMaskConfig,
     PolicyObjective,
 )
-from holdfast.config.reference import Reference, ServerReferenceConfig
+from holdfast.config.reference import Reference, ServerReferenceConfig, sync_of
 from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig, UpdatesConfig
 from holdfast.config.runs import TrainingConfig
@@ -62,6 +62,8 @@ class GRPOConfig(TrainingConfig):
         yield from self._learning()
         yield from self._reference()
         yield from self._critic()
+        if sync_of(self.reference) is not None and self.kl.coefficient == 0:
+            yield "reference.sync", "kl.coefficient is 0, so no reference can follow; set it, or leave sync out"
 
     def _sampling(self) -> Iterator[Mistake]:
         least = self.advantage.smallest_group

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from holdfast.config.base import ByKind, Mistake, Positive, PositiveInt, Section
-from holdfast.config.rollout import ReferenceConfig
+from holdfast.config.rollout import ReferenceConfig, ReferenceSyncConfig
 
 
 class ServerReferenceConfig(Section):
@@ -69,6 +69,17 @@ class _Kept(Section):
 
 class PairReferenceConfig(_Kept, ReferenceConfig):
     """Where the reference policy lives, and whether it is asked once for all."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a reference that follows the policy, and was asked before the policy moved."""
+        yield from super().mistakes()
+        if self.sync is not None and self.precompute:
+            yield "sync", "reference.precompute asks the reference once, before it follows; leave one of them out"
+
+
+def sync_of(section: ReferenceConfig | ServerReferenceConfig) -> ReferenceSyncConfig | None:
+    """Return how a reference follows the policy; None where it stays."""
+    return section.sync if isinstance(section, ReferenceConfig) else None
 
 
 class PairServerReferenceConfig(_Kept, ServerReferenceConfig):

@@ -152,10 +152,29 @@ class UpdatesConfig(Section):
         return self.mini_batches * self.passes
 
 
+class ReferenceSyncConfig(Section):
+    """How a reference follows the policy: it becomes mix * policy + (1 - mix) * reference (arXiv:2404.09656)."""
+
+    every_steps: PositiveInt
+    """At the end of every so many steps."""
+    mix: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of the policy; 1 copies it."""
+
+
 class ReferenceConfig(Section):
     """Where the reference policy lives: the model at start, frozen. Only a loss that compares with it needs one."""
 
     kind: Literal["auto", "none", "adapter_off", "sharded", "offloaded"] = "auto"
     """`adapter_off`: the policy itself with its LoRA adapters switched off, at no memory; `sharded`: like the policy;
     `offloaded`: in host memory, gathered unit by unit; `auto`: if the loss needs one, adapter_off where there are
-    adapters and nothing else is trained, else sharded."""
+    adapters and nothing else is trained, else sharded, or offloaded where a GPU has no room for its shards."""
+    sync: ReferenceSyncConfig | None = None
+    """Let it follow the policy; null: it stays the model at start."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a reference that cannot follow."""
+        yield from super().mistakes()
+        if self.sync is not None and self.kind in {"none", "adapter_off"}:
+            why = {"none": "there is no reference", "adapter_off": "the reference is the policy's own frozen weights"}
+            said = f"{why[self.kind]} (reference: {self.kind})"
+            yield "sync", f"{said}, so nothing can follow; use sharded, or leave sync out"

@@ -23,7 +23,7 @@ from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.losses import policy_objective
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Score
 from holdfast.training.recorder import what_is_deleted
-from holdfast.training.reference import Reference, build_reference
+from holdfast.training.reference import Reference, build_reference, following_of
 from holdfast.training.reference_server import NO_IMAGES
 from holdfast.training.run import Evaluation
 from holdfast.training.sources import (
@@ -70,7 +70,11 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     policy = _policy(base, measured, started.data, tokenise, score, images)
     reference = _reference(config, base, policy, live)
     run = PolicyRun(
-        **vars(policy), **parts_of_run(config, base, policy, started, stream), base=base, reference=reference
+        **vars(policy),
+        **parts_of_run(config, base, policy, started, stream),
+        base=base,
+        reference=reference,
+        following=following_of(reference, config.reference),
     )
     if config.critic is not None:
         add_critic(run, config.critic, base, live)

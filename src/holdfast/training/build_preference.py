@@ -29,7 +29,7 @@ from holdfast.training.build_sharded import image_side_of
 from holdfast.training.identity import adapter_mark, tokenizer_hash, weights_mark
 from holdfast.training.losses import preference_objective
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
-from holdfast.training.reference import Reference, build_reference
+from holdfast.training.reference import Reference, build_reference, following_of
 from holdfast.training.reference_server import NO_IMAGES
 from holdfast.training.reference_table import (
     COLUMN,
@@ -73,7 +73,7 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
     parts = parts_of_run(config, base, policy, started, stream)
     # Its log-likelihood would be that of chosen and rejected answers together, which says nothing.
     parts["source_names"] = ()
-    return PreferenceRun(**vars(policy), **parts)
+    return PreferenceRun(**vars(policy), **parts, following=following_of(policy.reference, config.reference))
 
 
 def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> PreferenceEvaluation:

@@ -110,7 +110,8 @@ class Checkpoints:
             averages=run.averages.tensors if run.averages is not None else None,
             later=run.unfreezing.names,
         )
-        self._beside = {name: hold(each.policy) for name, each in run.companions.items()}
+        self._companions = run.beside
+        self._beside = {name: each.held() for name, each in self._companions.items()}
 
     def _take_directory(self) -> str:
         """Take the lease, and return the identity of the run that lives here."""
@@ -251,9 +252,9 @@ class Checkpoints:
         return saved
 
     def _others(self) -> dict[str, Trained]:
-        """Return what is saved of models that are trained beside the run's own."""
+        """Return what is saved of models beside the run's own."""
         full = self._config.contents == "full"
-        beside = self._run.companions
+        beside = self._companions
         return {name: (held, beside[name].optimizer if full else None) for name, held in self._beside.items()}
 
     def _with_companions(self, snapshot: Snapshot) -> Snapshot:

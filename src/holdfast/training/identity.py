@@ -16,6 +16,7 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.optim import UserOptimizerConfig
 from holdfast.config.preference import UserLossConfig
+from holdfast.config.reference import sync_of
 from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.data.stream import BatchStream
@@ -110,6 +111,9 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         loss["objective"] = config.objective.model_dump_json()
     if isinstance(config, DPOConfig):
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
+    sync = sync_of(config.reference) if isinstance(config, DPOConfig | GRPOConfig) else None
+    if sync is not None:  # checkpoints from before a reference could follow go on
+        loss["reference.sync"] = sync.model_dump_json()
     if isinstance(config, GRPOConfig):
         loss |= {name: json.dumps(config.model_dump(mode="json")[name], sort_keys=True) for name in _OF_POLICIES}
         # Only where it is on: checkpoints from before there was such a thing go on.

@@ -1,4 +1,7 @@
-"""The reference policy: the model as it was at the start of the run, frozen, built like the policy itself."""
+"""The reference policy: the model as it was at the start of the run, frozen, built like the policy itself.
+
+It stays so, unless `reference.sync` lets it follow the policy (optim/following.py).
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.config.reference import ServerReferenceConfig
+from holdfast.config.reference import ServerReferenceConfig, sync_of
 from holdfast.config.rollout import ReferenceConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters import adapters_of, adapters_off
 from holdfast.models.build import blueprint
 from holdfast.models.expert_choices import COLUMN
 from holdfast.models.policy import PolicyModel
+from holdfast.optim.following import Following
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
 from holdfast.training.probe import probe_logprobs
+from holdfast.training.reference_place import chosen_place
 from holdfast.training.reference_server import ServerReference, connect
 from holdfast.training.run import Evaluation
 from holdfast.training.together import first_rank_first
@@ -61,7 +66,7 @@ def build_reference(
         policy: Freshly built: both hold the same numbers.
         base: The YAML's directory.
         live: Objects in the place of what the configuration names.
-        section: Where it lives; auto is adapter_off where nothing but adapters is trained, else sharded.
+        section: Where it lives; of auto, see `training/reference_place.py`.
         why: What needs it, for the user.
 
     Raises:
@@ -70,11 +75,11 @@ def build_reference(
     """
     if isinstance(section, ServerReferenceConfig):
         return connect(policy, section, why=why)
-    kind = section.kind
     config, world, exchange = policy.config, policy.world, policy.exchange
-    lora = config.model.lora
-    alone = lora is not None and not lora.train and lora.path is None
-    if kind == "adapter_off" or (kind == "auto" and alone):
+    kind, words = chosen_place(policy, section)
+    if world.is_first and words:
+        print(words, flush=True)
+    if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
         _check_off(policy, exchange)
@@ -95,6 +100,15 @@ def build_reference(
         check_place(reference, plan, world.device, "reference policy")
     _check_numbers(reference, policy, exchange)
     return reference
+
+
+def following_of(reference: Reference | None, section: ReferenceConfig | ServerReferenceConfig) -> Following | None:
+    """Return what lets a reference follow the policy; None of one that stays."""
+    sync = sync_of(section)
+    if reference is None or sync is None:
+        return None
+    assert isinstance(reference, PolicyModel), "one without weights of its own was refused, or not chosen"
+    return Following(reference, sync.every_steps, sync.mix)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import torch
 import yaml
 
 from holdfast.checkpoint.choose import Choice
-from holdfast.checkpoint.companions import Companion
 from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.layout import ASSETS
@@ -66,7 +65,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, r
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
         verified=choice.manifest,
         averages=run.averages.tensors if run.averages is not None else {},
-        companions={name: Companion(each.policy, each.optimizer) for name, each in run.companions.items()},
+        companions=run.beside,
         check=lambda shared, _: check_saved_state(run, shared, choice.manifest.step),
     )
     _take_state(run, loaded.shared["state"])

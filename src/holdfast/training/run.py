@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.companions import Companion
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
@@ -18,6 +19,7 @@ from holdfast.models.build import Blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
+from holdfast.optim.following import Following
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
@@ -27,6 +29,9 @@ from holdfast.training.identity import Identity
 from holdfast.training.observe import Observer
 from holdfast.training.state import TrainState
 from holdfast.types import Example
+
+REFERENCE = "reference"
+"""Name of a reference policy among the models that checkpoints hold beside the run's own."""
 
 
 class StepAbandoned(Exception):  # noqa: N818 - it says what happened; nothing went wrong
@@ -94,6 +99,8 @@ class Run(Evaluation):
     companions: dict[str, Run] = field(default_factory=dict)
     """Models that are trained beside this one, each a run of its own, by the name that goes before those of its
     tensors in checkpoints."""
+    following: Following | None = None
+    """The reference policy, where it follows the weights."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
     assets: dict[str, bytes] = field(default_factory=dict)
@@ -119,6 +126,15 @@ class Run(Evaluation):
                 sharded_parameters(self.policy)  # units that the block gathered hold averages
         finally:
             self.updating = was_updating
+
+    @property
+    def beside(self) -> dict[str, Companion]:
+        """What checkpoints hold besides the run's own model, by name."""
+        found = {name: Companion(each.policy, each.optimizer) for name, each in self.companions.items()}
+        if self.following is not None:
+            trained = {name for name, value in sharded_parameters(self.policy).items() if value.requires_grad}
+            found[REFERENCE] = Companion(self.following.model, None, trained | self.unfreezing.names)
+        return found
 
     @property
     def finished(self) -> bool:

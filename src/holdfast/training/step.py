@@ -99,9 +99,7 @@ def _update(
     run.optimizer.zero_grad(set_to_none=True)
     state.updates += 1
     if ends_step:
-        state.step += 1
-        unfreeze(run, state.step)
-        run.updating = False
+        _end_step(run)
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
     if state.skipped_in_a_row >= run.config.optim.max_nonfinite_steps:
@@ -119,6 +117,19 @@ def _update(
         "optim/no_gradient": float(norm == 0.0),
         **mini_batch.metrics,
     }
+
+
+def _end_step(run: Run) -> None:
+    """Count a step, and do what belongs to its end, so that a checkpoint of it holds what came of it."""
+    following, step = run.following, run.state.step + 1
+    due = following is not None and following.is_due(step)
+    run.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
+    run.state.step = step
+    unfreeze(run, step)
+    if due:
+        assert following is not None
+        following.follow(sharded_parameters(run.policy))
+    run.updating = False
 
 
 def _by_source(run: Run, batch: Batch, output: LossSum) -> dict[str, Tensor]:
