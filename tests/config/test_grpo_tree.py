@@ -43,6 +43,7 @@ TAKEN: list[dict[str, Any]] = [
     {"kl": {"coefficient": 0.05}, "reference": {"kind": "server", "url": "http://host:8000/v1", "bound": None}},
     {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
     {"kl": {"coefficient": 0.05}, "reference": {"sync": {"every_steps": 512, "mix": 1}}},
+    {"residency": {"parameters": "host", "optimizer": "host"}},
 ]
 
 
@@ -62,6 +63,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": {"kind": "none", "sync": {"every_steps": 1}}}, "reference.sync: there is no reference (reference: "),
     ({"reference": {"sync": {"every_steps": 1}}}, "reference.sync: kl.coefficient is 0, so no reference can follow"),
     ({"reference": {"sync": {"every_steps": 1, "mix": 0}}}, "reference.sync.mix: 0 should be greater than 0"),
+    (
+        {"residency": {"parameters": "host"}, "parallel": {"cpu_offload": True}},
+        "residency.parameters: parallel.cpu_offload keeps them in host memory all the time; leave it out",
+    ),
+    ({"residency": {"optimizer": "disk"}}, "residency.optimizer: 'disk' should be 'stay' or 'host'"),
     ({"reference": {"sync": {}}}, "reference.sync.every_steps: required, and missing"),
     ({"reference": {"ref_model_sync_steps": 4}}, "unknown key; it is called reference.sync.every_steps here"),
     (

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -27,7 +28,8 @@ def hash_bytes(data: bytes | memoryview) -> str:
 def hash_tensor(tensor: Tensor) -> str:
     """Return the hash of a tensor's bytes in row-major order, whatever device or strides it has."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return str(xxhash.xxh3_128_hexdigest(data.numpy().data))
+    # Memory that `Tensor.numpy` has shown once can never be given away again, as parallel/residency.py does.
+    return str(xxhash.xxh3_128_hexdigest(np.from_dlpack(data).data))
 
 
 def hash_file(path: Path, *, from_disk: bool = False) -> str:

@@ -25,7 +25,7 @@ from holdfast.config.policy import (
 )
 from holdfast.config.reference import Reference, ServerReferenceConfig, sync_of
 from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
-from holdfast.config.rollout import GroupsConfig, ReferenceConfig, RolloutConfig, UpdatesConfig
+from holdfast.config.rollout import GroupsConfig, ReferenceConfig, ResidencyConfig, RolloutConfig, UpdatesConfig
 from holdfast.config.runs import TrainingConfig
 
 
@@ -53,6 +53,7 @@ class GRPOConfig(TrainingConfig):
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
     reference: Reference = ReferenceConfig()
     updates: UpdatesConfig = UpdatesConfig()
+    residency: ResidencyConfig = ResidencyConfig()
     evaluation: PolicyEvaluationConfig = PolicyEvaluationConfig()
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -62,6 +63,7 @@ class GRPOConfig(TrainingConfig):
         yield from self._learning()
         yield from self._reference()
         yield from self._critic()
+        yield from self._resting()
         if sync_of(self.reference) is not None and self.kl.coefficient == 0:
             yield "reference.sync", "kl.coefficient is 0, so no reference can follow; set it, or leave sync out"
 
@@ -162,6 +164,11 @@ class GRPOConfig(TrainingConfig):
         if self.reference.kind == "none" and self.kl.coefficient > 0:
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
         yield from self._server()
+
+    def _resting(self) -> Iterator[Mistake]:
+        for name in ("parameters", "optimizer"):
+            if self.parallel.cpu_offload and getattr(self.residency, name) == "host":
+                yield f"residency.{name}", "parallel.cpu_offload keeps them in host memory all the time; leave it out"
 
     def _critic(self) -> Iterator[Mistake]:
         gae, critic = isinstance(self.advantage, GAEAdvantageConfig), self.critic

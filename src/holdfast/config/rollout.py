@@ -152,6 +152,18 @@ class UpdatesConfig(Section):
         return self.mini_batches * self.passes
 
 
+class ResidencyConfig(Section):
+    """Where training's memory is while completions are sampled and scored: on its device, or in host memory.
+
+    Moves bytes and no number. On the CPU both are the same memory, so nothing is won there.
+    """
+
+    parameters: Literal["stay", "host"] = "stay"
+    """Shards of the policy and of a critic; they come back when the rollout has ended."""
+    optimizer: Literal["stay", "host"] = "stay"
+    """The optimizer's state and averages of the weights; they come back for the update."""
+
+
 class ReferenceSyncConfig(Section):
     """How a reference follows the policy: it becomes mix * policy + (1 - mix) * reference (arXiv:2404.09656)."""
 

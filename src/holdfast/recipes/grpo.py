@@ -21,6 +21,7 @@ from holdfast.training.experience import pack_rollout, score_rollout, with_advan
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy import PolicyRun
 from holdfast.training.recorder import record
+from holdfast.training.resting import awake_afterwards
 from holdfast.training.rewards import open_rewards
 from holdfast.training.rollout_metrics import entropy_estimate, of_several_updates, rollout_metrics
 from holdfast.training.rollouts import Rollout, next_rollout
@@ -41,8 +42,9 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
     run.objective = controlled_objective(run)
-    rollout = next_rollout(run)
-    return None if rollout is None else learn(run, rollout)
+    with awake_afterwards(run):
+        rollout = next_rollout(run)
+        return None if rollout is None else learn(run, rollout)
 
 
 def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:

@@ -10,6 +10,7 @@ from holdfast.checkpoint.layout import step_name
 from holdfast.checkpoint.reader import verified_manifest
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.grpo import GRPOConfig
+from holdfast.config.rollout import ResidencyConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import learn
@@ -43,7 +44,9 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
             "checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
-        apart = _as_recorded(config, kept).model_copy(update={"run": config.run.model_copy(update={"dir": place})})
+        # Nothing is sampled here, so nothing need rest meanwhile.
+        changed = {"run": config.run.model_copy(update={"dir": place}), "residency": ResidencyConfig()}
+        apart = _as_recorded(config, kept).model_copy(update=changed)
         run = build_policy_run(apart, kept.base, world, lambda _: [])
         if step > 1:
             manifest = verified_manifest(storage, before, run.exchange)

@@ -78,6 +78,7 @@ def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Ru
         source_names=(),
         observers=(),
         identity={},
+        residency=run.residency,
     )
 
 

@@ -25,6 +25,7 @@ from holdfast.training.policy import PolicyEvaluation, PolicyRun, PromptSet, Sco
 from holdfast.training.recorder import what_is_deleted
 from holdfast.training.reference import Reference, build_reference, following_of
 from holdfast.training.reference_server import NO_IMAGES
+from holdfast.training.resting import check_residency
 from holdfast.training.run import Evaluation
 from holdfast.training.sources import (
     Accept,
@@ -78,6 +79,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     )
     if config.critic is not None:
         add_critic(run, config.critic, base, live)
+    check_residency(run)
     if world.is_first and (deleted := what_is_deleted(config)):
         print(f"warning: {deleted}", flush=True)
     return run

@@ -338,6 +338,7 @@ class Checkpoints:
         return self._emergency.save()
 
     def _save_in_emergency(self, moment: Moment, ranks: ProcessExchange) -> Manifest | None:
+        self._run.residency.stay()  # the main thread may be in a rollout, and go on with it
         with suppress(CheckpointError):
             self.session.collect()
         newest = self.session.newest
@@ -362,6 +363,7 @@ class Checkpoints:
             wait_for_all(self._run, self.session)
             saved = collect_together(self._run, self.session)
         except CheckpointError as error:
+            self._run.residency.stay()  # a thread that was given up may still read what it was to save
             self._ranks = meet_again(self._run, self.session)
             self._check_place()  # that it is gone is the reason of whatever went wrong
             self._failures += 1

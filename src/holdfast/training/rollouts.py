@@ -24,6 +24,7 @@ from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, publish, rest
+from holdfast.training.resting import resting
 from holdfast.training.run import StepAbandoned
 from holdfast.training.trajectories import trajectory_of
 from holdfast.types import Finish, Group, Prompt, Trajectory
@@ -88,6 +89,20 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     Raises:
         StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
     """
+    with resting(run):
+        found = _rounds(run)
+    rest(run)
+    if not found:
+        return None
+    groups_config, wanted = run.config.groups, run.config.data.batch_size
+    rollout = _joined(found, wanted)
+    run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    run.said += _unknown_part(rollout.sampled, groups_config.between)
+    _refuse_unscored(run, rollout)
+    return rollout
+
+
+def _rounds(run: PolicyRun) -> list[Rollout]:
     groups_config, wanted = run.config.groups, run.config.data.batch_size
     before = run.stream.state()
     found: list[Rollout] = []
@@ -109,14 +124,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     except StepAbandoned:
         run.stream.load_state(before)
         raise
-    rest(run)
-    if not found:
-        return None
-    rollout = _joined(found, wanted)
-    run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    run.said += _unknown_part(rollout.sampled, groups_config.between)
-    _refuse_unscored(run, rollout)
-    return rollout
+    return found
 
 
 def _unknown_part(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:

@@ -25,6 +25,7 @@ from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
+from holdfast.parallel.residency import Residency
 from holdfast.training.identity import Identity
 from holdfast.training.observe import Observer
 from holdfast.training.state import TrainState
@@ -99,6 +100,8 @@ class Run(Evaluation):
     companions: dict[str, Run] = field(default_factory=dict)
     """Models that are trained beside this one, each a run of its own, by the name that goes before those of its
     tensors in checkpoints."""
+    residency: Residency = field(default_factory=Residency)
+    """What of this run, and of those beside it, is in host memory at the moment."""
     following: Following | None = None
     """The reference policy, where it follows the weights."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
@@ -126,6 +129,12 @@ class Run(Evaluation):
                 sharded_parameters(self.policy)  # units that the block gathered hold averages
         finally:
             self.updating = was_updating
+
+    def wake(self, *parts: str) -> None:
+        """Bring parts of what rests in host memory back, all where none is named."""
+        if self.residency.rests(*parts):
+            with self.phase("from_host"):
+                self.residency.wake(*parts)
 
     @property
     def beside(self) -> dict[str, Companion]:

@@ -67,6 +67,7 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = load_metrics(sent)
+    run.wake()
     with run.phase("optimizer"):
         return _update(run, sums, mini_batch, rates, ends_step=ends_step) | loads
 

@@ -1,0 +1,99 @@
+"""What rank pools run: whole runs whose engine looks at the memory of what is trained while it samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
+from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.parallel.residency import storages_of
+from holdfast.recipes.grpo import grpo_step
+from holdfast.rewards.base import Sample, Scored
+from holdfast.training.build import Live
+from holdfast.training.build_policy import build_policy_run
+from holdfast.training.evaluate_policy import evaluate_policy
+from holdfast.training.fit import fit
+from holdfast.training.policy import PolicyRun
+from tests.distributed.grpo_cases import even_share
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    return sum(storage.nbytes() for storage in storages_of(tensors).values())
+
+
+def parameters_of(run: PolicyRun) -> int:
+    """Return the bytes that a rank holds of the parameters of policy and critic."""
+    return sum(held(sharded_parameters(each.policy).values()) for each in (run, *run.companions.values()))
+
+
+def states_of(run: PolicyRun) -> int:
+    """Return the bytes of optimizer states and averages."""
+    found = [] if run.averages is None else list(run.averages.tensors.values())
+    for each in (run, *run.companions.values()):
+        found += [value for state in each.optimizer.state.values() for value in state.values()]
+    return held(value for value in found if isinstance(value, Tensor))
+
+
+class Watching:
+    """An engine that notes the bytes of what is trained, and once does something else first.
+
+    Args:
+        run: Whose engine it is.
+        action: "", "raise" or "sigterm"; in the third rollout.
+        place: A file that comes into being when the others have done what they have to.
+    """
+
+    def __init__(self, run: PolicyRun, action: str, place: Path) -> None:
+        self.inner, self.run, self.action, self.place = run.engine, run, action, place
+        self.seen: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def collect(self, interrupted: Any) -> Any:
+        self.seen.append((parameters_of(self.run), states_of(self.run)))
+        if len(self.seen) == 3 and self.action == "raise":
+            if self.run.world.rank == 0:
+                deadline = time.monotonic() + 90
+                while not self.place.exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+            raise ValueError("in the middle of a rollout")
+        if len(self.seen) == 3 and self.action == "sigterm" and self.run.world.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.inner.collect(interrupted)
+
+
+def _score(samples: Sequence[Sample]) -> list[Scored]:
+    return [Scored(value, {"exact": value}) for value in map(even_share, samples)]
+
+
+def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "") -> dict[str, Any]:
+    """Run to the end, and return what the engine saw, and what was there between steps."""
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
+    engine = Watching(run, action, run.directory / "checkpoints" / "step-00000002")
+    run.engine = engine  # type: ignore[assignment]  # it passes everything on
+    between: list[tuple[int, int]] = []
+    lines: list[dict[str, float]] = []
+
+    def step(run: PolicyRun) -> dict[str, float] | None:
+        between.append((parameters_of(run), states_of(run)))
+        line = grpo_step(run)
+        lines.append(dict(line or {}))
+        return line
+
+    error = ""
+    try:
+        fit(run, step, evaluate_policy)
+    except ValueError as raised:
+        error = str(raised)
+    times = sorted({name for name in run.clock.read() if name.endswith("_host")})
+    return {"seen": engine.seen, "between": between, "lines": lines, "error": error, "times": times}
