@@ -124,6 +124,7 @@ def test_a_recorded_step_is_reproduced_by_one_process_and_a_changed_one_is_not(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     recorded = policy | {"rollout": policy["rollout"] | {"record": True}, "checkpoint": {"every_steps": 1}}
+    recorded["residency"] = {"parameters": "host", "optimizer": "host"}  # of two ranks; one has no copy to sample from
     assert grpo(warm, tmp_path, recorded).code == 0
 
     def replay(step: int) -> Done:
