@@ -102,10 +102,15 @@ CRITIC: dict[str, Any] = {
     "kl": {"coefficient": 0.05, "estimator": "k1", "where": "reward"},
     "updates": {"passes": 2},
 }
+FOLLOWS: dict[str, Any] = {
+    "kl": {"coefficient": 0.05},
+    "reference": {"kind": "offloaded", "sync": {"every_steps": 2}},
+    "residency": {"parameters": "host", "optimizer": "host"},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, CRITIC], ids=["groups", "critic"])
+@pytest.mark.parametrize("more", [{}, CRITIC, FOLLOWS], ids=["groups", "critic", "a reference that follows"])
 def test_the_proof_holds_for_rollouts(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any], more: dict[str, Any]
 ) -> None:
