@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import plan_shards
 from tests.distributed.cases import rows_of, settings, train
 from tests.distributed.toys import Toy
+from tests.models.architectures import settings_of
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS = rows_of(8)
@@ -53,6 +55,33 @@ def test_gradients_with_recomputation_equal_those_without(
         for name, gradient in kept["gradients"][0].items():
             np.testing.assert_allclose(again["gradients"][0][name], gradient, rtol=1e-9, atol=1e-12, err_msg=name)
     assert all(np.abs(g).max() > 0 for name, g in kept["gradients"][0].items() if "k_proj" in name or "v_proj" in name)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_experts_and_their_routers_have_the_same_gradients_when_recomputed(
+    pools: Any, tmp_path: Path, kind: str
+) -> None:
+    tiny_directory(tmp_path, kind, **settings_of(kind))
+
+    def run(recompute: str) -> dict[str, Any]:
+        found: dict[str, Any] = pools(2).run(
+            train, settings(str(tmp_path), parallel={"recompute": recompute}), ROWS, 1
+        )[0]
+        return found
+
+    kept = run("none")
+    for recompute in ("full", "selective"):
+        again = run(recompute)
+
+        assert again["losses"] == kept["losses"]
+        assert again["metrics"][0].get("router/loss") == kept["metrics"][0].get("router/loss")
+        assert set(again["gradients"][0]) == set(kept["gradients"][0])
+        for name, gradient in kept["gradients"][0].items():
+            np.testing.assert_allclose(again["gradients"][0][name], gradient, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert ("router/loss" in kept["metrics"][0]) == (kind == "gpt_oss")
+    routers = [name for name in kept["gradients"][0] if re.search(r"(router|gate)\.weight$", name)]
+    assert routers
+    assert all(np.abs(kept["gradients"][0][name]).max() > 0 for name in routers)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral"])
