@@ -30,6 +30,11 @@ def constant(completion):
 def broken(completion):
     raise ValueError("no such answer")
 
+def moody(answer):
+    if int(answer) % 2:
+        raise ValueError("odd")
+    return 1.0
+
 def words(completion):
     return "good"
 
@@ -350,6 +355,39 @@ def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: 
 
     assert again.code == 0, again.err
     assert "resuming from step 2" in again.out
+
+
+def test_an_evaluation_says_what_it_could_not_score_and_fails_if_that_is_everything(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    write_rows(tmp_path / "held.jsonl", [{"prompt": f"add {n}=", "answer": str(n)} for n in range(6)])
+    tree = policy | {"evaluation": {"sets": {"held": {"path": "held.jsonl"}}, "at_end": False}, "steps": 1}
+    write_run(tmp_path / "run.yaml", tree | {"reward": {"path": "rewards.py:moody"}})
+
+    def evaluated() -> Done:
+        return warm.run("-m", "holdfast.cli.main", "eval", "run.yaml", cwd=tmp_path)
+
+    half = evaluated()
+    trained = grpo(warm, tmp_path, tree | {"reward": {"path": "rewards.py:moody"}})
+    write_run(tmp_path / "run.yaml", tree | {"reward": {"path": "rewards.py:broken"}})
+    nothing = evaluated()
+
+    said = (
+        "warning: evaluation set held: scoring failed for 3 of 6 completions (error 3); the first: reward moody raised "
+    )
+    assert half.code == 0, half.err
+    assert half.out.count(said + "ValueError: odd") == 1
+    numbers = dict(line.split() for line in half.out.splitlines() if line.startswith("eval/"))
+    assert (numbers["eval/held/accuracy"], numbers["eval/held/reward"]) == ("1", "1")
+    assert (numbers["eval/held/reward/error"], numbers["eval/held/reward/timeout"]) == ("3", "0")
+    assert trained.code == 0, trained.err
+    assert trained.out.count(said) == 1
+    assert "held/reward/error 3.0000" in trained.out
+    assert "held/reward/timeout" not in trained.out
+    assert nothing.code == 1, nothing.err
+    assert "accuracy" not in nothing.out
+    assert "Not one completion of any evaluation set could be scored" in nothing.err
+    assert "Traceback" not in nothing.err
 
 
 def test_a_constant_reward_trains_nothing_and_is_visible(

@@ -18,10 +18,16 @@ from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.scorer import ScorerConfig
 from holdfast.config.verbs import run_from_mapping
 from holdfast.errors import HoldfastError, RunStopped, UserError
+from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
     from holdfast.training.fit import Outcome
+
+_UNSCORED = (
+    "Not one completion of any evaluation set could be scored, so nothing was measured. The reason stands above; mend "
+    "the reward, or the rows."
+)
 
 
 def work(verb: str, config: TrainingConfig, base: Path) -> int:
@@ -46,15 +52,18 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.distill import distill
     from holdfast.recipes.dpo import dpo
-    from holdfast.recipes.evaluation import evaluate_run
+    from holdfast.recipes.evaluation import evaluate_run, scored_nothing
     from holdfast.recipes.grpo import grpo
     from holdfast.recipes.reward import reward
     from holdfast.recipes.sft import sft
     from holdfast.training.control import BY_OBSERVER
 
     if verb == "eval":
-        evaluate_run(config, base, world)
-        return 0
+        if not scored_nothing(config, evaluate_run(config, base, world)):
+            return 0
+        if world.is_first:
+            print(_UNSCORED, file=sys.stderr, flush=True)
+        return EXIT_WITHOUT_RESULT
     match config:
         case ScorerConfig():
             outcome = reward(config, base, world)

@@ -11,6 +11,8 @@ from holdfast.launch.directory import Report
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
+EXIT_WITHOUT_RESULT = 4
+"""Of a rank: it did its work in good order, and there is nothing to show. 1 is that of any Python that dies."""
 _LAST_LINES = 6
 _LONGEST_ERROR = 15
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_=>()])")

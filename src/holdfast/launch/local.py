@@ -1,7 +1,8 @@
 """Start the ranks of a run on this machine, and start them again when one dies.
 
-The exit code is the command's: 0 done, 2 refused, 3 stopped and can be started again (holdfast.errors). This process
-never imports torch. Restarting is safe because a run resumes by itself from its newest verified checkpoint.
+The exit code is the command's: 0 done, 1 nothing to show, 2 refused, 3 stopped and can be started again
+(holdfast.errors). This process never imports torch. Restarting is safe because a run resumes by itself from its newest
+verified checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.config.launch import LaunchConfig
-from holdfast.errors import RunStopped, UserError
+from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
 from holdfast.launch.processes import Guard
@@ -54,6 +55,8 @@ def launch_local(
     match ending.verdict:
         case Verdict.DONE:
             return 0
+        case Verdict.WITHOUT_RESULT:
+            return HoldfastError.exit_code
         case Verdict.REFUSED:
             return UserError.exit_code
         case Verdict.STOPPED | Verdict.DIED | Verdict.PORT_TAKEN:

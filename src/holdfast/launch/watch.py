@@ -18,6 +18,7 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 from holdfast.launch.deaths import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
+    EXIT_WITHOUT_RESULT,
     Death,
     describe,
     first_cause,
@@ -34,6 +35,7 @@ from holdfast.launch.terminal import Relay
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.25
 _READ_OF_LOG = 1 << 16
+_IN_ORDER = (EXIT_STOPPED, EXIT_WITHOUT_RESULT)
 # Codes of a rank that a request to stop met before it could handle it: Python's and a shell's spelling.
 _ENDED_BY_REQUEST = (0, EXIT_STOPPED, -SIGINT, 128 + SIGINT, -SIGTERM, 128 + SIGTERM)
 
@@ -55,6 +57,7 @@ class Verdict(Enum):
 
     DONE = "done"
     STOPPED = "stopped"
+    WITHOUT_RESULT = "without result"
     REFUSED = "refused"
     PORT_TAKEN = "port taken"
     DIED = "died"
@@ -177,13 +180,13 @@ def _pass_on(ranks: Sequence[_Rank], stops: StopRequests) -> None:
 def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
     """Say whether a rank died or said that it fails, and speak for those that died without a word.
 
-    A rank that ends with 0, or with 3 and no report, has stopped in good order: the others are waited for.
+    A rank that ends with 0, or with 3 or 4 and no report, has stopped in good order: the others are waited for.
     """
     reports = {report.rank for report in directory.reports()}
     dead = False
     for rank in ranks:
         code = rank.poll()
-        if code in (None, 0) or (code == EXIT_STOPPED and rank.number not in reports):
+        if code in (None, 0) or (code in _IN_ORDER and rank.number not in reports):
             continue
         dead = True
         if rank.number not in reports and code != EXIT_USER_ERROR:
@@ -241,9 +244,10 @@ class _Aftermath:
         failed = any(report.kind == "error" for report in self.reports)
         if stops.now or (stops.any and not failed and self.codes <= set(_ENDED_BY_REQUEST)):
             return Verdict.DONE if {death.exit_code for death in self.deaths} == {0} else Verdict.STOPPED
-        if not self.reports and self.by_themselves == self.deaths and self.codes <= {0, EXIT_STOPPED}:
-            return Verdict.STOPPED if EXIT_STOPPED in self.codes else Verdict.DONE
-        return None
+        if self.reports or self.by_themselves != self.deaths or not self.codes <= {0, *_IN_ORDER}:
+            return None
+        ended = {EXIT_WITHOUT_RESULT: Verdict.WITHOUT_RESULT, EXIT_STOPPED: Verdict.STOPPED}
+        return ended.get(max(self.codes), Verdict.DONE)
 
 
 def _met_user_error(death: Death) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.config.distill import DistillConfig
@@ -30,22 +31,34 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
     """
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
-    match config:
-        case GRPOConfig():
-            with open_rewards(config, base, world) as score:
-                policy = build_policy_evaluation(config, base, world, score)
-                metrics = evaluate_policy(policy, "eval")
-        case DPOConfig():
-            metrics = evaluate_preferences(build_preference_evaluation(config, base, world), "eval")
-        case DistillConfig():
-            metrics = evaluate_distilled(build_distillation_evaluation(config, base, world), "eval")
-        case SFTConfig():
-            metrics = evaluate(build_evaluation(config, base, world), "eval")
-        case _:
-            raise AssertionError(type(config))
+    metrics, said = _measured(config, base, world)
     if world.is_first:
+        for text in said:
+            print(text, flush=True)
         for name, value in metrics.items():
             print(f"{name} {value:.6g}", flush=True)
         if config.evaluation.completions is not None or isinstance(config, GRPOConfig):
             print(f"completions are in {run_directory(config) / 'completions'}", flush=True)
     return metrics
+
+
+def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[str, float], list[str]]:
+    """Return the numbers, and what there is to say about them."""
+    match config:
+        case GRPOConfig():
+            with open_rewards(config, base, world) as score:
+                policy = build_policy_evaluation(config, base, world, score)
+                return evaluate_policy(policy, "eval"), policy.said
+        case DPOConfig():
+            return evaluate_preferences(build_preference_evaluation(config, base, world), "eval"), []
+        case DistillConfig():
+            return evaluate_distilled(build_distillation_evaluation(config, base, world), "eval"), []
+        case SFTConfig():
+            return evaluate(build_evaluation(config, base, world), "eval"), []
+        case _:
+            raise AssertionError(type(config))
+
+
+def scored_nothing(config: TrainingConfig, metrics: Mapping[str, float]) -> bool:
+    """Say whether completions were to be scored, and not one of them was."""
+    return isinstance(config, GRPOConfig) and not any(name.endswith("/accuracy") for name in metrics)

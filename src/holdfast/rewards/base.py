@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 LARGEST = 1e30
 """Magnitude above which a reward is no number to compare: its square, and sums of squares, would leave the range."""
 
 Fault = Literal["timeout", "error", "nan", "none"]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 @dataclass(frozen=True)

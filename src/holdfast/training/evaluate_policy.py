@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from holdfast.config.rollout import SamplingConfig
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.policy import PolicyEvaluation, PromptSet, rest
-from holdfast.training.rollout_metrics import length_metrics, reward_metrics
+from holdfast.training.rollout_metrics import fault_metrics, length_metrics, reward_metrics
 from holdfast.training.rollouts import rewards_of, sample_groups, score_groups, share_facts
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Group
@@ -70,13 +70,47 @@ def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, 
     groups = sample_groups(run, mine, evaluation_sampling(run), seeds)
     groups, scored = score_groups(run, groups)
     facts = share_facts(run, groups, scored)
-    rewards = rewards_of(facts)
-    solved = np.where(np.isfinite(rewards), rewards, -math.inf) >= options.success
-    metrics = {**reward_metrics(facts), **length_metrics(facts), "accuracy": float(solved.mean())}
-    if options.per_prompt > 1:
-        metrics |= {f"avg@{options.per_prompt}": metrics["reward"]} if "reward" in metrics else {}
-        metrics |= {f"pass@{k}": pass_at(solved, k) for k in _powers_of_two(options.per_prompt)}
-    return metrics, groups
+    faults = fault_metrics(facts)
+    reasons = run.exchange.gather(next((item.message for item in scored if item.message), ""))
+    if any(faults.values()):
+        run.said.append(_failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons))
+    solved = solved_metrics(rewards_of(facts), options.success)
+    return {**reward_metrics(facts), **length_metrics(facts), **faults, **solved}, groups
+
+
+def _failed(name: str, faults: Mapping[str, float], completions: int, reasons: Sequence[str]) -> str:
+    """Say how many completions of a set could not be scored, and why the first one could not."""
+    counts = ", ".join(f"{kind.removeprefix('reward/')} {count:g}" for kind, count in faults.items() if count)
+    return (
+        f"warning: evaluation set {name}: scoring failed for {sum(faults.values()):g} of {completions} completions "
+        f"({counts}); the first: {next(filter(None, reasons))}"
+    )
+
+
+def solved_metrics(rewards: NDArray[np.float64], success: float) -> dict[str, float]:
+    """Return accuracy, avg@k and pass@k of scored completions; what none of them tells is left out.
+
+    A completion that was not scored is neither right nor wrong. A prompt with fewer than k scored completions says
+    nothing of pass@k.
+
+    Args:
+        rewards: [P, G]; NaN where a completion was not scored.
+        success: Reward from which a completion is right.
+    """
+    scored = np.isfinite(rewards)
+    if not scored.any():
+        return {}
+    counts, right = scored.sum(axis=1), (scored & (np.where(scored, rewards, -math.inf) >= success)).sum(axis=1)
+    metrics = {"accuracy": float(right.sum() / counts.sum())}
+    size = rewards.shape[1]
+    if size == 1:
+        return metrics
+    metrics[f"avg@{size}"] = float(rewards[scored].mean())
+    for k in _powers_of_two(size):
+        able = counts >= k
+        if able.any():
+            metrics[f"pass@{k}"] = pass_at(right[able], counts[able], k)
+    return metrics
 
 
 def _told(group: Group) -> Group:
@@ -85,18 +119,18 @@ def _told(group: Group) -> Group:
     return Group(replace(group.prompt, row={}, model_inputs={}, positions=None), trajectories)
 
 
-def pass_at(solved: NDArray[np.bool_], k: int) -> float:
+def pass_at(right: NDArray[np.int64], counts: NDArray[np.int64], k: int) -> float:
     """Estimate without bias the probability that at least one of k completions solves a prompt.
 
     Chen et al., "Evaluating large language models trained on code" (arXiv:2107.03374), eq. 1.
 
     Args:
-        solved: [P, G]
-        k: At most G.
+        right: [P] completions that solve the prompt.
+        counts: [P] completions.
+        k: At most the least of the counts.
     """
-    total, right = solved.shape[1], solved.sum(axis=1)
-    missed = [math.comb(total - int(count), k) / math.comb(total, k) for count in right]
-    return 1.0 - float(np.mean(missed)) if missed else 0.0
+    pairs = zip(right.tolist(), counts.tolist(), strict=True)
+    return 1.0 - float(np.mean([math.comb(total - solved, k) / math.comb(total, k) for solved, total in pairs]))
 
 
 def _powers_of_two(largest: int) -> list[int]:

@@ -11,12 +11,15 @@ from holdfast.checkpoint.session import Saved
 from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
+from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
 from holdfast.training.run import Run
 
 SAMPLES = "samples.jsonl"
 _NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "/mean_terminated_length")
 """Numbers of an evaluation that stand in metrics.jsonl and are left out on the screen."""
+_TOLD_IF_ANY = tuple(f"/reward/{fault}" for fault in FAULTS)
+"""Numbers of an evaluation that stand on the screen only where they are not 0."""
 _OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill", "micro_batches", "order_hash")}
 """Numbers about data that are a step's own; the others count events, which lines left out must not swallow."""
 
@@ -83,7 +86,7 @@ class Journal:
         if "loss" in line:
             self._warn(step, line)
         if evaluated:
-            told = {name: value for name, value in evaluated.items() if not name.endswith(_NOT_TOLD)}
+            told = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())
             self.say(f"evaluation at step {step}: {text}")
 
@@ -152,3 +155,7 @@ class Journal:
         if self._run.world.is_first:
             with (self._run.directory / directory.EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"event": name, "step": self._run.state.step, **values}) + "\n")
+
+
+def _is_shown(name: str, value: float) -> bool:
+    return not name.endswith(_NOT_TOLD) and (value != 0 or not name.endswith(_TOLD_IF_ANY))

@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.advantages.group import flat_groups
 from holdfast.config.rollout import SamplingConfig
+from holdfast.rewards.base import FAULTS
 from holdfast.training.rollouts import GroupFact, Rollout, rewards_of
 from holdfast.types import Finish
 
@@ -35,10 +36,7 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     metrics = {**reward_metrics(facts), **length_metrics(facts), **rollout.counted}
     if any(len(group.completions) > 1 for group in facts):
         metrics["frac_reward_zero_std"] = float(np.mean(flat_groups(rewards_of(facts), tolerance)))
-    faults = Counter(completion.fault for group in facts for completion in group.completions)
-    faults.update(group.greedy_fault for group in facts)
-    for kind in ("timeout", "error", "nan", "none"):
-        metrics[f"reward/{kind}"] = float(faults[kind])
+    metrics |= fault_metrics(facts)
     metrics["rollout/completions"] = float(sum(len(group.completions) for group in facts))
     metrics["rollout/groups"] = float(len(facts))
     metrics["rollout/trained_groups"] = float(len(rollout.facts))
@@ -63,6 +61,13 @@ def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         metrics[f"rewards/{name}/std"] = float(np.std(values))
     return metrics
+
+
+def fault_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return reward/<fault>: how many completions' scoring failed that way, greedy ones included."""
+    faults = Counter(completion.fault for group in facts for completion in group.completions)
+    faults.update(group.greedy_fault for group in facts)
+    return {f"reward/{kind}": float(faults[kind]) for kind in FAULTS}
 
 
 def _by_name(told: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:

@@ -69,6 +69,8 @@ class Evaluation:
     """Whether this rank was asked to stop; long work may be left for it."""
     state: TrainState = field(default_factory=TrainState)
     clock: PhaseClock = field(default_factory=PhaseClock)
+    said: list[str] = field(default_factory=list)
+    """What a step or an evaluation has to tell the user; rank 0 prints it, and the list is emptied."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -111,8 +113,6 @@ class Run(Evaluation):
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Total and denominator of the last update's metrics, over all ranks."""
-    said: list[str] = field(default_factory=list)
-    """What a step has to tell the user; the journal prints it, on rank 0, and empties the list."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of a step; the journal writes them to samples.jsonl, on rank 0, and empties the list."""
     updating: bool = False
