@@ -30,6 +30,15 @@ def constant(completion):
 def broken(completion):
     raise ValueError("no such answer")
 
+def fatal(completion):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), 9)
+        time.sleep(60)
+    return 1.0
+
+def told(completions, trainer_state, **kwargs):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
 def moody(answer):
     if int(answer) % 2:
         raise ValueError("odd")
@@ -267,6 +276,17 @@ def an_empty_evaluation_set(folder: Path, tree: dict[str, Any]) -> None:
     tree["evaluation"] = {"sets": {"none": {"path": "empty.jsonl"}}}
 
 
+def a_reward_of_a_column_that_is_not_there(folder: Path, tree: dict[str, Any]) -> None:
+    tree["reward"] = [{"path": "rewards.py:even"}, {"path": "rewards.py:moody"}]
+    write_rows(folder / "rows.jsonl", [{"prompt": f"add {n}=", "gold": str(n)} for n in range(12)])
+
+
+def an_evaluation_set_without_the_answer(folder: Path, tree: dict[str, Any]) -> None:
+    tree["reward"] = "exact"
+    write_rows(folder / "held.jsonl", [{"prompt": f"add {n}=", "gold": str(n)} for n in range(3)])
+    tree["evaluation"] = {"sets": {"held": {"path": "held.jsonl"}}}
+
+
 def a_biased_sampler(folder: Path, tree: dict[str, Any]) -> None:
     tree["rollout"]["top_p"] = 0.9
 
@@ -290,6 +310,14 @@ REFUSED = [
     (a_prompt_over_budget, "its prompt has 30 tokens"),
     (only_prompts_over_budget, "overlong_dropped: 12"),
     (an_empty_evaluation_set, "empty has no rows"),
+    (
+        a_reward_of_a_column_that_is_not_there,
+        "reward moody: it needs column answer, and no row of the first batch has one; their columns are prompt, gold",
+    ),
+    (
+        an_evaluation_set_without_the_answer,
+        "reward exact: it needs column answer, and no row of evaluation set held has one; their columns are prompt",
+    ),
     (a_biased_sampler, "top_p draws from another distribution than the policy's"),
     (a_tokenizer_without_an_end, "Nothing ends a completion"),
 ]
@@ -388,6 +416,27 @@ def test_an_evaluation_says_what_it_could_not_score_and_fails_if_that_is_everyth
     assert "accuracy" not in nothing.out
     assert "Not one completion of any evaluation set could be scored" in nothing.err
     assert "Traceback" not in nothing.err
+
+
+def test_reward_processes_that_die_on_one_rank_end_all_ranks_alike(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:fatal"}})
+
+    assert done.code == 3, done.err
+    assert "The reward processes died with signal 9" in done.err
+    log = (tmp_path / "runs" / "run" / "logs" / "rank-1.log").read_text()
+    assert "The reward processes died with signal 9" in log
+    for said in (done.err, log):
+        assert not re.search("died without a word|failed|Traceback", said)
+
+
+def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
+    done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:told"}})
+
+    assert done.code == 0, done.err
+    lines = [line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line["reward"] for line in lines] == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 def test_a_constant_reward_trains_nothing_and_is_visible(

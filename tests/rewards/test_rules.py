@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from holdfast.config.reward import (
+    CodeConfig,
     CountdownConfig,
     ExactConfig,
     FormatConfig,
+    JudgeConfig,
     LengthConfig,
     OverlongConfig,
     RepetitionConfig,
@@ -143,6 +145,15 @@ def test_every_rule_works_in_a_worker(start: Start) -> None:
         "exact": 1.0, "format": 1.0, "length": 1.0, "repetition": 0.0, "overlong": -0.5, "countdown": 0.0
     }  # fmt: skip
     assert found.reward == 2.0 + 1.0 + 1.0 - 0.5
+
+
+def test_a_pool_knows_the_columns_that_rules_look_at(start: Start) -> None:
+    judge = JudgeConfig(url="http://localhost:1/v1", model="m", prompt="{prompt} {completion} {gold} {gold} {not this}")
+    rewards = [ExactConfig(column="gold"), CountdownConfig(), LengthConfig(min=2), CodeConfig(), judge]
+
+    assert start("", *rewards).columns == {
+        "exact": ("gold",), "countdown": ("numbers", "target"), "length": (), "code": ("tests",), "judge": ("gold",)
+    }  # fmt: skip
 
 
 def test_a_missing_column_is_told_with_those_that_are_there(start: Start) -> None:

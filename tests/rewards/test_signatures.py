@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.config.reward import RewardPoolConfig, UserRewardConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import Sample
+from holdfast.rewards.base import Progress, Sample
 from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, sample, samples, user
 
@@ -217,6 +218,8 @@ def test_a_parameter_that_nothing_fills_is_named(start: Start) -> None:
                                                                       "completion, weight"),
         ("class reward:\n    def __init__(self, size): pass", {}, "the constructor of reward"),
         ("class reward: pass", {}, "has no __call__"),
+        ("def reward(solution_str, ground_truth, level): return 1", {}, "by its parameter solution_str it is given "
+         "data_source, solution_str, ground_truth, extra_info and nothing else, and it also demands level"),
         ("other = 3\ndef right(completion): return 1", {}, "has no function reward. It has right."),
     ],
 )  # fmt: skip
@@ -225,3 +228,30 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         start(source, user(kwargs=kwargs))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "columns"),
+    [
+        ("prompt, completion, finish, answer, level=0, bonus=1, **rest", ("answer",)),
+        ("completions, prompts, answer, trainer_state, log_metric, **kwargs", ("answer",)),
+        ("solution_str, ground_truth, extra_info, data_source", ()),
+        ("reward_inputs, weight=1", ()),
+        ("completion, bonus", ()),
+    ],
+)
+def test_a_pool_knows_the_columns_without_which_a_function_cannot_be_called(
+    start: Start, parameters: str, columns: tuple[str, ...]
+) -> None:
+    pool = start(f"def reward({parameters}): return 1", user(kwargs={"bonus": 2} if "bonus" in parameters else {}))
+
+    assert pool.columns == {"reward": columns}
+
+
+def test_a_function_of_trl_s_form_sees_where_the_run_stands(start: Start) -> None:
+    pool = start("""
+        def reward(completions, trainer_state, **kwargs):
+            return [trainer_state.global_step + trainer_state.max_steps / 1000 + trainer_state.epoch] * len(completions)
+        """)
+
+    assert pool.score([replace(WHOLE, progress=Progress(7, 90, 0.5))])[0].reward == 7 + 0.09 + 0.5

@@ -161,8 +161,8 @@ def rewarded(world: World, values: dict[str, Any], gold: list[dict[str, str]]) -
     grpo(config, Path(), world)
     mine = gold[world.rank :: world.size]
     samples = [Sample(number, "", row["output"], [], [], "stop", row) for number, row in enumerate(mine)]
-    with open_rewards(config, Path(), world) as score:
-        return [(scored.reward, scored.parts["math"] or 0.0) for scored in score(samples)]
+    with open_rewards(config, Path(), world) as rewards:
+        return [(scored.reward, scored.parts["math"] or 0.0) for scored in rewards.score(samples)]
 
 
 def test_a_policy_is_asked_in_chat_format_and_rewarded_by_the_math_reward(

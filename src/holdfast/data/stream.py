@@ -165,8 +165,8 @@ class BatchStream(ABC, Generic[S, T]):
         by_batches = self.cursor.batches_in_epoch / batches if batches else 0.0
         return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
 
-    def read_ahead(self, step: int) -> None:
-        """Read the next batch now, so that an error in its rows shows before anything is written.
+    def read_ahead(self, step: int) -> T | None:
+        """Return the next batch, which stays the next, so that an error in its rows shows before anything is written.
 
         Raises:
             DataError: As `next`.
@@ -175,6 +175,7 @@ class BatchStream(ABC, Generic[S, T]):
         batch = self.next(step)
         self._ahead = (batch, self.cursor, self._seen)
         self.cursor, self._seen = before
+        return batch
 
     def next(self, step: int, rows: int | None = None) -> T | None:
         """Return the batch of a step (counted from 0), or None when the passes are done.

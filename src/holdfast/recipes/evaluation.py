@@ -20,6 +20,7 @@ from holdfast.training.distillation import evaluate_distilled
 from holdfast.training.evaluate import evaluate
 from holdfast.training.evaluate_policy import evaluate_policy
 from holdfast.training.preference import evaluate_preferences
+from holdfast.training.reward_columns import check_columns
 from holdfast.training.rewards import open_rewards
 
 
@@ -46,8 +47,9 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
     """Return the numbers, and what there is to say about them."""
     match config:
         case GRPOConfig():
-            with open_rewards(config, base, world) as score:
-                policy = build_policy_evaluation(config, base, world, score)
+            with open_rewards(config, base, world) as rewards:
+                policy = build_policy_evaluation(config, base, world, rewards.score)
+                check_columns(policy, rewards.columns)
                 return evaluate_policy(policy, "eval"), policy.said
         case DPOConfig():
             return evaluate_preferences(build_preference_evaluation(config, base, world), "eval"), []

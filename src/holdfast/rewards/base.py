@@ -14,6 +14,17 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Where the run stands, under the names of TRL's trainer_state."""
+
+    global_step: int = 0
+    """Steps done."""
+    max_steps: int = 0
+    """Of the whole run; 0 if nobody knows."""
+    epoch: float | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One completion to score."""
 
@@ -26,6 +37,7 @@ class Sample:
     """Why the completion ended: stop, length, abort or error."""
     row: Mapping[str, Any]
     """Every column of the prompt's row. Plain values: what they need to be unpickled is imported in the workers."""
+    progress: Progress = Progress()
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class RewardsHere:
             ]
         except CannotStart as error:
             raise ConfigError(str(error)) from error
+        self.columns = {section.label: bound.columns for section, bound in zip(sections, self._bound, strict=True)}
+        """Columns of the row without which a function cannot be called, by the reward's name."""
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Return the reward of each sample, in their order."""

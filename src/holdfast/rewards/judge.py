@@ -16,11 +16,10 @@ from functools import cached_property
 from typing import Any
 
 from holdfast.rewards.base import CannotStart, Sample
-from holdfast.rewards.rules import cell
+from holdfast.rewards.rules import FIELD, cell
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 4.0
-_FIELD = re.compile(r"\{(\w+)\}")
 _MOST_ANSWER_BYTES = 1 << 22
 _THREADS = 64
 
@@ -85,7 +84,7 @@ class Judge:
 
     def _question(self, sample: Sample) -> str:
         own = {"prompt": sample.prompt, "completion": sample.completion}
-        return _FIELD.sub(lambda match: own[match[1]] if match[1] in own else str(cell(sample, match[1])), self.prompt)
+        return FIELD.sub(lambda match: own[match[1]] if match[1] in own else str(cell(sample, match[1])), self.prompt)
 
     def _ask(self, question: str) -> str:
         """Return what the judge says, asking again where that may help."""

@@ -44,6 +44,8 @@ class RewardPool:
             )
         self._rewards, self._config, self._base = tuple(rewards), config, base
         self._process: subprocess.Popen[bytes] | None = None
+        self.columns: dict[str, tuple[str, ...]] = {}
+        """Columns of the row without which a reward scores nothing, by its name; known once started."""
         self.log_path = log_dir / f"rewards-{os.uname().nodename}-{os.getpid()}.log"
         """What reward functions print, tracebacks of those that raise included."""
 
@@ -167,7 +169,8 @@ class RewardPool:
                         building = name
                     case {"mistake": str(mistake)}:
                         raise ConfigError(mistake)
-                    case _:
+                    case {"ready": columns}:
+                        self.columns = {str(name): tuple(needed) for name, needed in columns.items()}
                         return
         except BrokenPipeError:
             pass

@@ -9,6 +9,11 @@ from typing import Any
 from holdfast.rewards.base import Sample
 from holdfast.rewards.signatures import One
 
+FIELD = re.compile(r"\{(\w+)\}")
+"""What a judge's prompt replaces."""
+OF_A_SAMPLE = ("prompt", "completion")
+"""Fields that are no columns."""
+
 
 def rule(section: Mapping[str, Any]) -> One:
     """Return the formula of a section."""
@@ -30,6 +35,19 @@ def rule(section: Mapping[str, Any]) -> One:
         case {"kind": "overlong", "max_length": longest, "cache": cache}:
             return lambda sample: overlong_punishment(len(sample.completion_tokens), longest, cache)
     raise AssertionError(section)
+
+
+def columns_of(section: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns that a reward of ours looks at."""
+    match section:
+        case {"kind": "exact" | "math" | "code", "column": column}:
+            return (column,)
+        case {"kind": "countdown", "numbers": numbers, "target": target}:
+            return numbers, target
+        case {"kind": "judge", "prompt": prompt}:
+            return tuple(name for name in dict.fromkeys(FIELD.findall(prompt)) if name not in OF_A_SAMPLE)
+        case _:
+            return ()
 
 
 def cell(sample: Sample, column: str) -> Any:

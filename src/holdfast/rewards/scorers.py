@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.rewards.rules import columns_of
 from holdfast.rewards.signatures import Bound, Concurrent, Each
 
 _GRACE_SECONDS = 5.0
@@ -21,6 +22,8 @@ class Scorer:
     bound: Bound
     seconds: float
     """Longest time for one sample."""
+    columns: tuple[str, ...] = ()
+    """Columns of the row without which it scores nothing."""
 
 
 def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> Scorer:
@@ -57,4 +60,4 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
 
             bound = Each(rule(section))
     longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
-    return Scorer(name, bound, longest)
+    return Scorer(name, bound, longest, bound.columns or columns_of(section))

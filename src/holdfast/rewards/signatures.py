@@ -9,7 +9,7 @@ anything else                   one sample
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,18 @@ _VERL: Mapping[str, One] = {
 }
 _VERL_MANY = {"data_sources": "data_source", "solution_strs": "solution_str", "ground_truths": "ground_truth",
               "extra_infos": "extra_info"}  # fmt: skip
+_BATCHED = (*_MANY, "log_metric", "log_extra", "trainer_state")
+_GIVEN: Mapping[str, Collection[str]] = {
+    "reward_inputs": ["reward_inputs"],
+    "solution_strs": _VERL_MANY,
+    "completions": _BATCHED,
+    "prompts": _BATCHED,
+    "reward_input": ["reward_input"],
+    "solution_str": _VERL,
+}
+"""What a form fills by name, by the parameter that tells it."""
+_WITHOUT_COLUMNS = {"reward_inputs", "solution_strs", "reward_input", "solution_str"}
+"""Forms that fill nothing else."""
 
 
 class MissingArgument(LookupError):
@@ -54,6 +66,8 @@ class Each:
     """Called with one sample after the other."""
 
     call: One
+    columns: tuple[str, ...] = ()
+    """Columns of the row without which it cannot be called."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,8 @@ class Batch:
     """Called with a list of samples."""
 
     call: Many
+    columns: tuple[str, ...] = ()
+    """As above."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,8 @@ class Concurrent:
     """Called with one sample; its coroutines run side by side."""
 
     call: One
+    columns: tuple[str, ...] = ()
+    """As above."""
 
 
 Bound = Each | Batch | Concurrent
@@ -77,24 +95,29 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
     """Recognise a function's signature and bind it to samples.
 
     Raises:
-        CannotStart: It cannot be called by the names of its parameters, or an own argument fits none of them.
+        CannotStart: It cannot be called by the names of its parameters, an own argument fits none of them, or a
+            parameter is none that its form fills.
     """
     parameters = _parameters(function, kwargs, name)
     call = _Call(function, dict(kwargs), parameters)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    for sign, many in (
-        ("reward_inputs", call.easyr1_batch),
-        ("solution_strs", call.verl_batch),
-        ("completions", call.batch),
-        ("prompts", call.batch),
-    ):
-        if sign in parameters:
-            return Batch(_Awaited(many) if is_async else many)
-    form = Concurrent if is_async else Each
-    for sign, one in (("reward_input", call.easyr1), ("solution_str", call.verl)):
-        if sign in parameters:
-            return form(one)
-    return form(call.one)
+    many: Mapping[str, Many] = {
+        "reward_inputs": call.easyr1_batch,
+        "solution_strs": call.verl_batch,
+        "completions": call.batch,
+        "prompts": call.batch,
+    }
+    one: Mapping[str, One] = {"reward_input": call.easyr1, "solution_str": call.verl}
+    sign = next((sign for sign in (*many, *one) if sign in parameters), "")
+    columns = call.demanded(_GIVEN.get(sign, _ONE))
+    if sign in _WITHOUT_COLUMNS and columns:
+        raise CannotStart(
+            f"reward {name}: by its parameter {sign} it is given {', '.join(_GIVEN[sign])} and nothing else, and it "
+            f"also demands {columns[0]}. Give {columns[0]} a default, or name it in kwargs."
+        )
+    if sign in many:
+        return Batch(_Awaited(many[sign]) if is_async else many[sign], columns)
+    return (Concurrent if is_async else Each)(one.get(sign, call.one), columns)
 
 
 def _parameters(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Mapping[str, inspect.Parameter]:
@@ -131,6 +154,17 @@ class _Call:
     kwargs: dict[str, Any]
     parameters: Mapping[str, inspect.Parameter]
 
+    def demanded(self, given: Collection[str]) -> tuple[str, ...]:
+        """Return the parameters that neither a default, an own argument nor what its form gives would fill."""
+        return tuple(
+            name
+            for name, item in self.parameters.items()
+            if item.default is item.empty
+            and item.kind is not item.VAR_KEYWORD
+            and name not in given
+            and name not in self.kwargs
+        )
+
     def one(self, sample: Sample) -> Any:
         """Call it with one sample."""
         values = {**sample.row, **{name: value(sample) for name, value in _ONE.items()}}
@@ -142,7 +176,7 @@ class _Call:
         values: dict[str, Any] = {column: [sample.row.get(column) for sample in samples] for column in columns}
         values |= {name: [value(sample) for sample in samples] for name, value in _MANY.items()}
         logged: dict[str, float] = {}
-        values |= {"log_metric": logged.__setitem__, "log_extra": _ignore, "trainer_state": None}
+        values |= {"log_metric": logged.__setitem__, "log_extra": _ignore, "trainer_state": samples[0].progress}
         return _WithMetrics(self.function(**self._chosen(values, columns)), logged).results()
 
     def verl(self, sample: Sample) -> Any:

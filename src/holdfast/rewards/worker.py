@@ -37,7 +37,7 @@ def main() -> None:
     # A collection in a worker would touch, and so copy, every page it shares with its siblings.
     gc.collect()
     gc.freeze()
-    _say(replies, {"ready": True})
+    _say(replies, {"ready": {scorer.name: scorer.columns for scorer in scorers}})
     Keeper(scorers, setup, requests, replies).run()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
@@ -26,8 +27,17 @@ from holdfast.training.together import open_exchange, together
 _MOST_WORKERS = 4
 
 
+@dataclass(frozen=True)
+class Rewards:
+    """What scores completions, ready for its first."""
+
+    score: Score
+    columns: Mapping[str, Sequence[str]]
+    """Columns of the row without which a reward scores nothing, by its name."""
+
+
 @contextmanager
-def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Iterator[Score]:
+def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Iterator[Rewards]:
     """Start this rank's reward workers, and end them with the block; live rewards need none.
 
     Raises:
@@ -39,7 +49,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         functions = live.rewards
         here = together(exchange, lambda: RewardsHere(functions, config.reward, section))
         exchange.close()
-        yield here.score
+        yield Rewards(here.score, here.columns)
         return
     if section.workers == "auto":
         cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
@@ -50,7 +60,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         with exchange.together():
             scorer.start()
         exchange.close()
-        yield scorer.score
+        yield Rewards(scorer.score, scorer.columns)
     finally:
         scorer.close()
 
@@ -80,6 +90,11 @@ class Scorer:
         self._pool = RewardPool(functions, config, base, logs) if functions else None
         self._functions = [reward.label for reward in functions]
         self._rewards, self._config = tuple(rewards), config
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """As `Rewards` has them; known once started."""
+        return {} if self._pool is None else self._pool.columns
 
     def start(self) -> None:
         """Start the processes.

@@ -1,0 +1,45 @@
+"""Refuse rewards that look at columns which are not there, before step 1 finds out sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from holdfast.errors import DataError
+from holdfast.training.policy import PolicyEvaluation, PolicyRun
+from holdfast.types import Prompt
+
+
+def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) -> None:
+    """Look for every column that rewards need in the first batch and in the evaluation sets; all ranks together.
+
+    Rows of several sources may differ, so a column counts as there if one of the rows has it.
+
+    Args:
+        run: Before its first step.
+        wanted: Columns by the name of the reward.
+
+    Raises:
+        DataError: No row has a column; the same on all ranks.
+    """
+    if not any(wanted.values()):
+        return
+    for place, prompts in _read(run):
+        everyone = run.exchange.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
+        there = list(dict.fromkeys(column for columns in everyone for column in columns))
+        for reward, columns in wanted.items():
+            absent = next((column for column in columns if column not in there), None)
+            if absent is not None and there:
+                raise DataError(
+                    f"reward {reward}: it needs column {absent}, and no row of {place} has one; their columns are "
+                    f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
+                    "the parameter of a function of your own a default."
+                )
+
+
+def _read(run: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
+    """Yield what was read: where from, and this rank's share."""
+    if isinstance(run, PolicyRun):
+        batch = run.stream.read_ahead(run.state.step)
+        yield "the first batch", () if batch is None else batch.mine
+    for prompts in run.prompt_sets:
+        yield f"evaluation set {prompts.name}", prompts.prompts
