@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.config.grpo import GRPOConfig
 from holdfast.data.vision import ImageSide
 from holdfast.parallel.stream import live_tensors
-from holdfast.rewards.base import Sample, Scored
+from holdfast.rewards.base import Progress, Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.reference import Reference
 from holdfast.training.run import Evaluation, Run
@@ -64,6 +64,13 @@ class PolicyRun(PolicyEvaluation, Run):
     def critic(self) -> Run | None:
         """The value model of `advantage: gae`, None without one."""
         return self.companions.get(CRITIC)
+
+
+def progress_of(run: PolicyEvaluation) -> Progress:
+    """Return where the run stands, as rewards are told."""
+    if isinstance(run, PolicyRun):
+        return Progress(run.state.step, run.total_steps or 0, run.stream.epoch)
+    return Progress(run.state.step)
 
 
 def publish(run: SamplingEvaluation) -> None:

@@ -20,10 +20,10 @@ from holdfast.config.policy import AdvantageConfig
 from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.errors import RunStopped
-from holdfast.rewards.base import Sample, Scored
+from holdfast.rewards.base import Progress, Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.sampling import mixed
-from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, publish, rest
+from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, progress_of, publish, rest
 from holdfast.training.resting import resting
 from holdfast.training.run import StepAbandoned
 from holdfast.training.trajectories import trajectory_of
@@ -255,8 +255,10 @@ def sample_groups(
 def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
     """Return this rank's groups with their rewards, and what scoring said of each completion."""
     with run.phase("reward"):
-        samples = [_sample_of(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
-        scored = run.score(samples)
+        now = progress_of(run)
+        samples = [_sample_of(group.prompt, trajectory, now) for group in groups for trajectory in group.trajectories]
+        with run.exchange.together():  # what ends the reward processes of one rank ends the run on all
+            scored = run.score(samples)
     following = iter(scored)
     rewarded = []
     for group in groups:
@@ -268,7 +270,7 @@ def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[G
     return rewarded, scored
 
 
-def _sample_of(prompt: Prompt, trajectory: Trajectory) -> Sample:
+def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: Progress) -> Sample:
     return Sample(
         sample_id=trajectory.sample_id,
         prompt=prompt.text,
@@ -277,6 +279,7 @@ def _sample_of(prompt: Prompt, trajectory: Trajectory) -> Sample:
         completion_tokens=trajectory.tokens[trajectory.loss_mask].tolist(),
         finish=trajectory.finish.value,
         row=prompt.row,
+        progress=progress,
     )
 
 
