@@ -36,6 +36,11 @@ def fatal(completion):
         time.sleep(60)
     return 1.0
 
+def hangs_on_one_rank(completion):
+    if os.environ["RANK"] == "0":
+        time.sleep(600)
+    return 1.0
+
 def told(completions, trainer_state, **kwargs):
     return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
 
@@ -429,6 +434,26 @@ def test_reward_processes_that_die_on_one_rank_end_all_ranks_alike(
     assert "The reward processes died with signal 9" in log
     for said in (done.err, log):
         assert not re.search("died without a word|failed|Traceback", said)
+
+
+def test_a_rank_whose_rewards_all_hang_does_not_keep_the_others_waiting_too_long(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    """Sixteen times 2 s on one worker are 32 s, and the other rank waits for 15 s."""
+    tree = policy | {
+        "steps": 1,
+        "reward": {"path": "rewards.py:hangs_on_one_rank"},
+        "rewards": {"workers": 1, "timeout_seconds": 2},
+        "rollout": {"group_size": 8, "max_new_tokens": 2},
+        "launch": {"ranks": 2, "device": "cpu", "timeout_minutes": 0.25},
+    }
+
+    done = grpo(warm, tmp_path, tree)
+
+    assert done.code == 0, done.err
+    (line,) = (line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line)
+    assert line["reward/timeout"] == 16
+    assert line["timing/reward"] == pytest.approx(11.25, abs=3)
 
 
 def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:

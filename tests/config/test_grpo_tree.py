@@ -86,6 +86,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"advantage": {"kind": "pass_at_k", "k": 8}},
         "rollout.group_size: 8, but advantage: pass_at_k compares at least 9",
     ),
+    (
+        {"rewards": {"step_timeout_seconds": 900}, "launch": {"timeout_minutes": 15}},
+        "rewards.step_timeout_seconds: 900 is not below launch.timeout_minutes=15 (900 s)",
+    ),
     ({"rollout": {"temperature": 0}}, "rollout.temperature: 0 gives every completion of a group the same tokens"),
     ({"rollout": {"temperature": 1e-30}}, "rollout.temperature: 1e-30 divides logits beyond the range of numbers"),
     ({"rollout": {"stop": ["a", ""]}}, "rollout.stop: every text holds the empty one"),

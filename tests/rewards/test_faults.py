@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from holdfast.config.reward import FormatConfig, RewardPoolConfig
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, is_alive, sample, samples, user, wait_for
 
 SLEEPS = """
@@ -335,3 +339,97 @@ def test_the_death_of_the_keeper_stops_the_run_with_a_sentence(start: Start, tmp
 
     assert time.monotonic() - begun < 10
     assert wait_for(lambda: not any(map(is_alive, noted(tmp_path))))
+
+
+def test_a_step_of_hung_rewards_ends_in_time_and_counts_what_has_no_score(start: Start, tmp_path: Path) -> None:
+    """One by one, forty of them would take six minutes and a half."""
+    pool = start(SLEEPS + """
+    def reward(completion):
+        if completion == "good": return 1
+        note(os.getpid())
+        time.sleep(600)
+    """, user(), FormatConfig(regex="good"), step_timeout_seconds=2)  # fmt: skip
+    begun = time.monotonic()
+
+    found = pool.score(samples("good", *["slow"] * 40))
+    took = time.monotonic() - begun
+    again = pool.score(samples("good"))
+
+    assert took < 8
+    assert (found[0].reward, found[0].fault) == (2.0, None)
+    assert {each.fault for each in found[1:]} == {"timeout"}
+    assert (
+        "reward reward had no answer when all of them had taken 2 s (rewards.step_timeout_seconds)" in found[9].message
+    )
+    assert not [pid for pid in noted(tmp_path) if is_alive(pid)]
+    assert again[0].reward == 2.0
+
+
+TRACER = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+PTRACE_SEIZE = 0x4206
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+seized = libc.ptrace(PTRACE_SEIZE, int(open(sys.argv[1]).read()), None, None)
+open(sys.argv[2], "w").write("yes" if seized == 0 else os.strerror(ctypes.get_errno()))
+time.sleep(600)
+"""
+
+
+def test_a_worker_that_cannot_be_reaped_is_left_behind(start: Start, tmp_path: Path) -> None:
+    """A process that another one traces, and does not wait for, stays after SIGKILL, as one in a hung system call."""
+    pool = start("""
+        import ctypes, os, time
+        from pathlib import Path
+        here = Path(__file__).parent
+        def reward(completion):
+            if completion != "traced": return 1
+            ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # any process may trace this one
+            (here / "made").write_text(str(os.getpid()))
+            (here / "made").rename(here / "worker")
+            time.sleep(600)
+        """, timeout_seconds=3, workers=2)  # fmt: skip
+    script = [sys.executable, "-c", TRACER, str(tmp_path / "worker"), str(tmp_path / "seized")]
+    with subprocess.Popen(script) as tracer:
+        try:
+            begun = time.monotonic()
+            found = pool.score(samples("traced", "a", "b"))
+            again = pool.score(samples("a"))
+            took = time.monotonic() - begun
+            said = (tmp_path / "seized").read_text()
+            if said != "yes":
+                pytest.skip(f"no process may trace another here: {said}")
+            worker = int((tmp_path / "worker").read_text())
+            assert Path(f"/proc/{worker}").exists(), "the case is none: it could be reaped"
+        finally:
+            tracer.kill()
+
+    assert took < 12
+    assert [(each.reward, each.fault) for each in found] == [(None, "timeout"), (1.0, None), (1.0, None)]
+    assert again[0].reward == 1.0
+    assert wait_for(lambda: not Path(f"/proc/{worker}").exists()), "it is reaped when it goes"
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_keeper_that_is_stopped_ends_the_run_with_a_sentence(tmp_path: Path, size: int) -> None:
+    """A long request does not even fit into the pipe."""
+    (tmp_path / "my.py").write_text("import os\ndef reward(completion): os.kill(os.getppid(), 19); return 1\n")
+    config = RewardPoolConfig(workers=1, timeout_seconds=600)
+    with RewardPool([user()], config, tmp_path, tmp_path, silent_seconds=1.5) as pool:
+        keeper = pool._process.pid if pool._process is not None else 0
+        if size > 1:
+            os.kill(keeper, 19)
+        begun = time.monotonic()
+
+        with pytest.raises(RunStopped, match=r"The reward processes have said nothing for 1\.5 s"):
+            pool.score(samples("a" * size))
+
+        assert time.monotonic() - begun < 10
+        assert not is_alive(keeper)
+
+
+def test_a_slow_reward_is_not_taken_for_a_hung_keeper(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("import time\ndef reward(completion): time.sleep(5); return 1\n")
+    with RewardPool([user()], RewardPoolConfig(workers=1), tmp_path, tmp_path, silent_seconds=2.5) as pool:
+        assert pool.score([sample()])[0].reward == 1.0

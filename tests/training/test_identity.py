@@ -31,6 +31,19 @@ def test_replayed_experts_are_told_and_their_absence_is_as_before() -> None:
     assert replayed == plain[:-1] + ',"replay_routing":true}'
 
 
+def test_how_long_rewards_may_take_is_no_part_of_a_run() -> None:
+    """Checkpoints from before there was a bound on a step go on, and it may be moved like the wait for other ranks."""
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+    before = (
+        '{"batch_size": 16, "max_unscored_steps": 3, "on_error": {"kind": "drop_sample"}, "on_nan": {"kind": '
+        '"drop_sample"}, "on_none": {"kind": "drop_sample"}, "on_timeout": {"kind": "drop_sample"}, '
+        '"start_timeout_seconds": 120.0, "timeout_seconds": 10.0, "workers": "auto"}'
+    )
+
+    for rewards in ({}, {"step_timeout_seconds": 60}):
+        assert _loss(from_mapping({**tree, "rewards": rewards}, GRPOConfig))["rewards"] == before
+
+
 def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,13 @@ class GRPOConfig(TrainingConfig):
         yield from self._unbiased()
         yield from self._groups()
         yield from self._one_policy()
+        longest, wait = self.rewards.step_timeout_seconds, 60 * self.launch.timeout_minutes
+        if longest != "auto" and longest >= wait and self.launch.ranks != 1:
+            yield (
+                "rewards.step_timeout_seconds",
+                f"{longest:g} is not below launch.timeout_minutes={self.launch.timeout_minutes:g} ({wait:g} s), after "
+                "which other ranks give up; lower it, or raise launch.timeout_minutes",
+            )
 
     def _unbiased(self) -> Iterator[Mistake]:
         """Yield sampling from another distribution that no weight of each token makes up for."""

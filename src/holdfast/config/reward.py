@@ -257,6 +257,10 @@ class RewardPoolConfig(Section):
     timeout_seconds: Positive = 10.0
     """Longest time of one reward for one completion; a batched call may take this long for each of its completions.
     A reward with limits of its own gets at least those."""
+    step_timeout_seconds: Positive | Literal["auto"] = "auto"
+    """Longest time of all rewards for the completions that one rank scores at once; what has no score by then counts as
+    a timeout. `auto`: three quarters of `launch.timeout_minutes` where several ranks wait for each other, else no
+    bound. Rewards of `kind: model` and live functions are not ended."""
     start_timeout_seconds: Positive = 120.0
     """Longest time for importing the files of all rewards."""
     on_timeout: FaultPolicy = DropSample()

@@ -85,8 +85,10 @@ def _live(channel: int, scorers: Sequence[Scorer], keeper: int) -> None:
         os._exit(status)
 
 
-def how_it_ended(status: int) -> str:
-    """Return a wait status in words."""
+def how_it_ended(status: int | None) -> str:
+    """Return a wait status in words; None is that of a process that was killed and has not gone."""
+    if status is None:
+        return "it hangs in the kernel and cannot be killed"
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit code {code}"

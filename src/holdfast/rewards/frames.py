@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 1 << 16
+_SLICES = 20
 
 
 class BrokenChannel(Exception):  # noqa: N818 - the name says what happened
@@ -22,11 +23,32 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def write(descriptor: int, payload: bytes) -> None:
-    """Write a whole message to a blocking descriptor."""
+def write(descriptor: int, payload: bytes, patience_seconds: float | None = None) -> None:
+    """Write a whole message to a blocking descriptor.
+
+    Raises:
+        TimeoutError: The reader took nothing for so long.
+    """
     rest = memoryview(frame(payload))
     while rest:
-        rest = rest[os.write(descriptor, rest) :]
+        piece = rest
+        if patience_seconds is not None:
+            if not _becomes(select.POLLOUT, descriptor, patience_seconds):
+                raise TimeoutError
+            piece = rest[: select.PIPE_BUF]  # what a pipe that is ready takes without blocking
+        rest = rest[os.write(descriptor, piece) :]
+
+
+def has_come(descriptor: int, patience_seconds: float) -> bool:
+    """Wait for bytes, or the end; return whether they came in time."""
+    return _becomes(select.POLLIN, descriptor, patience_seconds)
+
+
+def _becomes(event: int, descriptor: int, patience_seconds: float) -> bool:
+    """Wait in slices: where this process and its peer are stopped and go on, a clock would say that time is over."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return any(poll.poll(math.ceil(1000 * patience_seconds / _SLICES)) for _ in range(_SLICES))
 
 
 def read(descriptor: int, deadline: float | None = None) -> bytes | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import selectors
@@ -15,10 +16,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from selectors import BaseSelector
 from socket import socket
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.rewards import frames, processes
@@ -29,6 +31,9 @@ from holdfast.rewards.signatures import Batch, Each
 
 _TICK_SECONDS = 0.2
 _IDLE_TICK_SECONDS = 1.0
+_SIGN_OF_LIFE_SECONDS = 1.0
+_KILL_SECONDS = 2.0
+"""Longest wait for processes that were killed."""
 _MOST_LOG_BYTES = 1 << 26
 _RECEIVED_BYTES = 1 << 18
 
@@ -40,6 +45,7 @@ class Keeper:
         self._scorers, self._replies = scorers, replies
         self._most_workers: int = settings["workers"]
         self._batch_size: int = settings["batch_size"]
+        self._step_seconds: float | None = settings["step_seconds"]
         self._parent = os.getppid()
         self._requests = requests
         self._incoming = frames.Incoming()
@@ -51,6 +57,11 @@ class Keeper:
         self._outcomes: list[list[Outcome | None]] | None = None
         """[reward][sample] of the request under way."""
         self._missing = 0
+        self._cut_at = math.inf
+        """When the request under way is answered with what there is."""
+        self._heard_of_at = 0.0
+        self._left: set[int] = set()
+        """Processes that were killed and have not gone."""
         self._is_wanted = True
 
     def run(self) -> None:
@@ -61,9 +72,7 @@ class Keeper:
             while self._is_wanted and os.getppid() == self._parent:
                 self._turn()
         finally:
-            for worker in list(self._workers.values()):
-                self._end(worker)
-            self._sweep()
+            self._end(list(self._workers.values()))
 
     def _turn(self) -> None:
         self._hand_out()
@@ -75,8 +84,9 @@ class Keeper:
                 self._attend(key.data, events)
         self._find_the_dead()
         self._end_the_overdue()
+        self._cut_short()
         self._keep_the_log_short()
-        self._reply_if_done()
+        self._reply()
 
     def _hear_the_rank(self) -> None:
         received = os.read(self._requests, _RECEIVED_BYTES)
@@ -86,7 +96,10 @@ class Keeper:
             count = len(self._samples)
             self._outcomes = [[None] * count for _ in self._scorers]
             self._missing = count * len(self._scorers)
-            self._queue = deque(task for reward in range(len(self._scorers)) for task in self._tasks(reward, count))
+            self._cut_at = math.inf if self._step_seconds is None else time.monotonic() + self._step_seconds
+            tasks = [task for reward in range(len(self._scorers)) for task in self._tasks(reward, count)]
+            # By completion, so that a request that is cut short has some that every reward has scored.
+            self._queue = deque(sorted(tasks, key=lambda task: task.samples[0]))
 
     def _tasks(self, reward: int, count: int) -> Iterable[Task]:
         size = self._batch_size
@@ -182,14 +195,16 @@ class Keeper:
                 return
             if pid == 0:
                 return
+            self._left.discard(pid)
             if pid in self._workers:
                 self._lose(self._workers[pid], status=status)
 
     def _lose(self, worker: Worker, message: str = "", status: int | None = None) -> None:
         """Settle the samples of a worker that died; where it is unclear which one killed it, each goes alone."""
         self._hear_the_rest(worker)
-        ended = self._end(worker, status)
-        self._blame(worker, Outcome(fault="error", message=message or f"killed its worker ({how_it_ended(ended)})"))
+        ended = self._end([worker], {} if status is None else {worker.pid: status})
+        message = message or f"killed its worker ({how_it_ended(ended.get(worker.pid))})"
+        self._blame(worker, Outcome(fault="error", message=message))
 
     def _hear_the_rest(self, worker: Worker) -> None:
         """Record what a worker said before it fell silent, so that only unfinished samples are blamed."""
@@ -198,14 +213,28 @@ class Keeper:
                 pass
 
     def _end_the_overdue(self) -> None:
-        for worker in [each for each in self._workers.values() if each.is_overdue]:
+        late = [worker for worker in self._workers.values() if worker.is_overdue]
+        for worker in late:
             self._hear_the_rest(worker)
-            if not worker.is_overdue:
-                continue
-            self._end(worker)
+        late = [worker for worker in late if worker.is_overdue]
+        self._end(late)
+        for worker in late:
             assert worker.task is not None
             seconds = self._scorers[worker.task.reward].seconds
             self._blame(worker, Outcome(fault="timeout", message=f"gave no answer in {seconds:g} s"))
+
+    def _cut_short(self) -> None:
+        """End a request that takes too long: other ranks wait for its answer."""
+        if self._outcomes is None or time.monotonic() < self._cut_at:
+            return
+        for worker in self._workers.values():
+            self._hear_the_rest(worker)
+        self._end([worker for worker in self._workers.values() if worker.task is not None])
+        self._queue.clear()
+        words = f"had no answer when all of them had taken {self._step_seconds:g} s (rewards.step_timeout_seconds)"
+        for reward, line in enumerate(self._outcomes):
+            for sample in [place for place, outcome in enumerate(line) if outcome is None]:
+                self._record(reward, sample, Outcome(fault="timeout", message=words))
 
     def _blame(self, worker: Worker, outcome: Outcome) -> None:
         task, waiting = worker.task, worker.waiting
@@ -220,36 +249,55 @@ class Keeper:
         else:
             self._again_alone(task.reward, waiting)
 
-    def _end(self, worker: Worker, status: int | None = None) -> int:
-        """Kill a worker with everything it started; return how it ended."""
-        del self._workers[worker.pid]
-        self._selector.unregister(worker.channel)
-        worker.channel.close()
-        processes.kill_with_group(worker.pid)
-        if status is None:
-            _, status = os.waitpid(worker.pid, 0)
+    def _end(self, workers: Sequence[Worker], ended: Mapping[int, int] = MappingProxyType({})) -> Mapping[int, int]:
+        """Kill workers with everything they started; return the wait status of those that have gone.
+
+        Args:
+            workers: Whom.
+            ended: The status of those that were reaped before.
+        """
+        for worker in workers:
+            del self._workers[worker.pid]
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+            processes.kill_with_group(worker.pid)
+        found = self._reap([worker.pid for worker in workers if worker.pid not in ended])
         self._sweep()
-        return status
+        return {**ended, **found}
+
+    def _reap(self, pids: Sequence[int]) -> dict[int, int]:
+        ended = processes.reap(pids, _KILL_SECONDS)
+        self._left |= set(pids) - ended.keys()  # `_find_the_dead` reaps them once they go
+        return ended
 
     def _sweep(self) -> None:
         """Kill orphans that became our children; their own children become ours by that."""
-        while strays := [pid for pid in processes.children() if pid not in self._workers]:
+        while strays := [pid for pid in processes.children() if pid not in self._workers and pid not in self._left]:
             for pid in strays:
                 processes.kill_with_group(pid)
-                os.waitpid(pid, 0)
+            self._reap(strays)
 
     def _keep_the_log_short(self) -> None:
         if os.fstat(2).st_size > _MOST_LOG_BYTES:
             os.ftruncate(2, 0)
             print("holdfast: the log was full and starts again", file=sys.stderr, flush=True)
 
-    def _reply_if_done(self) -> None:
-        if self._outcomes is None or self._missing:
+    def _reply(self) -> None:
+        """Answer what is complete; of what is not, say that it is being worked on."""
+        if self._outcomes is None:
+            return
+        if self._missing:
+            if time.monotonic() - self._heard_of_at >= _SIGN_OF_LIFE_SECONDS:
+                self._heard_of_at = time.monotonic()
+                self._tell({"missing": self._missing})
             return
         outcomes = [[asdict(outcome) for outcome in line if outcome is not None] for line in self._outcomes]
         self._outcomes, self._samples = None, []
         self._sweep()
+        self._tell({"outcomes": outcomes})
+
+    def _tell(self, message: dict[str, Any]) -> None:
         try:
-            frames.write(self._replies, json.dumps(outcomes).encode())
+            frames.write(self._replies, json.dumps(message).encode())
         except BrokenPipeError:
             self._is_wanted = False

@@ -5,6 +5,7 @@ A rank never runs a reward itself: what hangs, prints, forks or dies does so in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -32,10 +33,20 @@ _ENVIRONMENT = ("env", "OMP_NUM_THREADS=1", "PYTHONHASHSEED=0")
 class RewardPool:
     """Scores samples in processes that can be killed; a context manager that starts and closes them.
 
-    User files are looked up relative to `base`. What they print goes to `log_path`.
+    User files are looked up relative to `base`. What they print goes to `log_path`. The process between this one and
+    its workers, which speaks every second while it is asked something, is given up when it is silent for
+    `silent_seconds`.
     """
 
-    def __init__(self, rewards: Sequence[Reward], config: RewardPoolConfig, base: Path, log_dir: Path) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        config: RewardPoolConfig,
+        base: Path,
+        log_dir: Path,
+        *,
+        silent_seconds: float = 60.0,
+    ) -> None:
         if not rewards:
             raise ConfigError("reward: there is none. Name at least one, for example reward: [exact].")
         if repeated := repeated_labels(rewards):
@@ -43,6 +54,7 @@ class RewardPool:
                 f"reward: two are called {repeated[0]}, and metrics could not tell them apart. Give one of them a name."
             )
         self._rewards, self._config, self._base = tuple(rewards), config, base
+        self._silent_seconds = silent_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self.columns: dict[str, tuple[str, ...]] = {}
         """Columns of the row without which a reward scores nothing, by its name; known once started."""
@@ -81,7 +93,7 @@ class RewardPool:
         """Return the reward of each sample, in their order.
 
         Raises:
-            RunStopped: The process that keeps the workers died.
+            RunStopped: The process that keeps the workers died, or hangs.
         """
         outcomes = self.outcomes(samples)
         return [
@@ -125,22 +137,40 @@ class RewardPool:
         finally:
             # Its workers die with it: the kernel sees to that.
             processes.kill_with_group(process.pid)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_CLOSE_SECONDS)
             process.stdout.close()
 
     def _ask(self, packed: Sequence[bytes]) -> list[list[Outcome]]:
         requests, replies = self._channels()
         try:
-            frames.write(requests, pickle.dumps(packed))
-            reply = frames.read(replies)
+            frames.write(requests, pickle.dumps(packed), self._silent_seconds)
+            reply = self._answer(replies)
         except BrokenPipeError:
             reply = None
+        except TimeoutError:
+            self._end(0.0)
+            raise RunStopped(
+                f"The reward processes have said nothing for {self._silent_seconds:g} s. Read {self._log()}; they may "
+                "have been stopped, or hang in a file system. Then start the run again."
+            ) from None
         except BaseException:
             self.close()  # KeyboardInterrupt: the answer is still under way, and nobody will read it
             raise
         if reply is None:
             raise RunStopped(f"The reward processes died{self._how()}. Read {self._log()}, then start the run again.")
-        return [[Outcome(**outcome) for outcome in line] for line in json.loads(reply)]
+        return [[Outcome(**outcome) for outcome in line] for line in reply]
+
+    def _answer(self, replies: int) -> list[list[dict[str, Any]]] | None:
+        """Return what comes behind signs of life; None at the end."""
+        while frames.has_come(replies, self._silent_seconds):
+            message = frames.read(replies, time.monotonic() + self._silent_seconds)
+            if message is None:
+                return None
+            match json.loads(message):
+                case {"outcomes": found}:
+                    return list(found)
+        raise TimeoutError
 
     def _channels(self) -> tuple[int, int]:
         assert self._process is not None
@@ -150,12 +180,13 @@ class RewardPool:
 
     def _wait_until_ready(self) -> None:
         requests, replies = self._channels()
-        workers = self._config.workers
+        workers, step_seconds = self._config.workers, self._config.step_timeout_seconds
         setup: dict[str, Any] = {
             "rewards": [(reward.label, reward.model_dump()) for reward in self._rewards],
             "base": str(self._base.resolve()),
             "timeout_seconds": self._config.timeout_seconds,
             "batch_size": self._config.batch_size,
+            "step_seconds": None if step_seconds == "auto" else step_seconds,
             "workers": min(os.cpu_count() or 1, _AUTO_WORKERS) if workers == "auto" else workers,
         }
         seconds = self._config.start_timeout_seconds

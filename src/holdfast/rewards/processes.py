@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +30,26 @@ def kill_with_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+
+
+def reap(pids: Iterable[int], seconds: float) -> dict[int, int]:
+    """Return the wait status of killed children, of those that end in time.
+
+    One inside a system call that hangs, on a file system that is gone for example, ends only when that returns.
+    """
+    waiting, ended, end, pause = set(pids), dict[int, int](), time.monotonic() + seconds, 0.001
+    while True:
+        for pid in waiting - ended.keys():
+            try:
+                gone, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # reaped before
+                gone, status = pid, 0
+            if gone:
+                ended[pid] = status
+        if waiting == ended.keys() or time.monotonic() > end:
+            return ended
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 def children() -> list[int]:

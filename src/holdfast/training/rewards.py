@@ -25,6 +25,8 @@ from holdfast.training.policy import Score
 from holdfast.training.together import open_exchange, together
 
 _MOST_WORKERS = 4
+_SHARE_OF_WAIT = 0.75
+"""Of the longest wait for another rank: what rewards may take of it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     if section.workers == "auto":
         cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
         section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
+    if section.step_timeout_seconds == "auto" and world.size > 1:
+        longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
+        section = section.model_copy(update={"step_timeout_seconds": longest})
     exchange = open_exchange(config)
     scorer = together(exchange, lambda: Scorer(config.reward, section, base, world, _logs(config, world)))
     try:
