@@ -10,7 +10,8 @@ import pytest
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
-from holdfast.training.identity import _loss, user_files
+from holdfast.training.identity import _loss, differences, user_files
+from holdfast.training.reward_files import reward_model_hashes
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -79,3 +80,48 @@ def test_a_file_of_code_is_looked_up_beside_the_yaml_first(tmp_path: Path) -> No
     found = user_files(run(filter="mine.py:keep"), tmp_path)
 
     assert list(found) == ["data.filter mine.py"]
+
+
+def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_path: Path) -> None:
+    files = {
+        "mine.py": "import json\nfrom helper import f\ndef keep(row):\n    import pack.deep\n    return True\n",
+        "helper.py": "import mine, other\n",
+        "other.py": "import not_there\n",
+        "unused.py": "",
+        "pack/__init__.py": "from . import inner\nfrom .. import unused\n",
+        "pack/inner.py": "",
+        "pack/deep.py": "this is no Python",
+        "pack/unused.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    config = run(filter="mine.py:keep")
+
+    before = user_files(config, tmp_path)
+    (tmp_path / "pack" / "inner.py").write_text("changed = 1\n")
+    after = user_files(config, tmp_path)
+
+    imported = ("helper.py", "other.py", "pack/__init__.py", "pack/deep.py", "pack/inner.py", "unused.py")
+    assert sorted(before) == ["data.filter mine.py", *(f"data.filter mine.py imports {name}" for name in imported)]
+    assert differences({"files": before}, {"files": after}) == {"files": ["data.filter mine.py imports pack/inner.py"]}
+    early = {"data.filter mine.py": before["data.filter mine.py"]}
+    assert differences({"files": early}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "tokenizer.json"])
+def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path, changed: str) -> None:
+    place = tmp_path / "scorer"
+    place.mkdir()
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        (place / name).write_text("one")
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}}
+    config = from_mapping({**tree, "reward": {"kind": "model", "path": "scorer"}}, GRPOConfig)
+
+    before = reward_model_hashes(config, tmp_path)
+    (place / changed).write_text("two")
+    after = reward_model_hashes(config, tmp_path)
+
+    what = "weights" if changed == "model.safetensors" else "configuration and tokenizer"
+    assert differences({"files": before}, {"files": after}) == {"files": [f"reward model scorer {what}"]}
+    assert differences({"files": {}}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"

@@ -37,6 +37,7 @@ from holdfast.training.sources import (
     row_filter,
 )
 from holdfast.training.together import first_rank_first, open_exchange, together
+from holdfast.training.weights_marks import mark_reward_models
 from holdfast.types import Prompt
 
 
@@ -68,6 +69,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
             f"rollout.shared_prefix: on, but {measured.origin.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )
+    mark_reward_models(config, base, exchange)
     policy = _policy(base, measured, started.data, tokenise, score, images)
     reference = _reference(config, base, policy, live)
     run = PolicyRun(

@@ -24,6 +24,7 @@ from holdfast.data.template_file import template_text
 from holdfast.models.build import Blueprint
 from holdfast.models.origin import files_mark, locate
 from holdfast.models.vision import VIDEO_FILE
+from holdfast.training.reward_files import helper_hashes, is_new, reward_model_hashes
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -65,7 +66,7 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     model |= _adapter_of_reference(config, base)
     return {
         "data": data,
-        "files": user_files(config, base),
+        "files": user_files(config, base) | reward_model_hashes(config, base),
         "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _images(config, origin),
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
@@ -162,24 +163,26 @@ def adapter_mark(config: TrainingConfig, base: Path) -> str:
 
 
 def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
-    """Return what changed, by kind."""
+    """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
     found = {}
     for kind, values in now.items():
         before = then.get(kind, {})
-        changed = [what for what in sorted({*before, *values}) if before.get(what) != values.get(what)]
+        known = {what for what in {*before, *values} if what in before or not is_new(what)}
+        changed = [what for what in sorted(known) if before.get(what) != values.get(what)]
         if changed:
             found[kind] = changed
     return found
 
 
 def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:
-    """Return the hash of every file of the user's, and of a template that stands in the configuration itself."""
+    """Return the hashes of the user's files, of what they import from beside them, and of a template in place."""
     hashes = {}
     for key, name in _code_files(config):
         file = name.rpartition(":")[0]
         found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
         if found is not None:  # a class of an installed package lies in none
             hashes[f"{key} {file}"] = hash_file(found)
+            hashes |= helper_hashes(f"{key} {file}", found)
     for key in ("data.format", "data.chat_template"):
         value = getattr(config.data, key.removeprefix("data."))
         if value:

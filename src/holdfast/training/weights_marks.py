@@ -10,7 +10,8 @@ from holdfast.config.runs import TrainingConfig
 from holdfast.models.origin import files_mark, locate, same_files, tell_mark
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training.identity import Identity
-from holdfast.training.together import first_rank_first
+from holdfast.training.reward_files import reward_models
+from holdfast.training.together import first_rank_first, together
 
 
 def mark_once(directory: Path | None, exchange: ProcessExchange) -> None:
@@ -36,6 +37,12 @@ def mark_base_of_adapters(config: TrainingConfig, base: Path, exchange: ProcessE
         return
     name = section.path
     mark_once(first_rank_first(exchange, lambda: locate(name, section, base, weights=True)), exchange)
+
+
+def mark_reward_models(config: TrainingConfig, base: Path, exchange: ProcessExchange) -> None:
+    """Mark the models that score; all ranks call this together."""
+    for directory in together(exchange, lambda: reward_models(config, base)).values():
+        mark_once(directory, exchange)
 
 
 def is_marked(config: TrainingConfig) -> bool:
