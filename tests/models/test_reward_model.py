@@ -129,6 +129,22 @@ def test_a_model_and_a_function_are_summed_by_their_weights(tmp_path: Path) -> N
     )
 
 
+def test_a_completion_that_the_template_refuses_is_an_error_of_its_own(tmp_path: Path) -> None:
+    picky = "{% if messages[1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}{{ messages[1].content }}"
+    path = str(directory(tmp_path / "m", template=picky))
+    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
+    scorer = Scorer([ModelRewardConfig(path=path)], RewardPoolConfig(), tmp_path, world, tmp_path)
+    talk = [{"role": "user", "content": "sort 31"}]
+
+    found = scorer.score([sample(n, text, prompt=talk) for n, text in enumerate(["13", "no", "", "1333333"])])
+
+    judged = alone(tmp_path / "m", ["13", "1333333"])
+    np.testing.assert_allclose([found[0].reward, found[3].reward], judged, rtol=1e-4, atol=1e-5)
+    assert [(item.reward, item.fault) for item in found[1:3]] == [(None, "error")] * 2
+    assert found[1].message.startswith("reward model raised TemplateError: not that")
+    assert found[2].message.startswith("reward model has no text to read")
+
+
 def test_a_directory_without_such_a_model_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
 

@@ -433,3 +433,14 @@ def test_a_slow_reward_is_not_taken_for_a_hung_keeper(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("import time\ndef reward(completion): time.sleep(5); return 1\n")
     with RewardPool([user()], RewardPoolConfig(workers=1), tmp_path, tmp_path, silent_seconds=2.5) as pool:
         assert pool.score([sample()])[0].reward == 1.0
+
+
+def test_a_reason_is_told_where_nothing_can_be_printed(start: Start) -> None:
+    pool = start("""
+        import sys
+        def reward(completion):
+            sys.stderr.close()
+            raise ValueError("no such answer")
+        """, workers=1)  # fmt: skip
+
+    assert ["raised ValueError: no such answer" in each.message for each in pool.score(samples("a", "b"))] == [True] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,33 @@ def test_a_batched_function_that_returns_something_else_is_an_error(answer: obje
     else:
         assert [item.fault for item in found] == ["error", "error"]
         assert "a batched reward returns a list of 1" in found[0].message
+
+
+def leaves(completion: str) -> float:
+    return sys.exit("enough") if completion == "exit" else 1.0
+
+
+async def leaves_later(completion: str) -> float:
+    await asyncio.sleep(0)
+    if completion == "cancel":
+        raise asyncio.CancelledError
+    return leaves(completion)
+
+
+def leaves_as_one(completions: list[str]) -> list[float]:
+    return [leaves(completion) for completion in completions]
+
+
+@pytest.mark.parametrize("function", [leaves, leaves_later, leaves_as_one])
+def test_a_function_that_leaves_the_program_is_an_error(function: Callable[..., object]) -> None:
+    found = score(function, of=samples("fine", "exit", "fine"))
+
+    assert [(item.reward, item.fault) for item in found] == [(1.0, None), (None, "error"), (1.0, None)]
+    assert "raised SystemExit: enough" in found[1].message
+
+
+def test_a_cancelled_coroutine_is_an_error() -> None:
+    assert [item.fault for item in score(leaves_later, of=samples("fine", "cancel"))] == [None, "error"]
 
 
 def test_an_array_is_a_list() -> None:

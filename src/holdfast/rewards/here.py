@@ -25,6 +25,8 @@ from holdfast.rewards.outcome import outcome_of, outcome_of_exception
 from holdfast.rewards.signatures import Batch, Bound, Concurrent, Each, Many, MissingArgument, bind
 
 T = TypeVar("T")
+_FAULTS = (Exception, SystemExit, asyncio.CancelledError)
+"""What a function can raise without anybody else having meant it; Ctrl-C is the caller's."""
 
 
 class RewardsHere:
@@ -89,7 +91,7 @@ def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> Outcome:
     with _randomness_of(name, sample):
         try:
             return outcome_of(call(sample))
-        except Exception as error:  # noqa: BLE001 - the border to a user's function
+        except _FAULTS as error:  # the border to a user's function
             return _failed(error)
 
 
@@ -102,7 +104,7 @@ def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[Outcome]:
             if not isinstance(results, list | tuple) or len(results) != len(samples):
                 raise TypeError(f"a batched reward returns a list of {len(samples)}, not {results!r:.80}")  # noqa: TRY301
             return [outcome_of(result) for result in results]
-        except Exception as error:  # noqa: BLE001 - as above
+        except _FAULTS as error:
             if len(samples) == 1:
                 return [_failed(error)]
     return [outcome for sample in samples for outcome in _batch(call, name, [sample])]
@@ -112,7 +114,7 @@ def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Samp
     async def one(sample: Sample) -> Outcome:
         try:
             return outcome_of(await call(sample))
-        except Exception as error:  # noqa: BLE001 - as above
+        except _FAULTS as error:
             return _failed(error)
 
     async def together() -> list[Outcome]:
@@ -122,7 +124,7 @@ def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Samp
         return event_loop().run_until_complete(together())
 
 
-def _failed(error: Exception) -> Outcome:
+def _failed(error: BaseException) -> Outcome:
     if isinstance(error, MissingArgument):
         return Outcome(fault="error", message=f"cannot be called: {error}")
     return outcome_of_exception(error)

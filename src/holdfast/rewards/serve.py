@@ -102,7 +102,8 @@ class _Task:
     def _failed(self, error: BaseException) -> Outcome:
         if isinstance(error, MissingArgument):
             return Outcome(fault="error", message=f"cannot be called: {error}")
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, or closed by the user's code
+            traceback.print_exception(error)
         return outcome_of_exception(error)
 
     def _send(self, place: int, outcome: Outcome) -> None:

@@ -17,6 +17,7 @@ from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 from holdfast.rewards.combine import combine
 from holdfast.rewards.here import RewardsHere
+from holdfast.rewards.outcome import outcome_of_exception
 from holdfast.rewards.pool import RewardPool
 from holdfast.training.build import Live
 from holdfast.training.copies import free_bytes, free_host_bytes, size_words
@@ -121,8 +122,7 @@ class Scorer:
         if self._pool is not None:
             by_label |= dict(zip(self._functions, self._pool.outcomes(samples), strict=True))
         for label, model in self._models.items():
-            texts = [model.text(sample.prompt, sample.completion, sample.row) for sample in samples]
-            by_label[label] = [_outcome(score) for score in model.scores(texts)]
+            by_label[label] = _outcomes(model, samples)
         return [
             combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
             for place, sample in enumerate(samples)
@@ -152,6 +152,19 @@ def _model(reward: ModelRewardConfig, base: Path, world: World) -> RewardModel:
         if model.note is not None:
             print(model.note, flush=True)
     return model
+def _outcomes(model: RewardModel, samples: Sequence[Sample]) -> list[Outcome]:
+    """Return what a model says of each sample; one that it cannot be shown is an error of its own."""
+    texts: list[str | Outcome] = [_text(model, sample) for sample in samples]
+    scores = iter(model.scores([text for text in texts if isinstance(text, str)]))
+    return [_outcome(next(scores)) if isinstance(text, str) else text for text in texts]
+
+
+def _text(model: RewardModel, sample: Sample) -> str | Outcome:
+    try:
+        text = model.text(sample.prompt, sample.completion, sample.row)
+    except Exception as error:  # noqa: BLE001 - a template of somebody else's, over a row
+        return outcome_of_exception(error)
+    return text or Outcome(fault="error", message="has no text to read")
 
 
 def _outcome(score: float) -> Outcome:
