@@ -444,3 +444,24 @@ def test_a_reason_is_told_where_nothing_can_be_printed(start: Start) -> None:
         """, workers=1)  # fmt: skip
 
     assert ["raised ValueError: no such answer" in each.message for each in pool.score(samples("a", "b"))] == [True] * 2
+
+
+def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "import os, sys\n"
+        "def reward(completion):\n"
+        "    if completion == 'raises': raise ValueError('no such answer')\n"
+        "    if completion == 'writes': [os.write(number, b'?' * 64) for number in range(3, 20) if is_socket(number)]\n"
+        "    return 1\n"
+        "def is_socket(number):\n"
+        "    return os.path.exists(f'/proc/self/fd/{number}') and 'socket' in os.readlink(f'/proc/self/fd/{number}')\n"
+    )
+    pool = RewardPool([user()], RewardPoolConfig(workers=1), tmp_path, tmp_path)
+    pool.log_path.symlink_to("/dev/full")
+
+    with pool:
+        found = pool.score(samples("a", "raises", "writes", "b"))
+
+    assert [each.reward for each in found] == [1.0, None, None, 1.0]
+    assert "raised ValueError: no such answer" in found[1].message
+    assert "wrote into the channel of its worker" in found[2].message

@@ -148,7 +148,7 @@ class Keeper:
         except OSError:
             self._lose(worker)
         except frames.BrokenChannel as error:
-            print(f"holdfast: worker {worker.pid} sent no message of ours: {error}", file=sys.stderr, flush=True)
+            _note(f"worker {worker.pid} sent no message of ours: {error}")
             self._lose(worker, "wrote into the channel of its worker")
 
     def _listen(self, worker: Worker) -> bool:
@@ -280,7 +280,7 @@ class Keeper:
     def _keep_the_log_short(self) -> None:
         if os.fstat(2).st_size > _MOST_LOG_BYTES:
             os.ftruncate(2, 0)
-            print("holdfast: the log was full and starts again", file=sys.stderr, flush=True)
+            _note("the log was full and starts again")
 
     def _reply(self) -> None:
         """Answer what is complete; of what is not, say that it is being worked on."""
@@ -301,3 +301,9 @@ class Keeper:
             frames.write(self._replies, json.dumps(message).encode())
         except BrokenPipeError:
             self._is_wanted = False
+
+
+def _note(text: str) -> None:
+    """Write into the log, if its disk has room."""
+    with contextlib.suppress(OSError):
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
