@@ -152,6 +152,8 @@ def _model(reward: ModelRewardConfig, base: Path, world: World) -> RewardModel:
         if model.note is not None:
             print(model.note, flush=True)
     return model
+
+
 def _outcomes(model: RewardModel, samples: Sequence[Sample]) -> list[Outcome]:
     """Return what a model says of each sample; one that it cannot be shown is an error of its own."""
     texts: list[str | Outcome] = [_text(model, sample) for sample in samples]
