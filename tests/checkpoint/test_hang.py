@@ -14,11 +14,13 @@ import pytest
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.snapshot import take
 from holdfast.checkpoint.storage import LocalStorage
+from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
+from holdfast.training.save_in_flight import wait_for_all
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.cases import look_after, session_of, train_and_save
 from tests.crash.faulty import SlowStorage
-from tests.crash.processes import DoomedRanks, acknowledged
+from tests.crash.processes import DoomedRanks, acknowledged, run_doomed
 
 TIMEOUT = 4.0
 
@@ -98,3 +100,40 @@ def test_a_rank_that_is_slow_within_the_time_out_is_waited_for_and_named(
     assert float(said[1]) >= 2.5
     assert float(said[2]) < float(said[1]) / 2
     assert [verify(str(tmp_path / f"step-0000000{step}")).step for step in (1, 2)] == [1, 2]
+
+
+def save_waited_for(world: World, storage: SlowStorage, minutes: float, slack_seconds: float) -> float:
+    """Save while all ranks wait for it as a run does, and return how long that took; rank 1 is quick."""
+    began = time.monotonic()
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    step(world, toy, optimizer, 1)
+    storage.seconds *= world.is_first
+    session = session_of(storage, world, seconds=60, background=False)
+    session.patience = lambda: wait_for_all(ProcessExchange(), session, minutes, slack_seconds)
+    assets = {f"file-{number}.json": b"{}" for number in range(20)} if world.is_first else {}
+    session.save(take(toy, optimizer, assets=assets), 1)
+    session.collect()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="22-save in which one file after the other is slow")])
+def test_a_save_that_takes_longer_than_the_time_out_goes_on_while_it_moves(
+    pools: Any, tmp_path: Path, ranks: int
+) -> None:
+    """Twenty files of rank 0, half a second each, in one phase; four seconds without a move would end it."""
+    found = pools(ranks).run(save_waited_for, SlowStorage(tmp_path, 0.5, what=".json"), 0.02, 3.0)
+
+    assert all(seconds >= 10 for seconds in found)
+    assert verify(str(tmp_path / "step-00000001")).step == 1
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="21-save in which nothing moves")])
+def test_a_save_in_which_nothing_moves_until_the_time_out_is_named_on_all_ranks(tmp_path: Path, ranks: int) -> None:
+    ended = run_doomed(save_waited_for, ranks, SlowStorage(tmp_path, 15.0), 0.02, 3.0)
+
+    errors = [end.error for end in ended]
+    assert errors[0] == errors[1]
+    assert errors[0] is not None
+    assert errors[0][0] == "SaveFailed"
+    assert re.search(r"has hung for more than 0\.02 minutes: rank 0 in phase 'shards', rank 1 in", errors[0][1])

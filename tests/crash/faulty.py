@@ -149,15 +149,15 @@ class MoodyStorage(LocalStorage):
 
 
 class SlowStorage(LocalStorage):
-    """Waits before each shard, and tells when: a save that a test can catch in flight."""
+    """Waits before each shard, or other files, and tells when: a save that a test can catch in flight."""
 
-    def __init__(self, root: Path, seconds: float, started: Path | None = None) -> None:
+    def __init__(self, root: Path, seconds: float, started: Path | None = None, what: str = ".distcp") -> None:
         super().__init__(root)
-        self.seconds, self.started = seconds, started
+        self.seconds, self.started, self.what = seconds, started, what
 
     @contextmanager
     def create(self, path: str) -> Iterator[Any]:
-        if path.endswith(".distcp"):
+        if path.endswith(self.what):
             if self.started is not None:
                 self.started.touch()
             time.sleep(self.seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +18,9 @@ import xxhash
 from torch import Tensor
 
 BLOCK = 2**22
+
+Moved = Callable[[int], object]
+"""Told the bytes of each block that was written or hashed: who waits for a save sees that it goes on."""
 
 
 def hash_bytes(data: bytes | memoryview) -> str:
@@ -32,11 +35,12 @@ def hash_tensor(tensor: Tensor) -> str:
     return str(xxhash.xxh3_128_hexdigest(np.from_dlpack(data).data))
 
 
-def hash_file(path: Path, *, from_disk: bool = False) -> str:
+def hash_file(path: Path, *, from_disk: bool = False, moved: Moved = lambda _: None) -> str:
     """Return the hash of a file.
 
     Args:
         path: The file.
+        moved: Told of every block.
         from_disk: Drop the file's pages from the cache first, so that the disk answers and not the memory that was just
             written. The kernel may refuse.
     """
@@ -49,23 +53,28 @@ def hash_file(path: Path, *, from_disk: bool = False) -> str:
         view = memoryview(buffer)
         while count := file.readinto(buffer):
             digest.update(view[:count])
+            moved(count)
     return digest.hexdigest()
 
 
 class HashingWriter(io.RawIOBase):
     """Passes bytes on to a file and hashes them on the way."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], moved: Moved = lambda _: None) -> None:
         self._file = file
+        self._moved = moved
         self._digest = xxhash.xxh3_128()
         self.bytes_written = 0
 
     def write(self, data: Any) -> int:
         """Write all of it."""
         view = memoryview(data).cast("B")
-        self._digest.update(view)
-        self._file.write(view)
-        self.bytes_written += len(view)
+        for start in range(0, len(view), BLOCK):
+            block = view[start : start + BLOCK]
+            self._digest.update(block)
+            self._file.write(block)
+            self.bytes_written += len(block)
+            self._moved(len(block))
         return len(view)
 
     def writable(self) -> bool:

@@ -81,6 +81,7 @@ class ObjectStorage:
         self._root = str(path).rstrip("/")
         self._url = url.rstrip("/")
         self._made: dict[str, object] = {}
+        self.moved_bytes = 0
 
     @property
     def root(self) -> str:
@@ -100,7 +101,7 @@ class ObjectStorage:
         with _as_os_errors():
             file = self._fs.open(self._path(path), "xb")
             try:
-                writer = HashingWriter(file)
+                writer = HashingWriter(file, self._note_moved)
                 yield writer
             except BaseException:
                 discard = getattr(file, "discard", None)
@@ -137,7 +138,11 @@ class ObjectStorage:
         with self.open(path) as file:
             while block := file.read(BLOCK):
                 digest.update(block)
+                self._note_moved(len(block))
         return digest.hexdigest()
+
+    def _note_moved(self, count: int) -> None:
+        self.moved_bytes += count
 
     @_as_os_errors()
     def size(self, path: str) -> int:

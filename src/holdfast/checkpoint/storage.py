@@ -37,6 +37,11 @@ class Storage(Protocol):
         """Whether a directory can be renamed in one step."""
         ...
 
+    @property
+    def moved_bytes(self) -> int:
+        """How much was written and hashed here so far; a save that goes on moves it."""
+        ...
+
     def create(self, path: str) -> contextlib.AbstractContextManager[HashingWriter]:
         """Open a new file for writing; it is durable when the block ends."""
         ...
@@ -139,6 +144,7 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.moved_bytes = 0
 
     @property
     def root(self) -> str:
@@ -153,7 +159,7 @@ class LocalStorage:
     def create(self, path: str, *, sync: bool = True) -> Iterator[HashingWriter]:
         """Write a new file, then flush it, and fsync it unless the caller does that later."""
         with self.path(path).open("xb") as file:
-            writer = HashingWriter(file)
+            writer = HashingWriter(file, self._note_moved)
             yield writer
             if not file.closed:
                 file.flush()
@@ -170,7 +176,10 @@ class LocalStorage:
 
     def hash(self, path: str, *, from_disk: bool = False) -> str:
         """Return the hash."""
-        return hash_file(self.path(path), from_disk=from_disk)
+        return hash_file(self.path(path), from_disk=from_disk, moved=self._note_moved)
+
+    def _note_moved(self, count: int) -> None:
+        self.moved_bytes += count
 
     def size(self, path: str) -> int:
         """Return the size."""

@@ -103,7 +103,8 @@ class CheckpointConfig(Section):
     grace_seconds: Positive = 30.0
     """Longest time from SIGTERM to a committed checkpoint that the run promises; it warns when saves take longer."""
     timeout_minutes: Positive = 30.0
-    """Longest wait of a save for another rank."""
+    """Longest wait of a save for another rank, and longest time in which nothing of a save moves; a slow one may take
+    longer."""
     max_failures: Count = 0
     """Saves in a row that may fail before the run stops; 0: the first failure stops it."""
     export_every: PositiveInt | None = None

@@ -102,7 +102,7 @@ class Checkpoints:
             read_back=self._config.read_back,
             reached=self._reached,
             late=run.world.failure.late_in_background,
-            patience=lambda: wait_for_all(run, self.session),
+            patience=self._wait_for_save,
         )
         self._held = hold(
             run.policy,
@@ -353,6 +353,9 @@ class Checkpoints:
             directory.note_saved(self._run.directory, manifest.step)  # a start that finds it gone must know of it
         return manifest
 
+    def _wait_for_save(self) -> None:
+        wait_for_all(self._run.exchange, self.session, self._config.timeout_minutes)
+
     def collect(self) -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
 
@@ -360,7 +363,7 @@ class Checkpoints:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
         """
         try:
-            wait_for_all(self._run, self.session)
+            self._wait_for_save()
             saved = collect_together(self._run, self.session)
         except CheckpointError as error:
             self._run.residency.stay()  # a thread that was given up may still read what it was to save

@@ -15,26 +15,34 @@ _SLACK_SECONDS = 30.0
 """A rank that noticed a time-out first leaves the others this long to notice theirs."""
 
 
-def wait_for_all(run: Run, session: Session) -> None:
+def wait_for_all(
+    ranks: ProcessExchange, session: Session, minutes: float, slack_seconds: float = _SLACK_SECONDS
+) -> None:
     """Wait until the save in flight has ended on every rank; one that hangs in it is named on all.
 
+    A save may take as long as it needs, while some rank comes to another phase or moves bytes.
+
     Raises:
-        SaveFailed: It has not ended long after the others gave up.
+        SaveFailed: Nothing has moved on any rank until long after the others gave up.
     """
-    minutes = run.config.checkpoint.timeout_minutes
-    deadline = time.monotonic() + 60 * minutes + _SLACK_SECONDS
+    patience_seconds = 60 * minutes + slack_seconds
+    deadline = time.monotonic() + patience_seconds
+    seen: dict[int, tuple[str, int]] = {}
     while True:
-        told = run.exchange.gather((session.status, session.phase, time.monotonic() > deadline))
-        waiting = [rank for rank, (status, _, _) in enumerate(told) if status == "running"]
+        told = ranks.gather((session.status, (session.phase, session.storage.moved_bytes), time.monotonic() > deadline))
+        waiting = {rank: place for rank, (status, place, _) in enumerate(told) if status == "running"}
         if not waiting:
             return
-        if told[0][2]:
+        if any(seen.get(rank) != place for rank, place in waiting.items()):
+            deadline = time.monotonic() + patience_seconds
+        elif told[0][2]:
             session.abandon()
             session.broken = LOST
-            where = ", ".join(f"rank {rank} in phase {told[rank][1]!r}" for rank in waiting)
+            where = ", ".join(f"rank {rank} in phase {phase!r}" for rank, (phase, _) in waiting.items())
             raise SaveFailed(
                 f"a save has hung for more than {minutes:g} minutes: {where}. Look at the file system of that rank."
             )
+        seen = waiting
         time.sleep(_LOOK_SECONDS)
 
 
