@@ -147,10 +147,14 @@ def test_one_that_is_damaged_after_it_was_known_is_found_out(four: LocalStorage)
 
 
 class Stubborn(LocalStorage):
-    """A network file system that will not rename for a while."""
+    """A network file system that will not rename, for a while or one directory."""
+
+    def __init__(self, root: Path, what: str = "step-") -> None:
+        super().__init__(root)
+        self.what = what
 
     def rename(self, old: str, new: str) -> None:
-        if new.startswith(".trash-"):
+        if new.startswith(f".trash-{self.what}"):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), old)
         super().rename(old, new)
 
@@ -172,8 +176,18 @@ def test_a_deletion_that_fails_is_a_note_and_no_failure_of_the_save(pools: Any, 
 
     assert notes[0] == notes[1]
     assert len(notes[0]) == 1
-    assert "older checkpoints could not be deleted" in notes[0][0]
+    assert notes[0][0].startswith("step-00000001 could not be deleted: [Errno 116] Stale file handle")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+def test_a_step_that_cannot_be_deleted_is_named_and_keeps_no_other_from_it(four: LocalStorage) -> None:
+    notes: list[str] = []
+
+    deleted = prune(Stubborn(Path(four.root), "step-00000001"), Retention(last=2), told=notes.append, wait=True)
+
+    assert deleted == [2]
+    assert four.names() == ["step-00000001", "step-00000003", "step-00000004"]
+    assert [note.split(":")[0] for note in notes] == ["step-00000001 could not be deleted"]
 
 
 @pytest.mark.parametrize("name", [".staging-step-00000005-abc", ".trash-step-00000001-abc"], ids="19-stale {}".format)

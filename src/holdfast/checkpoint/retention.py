@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -41,6 +43,9 @@ class Rated(NamedTuple):
     finite: bool
     metrics: Mapping[str, float | None]
 
+
+_DELETING = "holdfast-delete"
+"""Name of the threads that delete."""
 
 _rated: dict[str, Rated] = {}
 """By the hash of a manifest's bytes: parsing what stays would take longer with every checkpoint that does."""
@@ -137,26 +142,47 @@ def write_pins(storage: Storage, pinned: Iterable[int]) -> None:
     storage.replace(PINS, json.dumps(sorted(pinned)).encode())
 
 
-def prune(storage: Storage, policy: Retention, *, needed: Iterable[int] = (), wait: bool = False) -> list[int]:
+def prune(
+    storage: Storage,
+    policy: Retention,
+    *,
+    needed: Iterable[int] = (),
+    told: Callable[[str], None] = lambda _: None,
+    wait: bool = False,
+) -> list[int]:
     """Delete what the policy does not keep, and return the deleted steps.
+
+    Args:
+        storage: The checkpoints.
+        policy: The rules.
+        needed: As in `kept_steps`.
+        told: Told of each step that cannot be deleted; it keeps no other from being.
+        wait: Return when the files are gone.
 
     Each is renamed before it is deleted, so that nobody sees half a checkpoint; files go on a thread of their own.
     """
     found = _all_rated(storage)
     keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
-    doomed = [step for step in found if step not in keep]
-    trash = []
-    for step in doomed:
-        name = step_name(step)
-        if storage.renames:
-            gone = fresh(TRASH, name)
-            storage.rename(name, gone)
-        else:
-            storage.remove(f"{name}/{NAME}")  # without its manifest it is no checkpoint any more
-            gone = name
-        trash.append(gone)
-    _delete(storage, trash, wait=wait)
-    return doomed
+    trash = {}
+    for step in found:
+        if step in keep:
+            continue
+        try:
+            trash[step] = _thrown_away(storage, step_name(step))
+        except OSError as error:
+            told(f"{step_name(step)} could not be deleted: {error}. The next save tries again.")
+    _delete(storage, list(trash.values()), wait=wait)
+    return list(trash)
+
+
+def _thrown_away(storage: Storage, name: str) -> str:
+    """End a checkpoint, and return the name that its files have now."""
+    if not storage.renames:
+        storage.remove(f"{name}/{NAME}")  # without its manifest it is no checkpoint any more
+        return name
+    gone = fresh(TRASH, name)
+    storage.rename(name, gone)
+    return gone
 
 
 def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
@@ -192,9 +218,19 @@ def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:
 
     def work() -> None:
         for name in names:
-            storage.remove(name)
+            with suppress(OSError):  # the next start clears it away
+                storage.remove(name)
 
-    thread = threading.Thread(target=work, name="holdfast-delete", daemon=True)
+    # A daemon: a file system that hangs in a deletion must not keep the process from ending.
+    thread = threading.Thread(target=work, name=_DELETING, daemon=True)
     thread.start()
     if wait:
         thread.join()
+
+
+def wait_for_deletions(seconds: float) -> None:
+    """Let deletions end, for so long: their threads end with the process, and nobody may ever start the run again."""
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread.name == _DELETING:
+            thread.join(max(0.0, deadline - time.monotonic()))

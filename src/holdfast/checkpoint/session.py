@@ -157,7 +157,7 @@ class Session:
         deleted: list[int] = []
         if ranks.rank == 0:
             try:
-                deleted = prune(self.storage, self.retention, needed=needed)
+                deleted = prune(self.storage, self.retention, needed=needed, told=notes.append)
             except Exception as error:  # noqa: BLE001 - the checkpoint is there, and the others wait for this rank
                 notes.append(f"older checkpoints could not be deleted: {error}.")
         told = ranks.agree((deleted, notes))

@@ -34,6 +34,7 @@ def pruned(
 
     storage = find.folder_of(place)
     policy, found = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
+    notes: list[str] = []
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(writing(storage))
@@ -44,9 +45,10 @@ def pruned(
             keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
             doomed = sorted(set(found) - keep)
         else:
-            doomed = prune(storage, policy, needed=needed, wait=True)
+            doomed = prune(storage, policy, needed=needed, told=notes.append, wait=True)
     for step in doomed:
         yield f"{'would delete' if dry_run else 'deleted'} step {step}"
+    yield from notes
     yield f"{len(found) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
 
 

@@ -18,7 +18,7 @@ from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
-from holdfast.checkpoint.retention import clean
+from holdfast.checkpoint.retention import clean, wait_for_deletions
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
@@ -35,6 +35,9 @@ from holdfast.training.places import Places
 from holdfast.training.resume import resume, say, start_from
 from holdfast.training.run import Run
 from holdfast.training.save_in_flight import collect_together, meet_again, wait_for_all
+
+_DELETION_SECONDS = 10.0
+"""A run that has ended leaves the deletion of older checkpoints so long."""
 
 
 class Checkpoints:
@@ -134,6 +137,7 @@ class Checkpoints:
         try:
             if kind is None:
                 self.collect()
+                wait_for_deletions(_DELETION_SECONDS)
             elif issubclass(kind, Exception):
                 with suppress(CheckpointError):  # the error that ends the run counts, not what became of a save
                     self.session.collect()
