@@ -7,8 +7,10 @@ reached the disk and nothing else, as after a power cut.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from holdfast.config.runs import SFTConfig
 from holdfast.models.build import blueprint
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
+from holdfast.training import directory as run_directory
 from holdfast.training.build_sharded import build_policy
 from tests.checkpoint.cases import save_after
 from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
@@ -104,6 +107,43 @@ def test_power_loss_after_an_export_was_published_keeps_every_file_of_it(
 
     assert found == {path.name: path.read_bytes() for path in exported.iterdir()}
     assert {"config.json", "holdfast.yaml", "model.safetensors.index.json", "tokenizer.json"} <= found.keys()
+
+
+def test_power_loss_after_a_run_began_keeps_its_identity(tmp_path: Path, disk: tuple[Path, Path]) -> None:
+    image, place = disk
+    run_directory.create(place / "runs" / "r", from_mapping(tree("(nowhere)"), SFTConfig), "sft")
+    identity = run_directory.run_id(place / "runs" / "r")
+
+    LocalStorage(place).replace("later", b"what the file system wrote down together with the names before it")
+    after, remains = tmp_path / "after", tmp_path / "remains"
+    shutil.copyfile(image, after)
+    remains.mkdir()
+    assert mount("-o", "loop", after, remains)
+    try:
+        found = run_directory.run_id(remains / "runs" / "r")
+    finally:
+        unmount(remains)
+
+    assert found == identity
+
+
+MAKES = """
+from pathlib import Path
+from holdfast.checkpoint.storage import LocalStorage
+LocalStorage(Path("runs/r/checkpoints").absolute()).make("step")
+"""
+
+
+def test_every_directory_that_is_made_above_the_checkpoints_is_flushed_into_the_one_above_it(tmp_path: Path) -> None:
+    """ext4 flushes them with anything else, so that a power cut on it would not show a name that nobody flushed."""
+    trace = ["strace", "-f", "--seccomp-bpf", "-y", "-e", "trace=fsync", "-o", "trace"]
+    if shutil.which("strace") is None or subprocess.run([*trace, "true"], cwd=tmp_path, check=False).returncode != 0:
+        pytest.skip("needs strace")
+    subprocess.run([*trace, sys.executable, "-c", MAKES], cwd=tmp_path, check=True)
+
+    flushed = set(re.findall(r"fsync\(\d+<([^>]*)>\) += 0", (tmp_path / "trace").read_text()))
+
+    assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "r")} <= flushed
 
 
 def test_power_loss_after_a_pin_keeps_it(tmp_path: Path, disk: tuple[Path, Path]) -> None:

@@ -221,7 +221,7 @@ class LocalStorage:
 
     def make(self, path: str) -> None:
         """Create a directory, and the root if need be."""
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_durably(self._root)
         self.path(path).mkdir(parents=True)
 
     def sync(self, path: str) -> None:
@@ -302,6 +302,15 @@ def _unless_absent(error: OSError) -> None:
     """Raise what pathlib and os.walk would pass over: a place that nobody can look at is no empty one."""
     if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
         raise error
+
+
+def make_durably(place: Path) -> None:
+    """Create a directory and what lacks above it, under names that outlive a power cut; one that is there is fine."""
+    made = [each for each in (place, *place.parents) if not each.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        with contextlib.suppress(PermissionError):  # one may write to a directory and not read it
+            LocalStorage(each.parent).sync("")
 
 
 def rename_new(old: Path, new: Path) -> None:

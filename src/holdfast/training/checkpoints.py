@@ -123,8 +123,9 @@ class Checkpoints:
         with run.exchange.together():
             if run.world.is_first:
                 self._places.take(self._stack)
-                if not directory.is_run(run.directory):
-                    directory.create(run.directory, run.config, run.config.verb)
+                lost = self._places.lost_identity()
+                if lost is not None or not directory.is_run(run.directory):
+                    directory.create(run.directory, run.config, run.config.verb, lost)
                 named.append(directory.run_id(run.directory))
                 clean(self._storage)
                 clean_exports(run.directory / EXPORTS)

@@ -56,12 +56,22 @@ def check_writable(directory: Path) -> None:
         raise ConfigError(f"{place} cannot be written by this user. Choose another run.dir.")
 
 
-def create(directory: Path, config: Section, verb: str) -> None:
-    """Create the directory, or refresh the descriptions in one that exists."""
-    directory.mkdir(parents=True, exist_ok=True)
+def create(directory: Path, config: Section, verb: str, run_id: str | None = None) -> None:
+    """Create the directory, or refresh the descriptions in one that exists.
+
+    Args:
+        directory: Of the run.
+        config: The whole tree.
+        verb: Of the command.
+        run_id: Of a run whose run.json was lost.
+    """
+    from holdfast.checkpoint.storage import make_durably  # imports torch
+
+    make_durably(directory)
     identity = directory / IDENTITY
-    if not identity.exists():
-        _write(identity, json.dumps({"run_id": uuid.uuid4().hex, "verb": verb, "format": 1}, indent=2) + "\n")
+    if run_id is not None or not identity.exists():
+        known = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1}
+        _write(identity, json.dumps(known, indent=2) + "\n")
     _write(directory / "config.resolved.yaml", resolved_yaml(config))
     _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
@@ -69,6 +79,12 @@ def create(directory: Path, config: Section, verb: str) -> None:
 def is_run(directory: Path) -> bool:
     """Return whether a run lives here."""
     return (directory / IDENTITY).exists()
+
+
+def is_blank(directory: Path) -> bool:
+    """Return whether run.json is there and holds nothing, as a power cut leaves a file that nobody flushed."""
+    path = directory / IDENTITY
+    return path.exists() and not path.read_bytes().strip(b"\0 \n")
 
 
 def run_id(directory: Path) -> str:
@@ -116,6 +132,13 @@ def remove(directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file in one step; its bytes are on the disk before its name is, which a power cut would empty else."""
+    from holdfast.checkpoint.storage import LocalStorage  # imports torch
+
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
+    LocalStorage(path.parent).sync("")

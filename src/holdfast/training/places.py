@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.checkpoint.layout import LEASE
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.object_lease import ObjectLease
-from holdfast.checkpoint.retention import has_any
+from holdfast.checkpoint.retention import has_any, manifests
 from holdfast.checkpoint.storage import LocalStorage, Storage
 from holdfast.errors import ConfigError
 from holdfast.training import directory
@@ -45,6 +45,13 @@ class Places:
         """Return whether the run's directory holds a run, or checkpoints of one."""
         own = LocalStorage(self._directory / directory.FOLDER)
         return directory.is_run(self._directory) or has_any(own)
+
+    def lost_identity(self) -> str | None:
+        """Return which run the checkpoints in the run's directory say they are of, where run.json holds nothing."""
+        if not directory.is_blank(self._directory):
+            return None
+        named = {each.run_id for each in manifests(LocalStorage(self._directory / directory.FOLDER)).values()}
+        return named.pop() if len(named) == 1 else None
 
     def take(self, stack: ExitStack) -> None:
         """Hold both until the stack is closed.
