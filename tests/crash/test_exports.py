@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import platform
 import shutil
+import struct
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -114,6 +119,69 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
         assert [path.name for path in place.parent.iterdir()] == ["best-adapter"] * place.exists()
         write_adapters(place, adapters(2.0), ABOUT, TEXTS)
         assert files_of(place) == new
+
+
+def refuse_to_exchange() -> None:
+    """Let the kernel refuse to exchange two names, as a file system that cannot does, to the end of this process."""
+    load_number, load_flags, refuse, allow = 0, 16 + 8 * 4, 0x00050000 | errno.EINVAL, 0x7FFF0000
+    renameat2 = {"x86_64": 316, "aarch64": 276}[platform.machine()]
+    steps = [(0x20, 0, 0, load_number), (0x15, 0, 3, renameat2), (0x20, 0, 0, load_flags), (0x15, 1, 0, 0)]
+    code = b"".join(struct.pack("HBBI", *each) for each in [*steps, (0x06, 0, 0, refuse), (0x06, 0, 0, allow)])
+    held = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(held))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+
+
+def replace_and_die_between_two_renames(_: World, place: Path) -> None:
+    refuse_to_exchange()
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and Path(arguments[1]) == place:
+            die()
+
+    sys.addaudithook(watch)
+    write_adapters(place, adapters(2.0), ABOUT, TEXTS)
+
+
+def replace_by_what_is_not_there(_: World, place: Path) -> None:
+    refuse_to_exchange()
+    with pytest.raises(FileNotFoundError):
+        replace_directory(place.parent / ".staging-best-adapter-0", place)
+
+
+KNOWN_MACHINE = pytest.mark.skipif(
+    platform.machine() not in {"x86_64", "aarch64"}, reason="knows the number of renameat2 on two kinds of machines"
+)
+
+
+@KNOWN_MACHINE
+def test_an_export_whose_replacement_cannot_get_its_name_keeps_it(tmp_path: Path) -> None:
+    place = tmp_path / "exports" / "best-adapter"
+    write_adapters(place, adapters(1.0), ABOUT, TEXTS)
+    before = files_of(place)
+
+    (ended,) = run_doomed(replace_by_what_is_not_there, 1, place)
+
+    assert (ended.code, ended.error) == (0, None)
+    assert files_of(place) == before
+    assert [path.name for path in place.parent.iterdir()] == ["best-adapter"]
+
+
+@KNOWN_MACHINE
+def test_a_kill_between_the_two_renames_of_a_file_system_without_an_exchange_loses_no_export(tmp_path: Path) -> None:
+    place = tmp_path / "exports" / "best-adapter"
+    write_adapters(tmp_path / "new", adapters(2.0), ABOUT, TEXTS)
+    write_adapters(place, adapters(1.0), ABOUT, TEXTS)
+
+    (ended,) = run_doomed(replace_and_die_between_two_renames, 1, place)
+    there = place.exists()
+    clean_exports(place.parent)
+
+    assert ended.was_killed, ended
+    assert not there
+    assert files_of(place) == files_of(tmp_path / "new")
+    assert [path.name for path in place.parent.iterdir()] == ["best-adapter"]
 
 
 def test_an_export_that_is_replaced_is_never_absent_and_never_mixed(tmp_path: Path) -> None:

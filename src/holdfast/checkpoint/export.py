@@ -300,10 +300,15 @@ def replace_directory(staging: Path, directory: Path) -> None:
     """Give a finished directory its name; one that has it is exchanged in one step, then deleted."""
     old = staging
     if directory.exists() and not exchange(staging, directory):
-        # A file system that cannot exchange: for a moment neither has the name.
-        old = directory.parent / f"{TRASH}{directory.name}-{uuid.uuid4().hex[:8]}"
+        # A file system that cannot exchange: for a moment neither has the name. Both names end alike, by which
+        # `clean_exports` knows what a kill in that moment left.
+        old = staging.with_name(TRASH + staging.name.removeprefix(STAGING))
         directory.rename(old)
-        staging.rename(directory)
+        try:
+            staging.rename(directory)
+        except OSError:
+            old.rename(directory)
+            raise
     elif not directory.exists():
         staging.rename(directory)
     sync_directory(directory.parent)
@@ -311,8 +316,19 @@ def replace_directory(staging: Path, directory: Path) -> None:
 
 
 def clean_exports(folder: Path) -> None:
-    """Remove what exports that were killed left half written or half deleted; the caller holds the run's lease."""
-    for left in folder.glob(".*") if folder.is_dir() else ():
+    """Remove what exports that were killed left half written or half deleted; the caller holds the run's lease.
+
+    One that was killed when it had taken the old export's name away and not yet given it to the new one is finished.
+    """
+    if not folder.is_dir():
+        return
+    for old in list(folder.glob(f"{TRASH}*")):
+        ending = old.name.removeprefix(TRASH)
+        new, place = folder / f"{STAGING}{ending}", folder / ending.rpartition("-")[0]
+        if new.is_dir() and not place.exists():  # of such two, nothing was deleted yet
+            new.rename(place)
+            sync_directory(folder)
+    for left in folder.glob(".*"):
         if left.name.startswith((STAGING, TRASH)):
             shutil.rmtree(left, ignore_errors=True)
 
