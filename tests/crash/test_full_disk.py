@@ -101,14 +101,21 @@ def test_a_real_limit_of_the_kernel_in_the_middle_of_a_shard_fails_the_save(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, id="16-real full disk, no inode left")])
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param(6, id="16-real full disk, no inode left"),
+        pytest.param(1, id="16-real full disk, no inode for a second directory"),
+    ],
+)
 def test_a_real_disk_without_room_for_another_file_fails_the_save_and_gets_its_room_back(
-    pools: Any, disk: tuple[Path, Remount], ranks: int
+    pools: Any, disk: tuple[Path, Remount], left: int
 ) -> None:
     place, remount = disk
+    ranks = 2
     pools(ranks).run(save_after, str(place / "step-00000001"), 1)
     used = inodes_used(place)
-    remount(f"size=4m,nr_inodes={used + 6}")
+    remount(f"size=4m,nr_inodes={used + left}")
 
     errors = pools(ranks).errors(save_after, str(place / "step-00000002"), 2)
 

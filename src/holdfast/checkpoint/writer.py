@@ -96,10 +96,10 @@ def commit(
     reached("begin")
     own_file = _agree(snapshot, about, ranks)
     staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
-    with together(ranks, "begin"):
-        if ranks.rank == 0:
-            _prepare(storage, staging, final)
     try:
+        with together(ranks, "begin"):
+            if ranks.rank == 0:
+                _prepare(storage, staging, final)
         refuse_full_disk(snapshot, storage.root, _free_bytes(storage, ranks), ranks)
         reached("shards")
         files, seconds = _write_shards(snapshot, storage, staging, ranks)
