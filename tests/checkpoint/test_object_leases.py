@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,28 @@ def test_a_job_of_anothermachine_is_dead_when_its_lease_is_old_by_the_clock_of_t
 
     with ObjectLease(storage):
         assert storage.names() == [SECOND]
+
+
+def test_a_start_waits_for_a_lease_of_another_machine_until_it_is_renewed_or_given_back(server: dict[str, str]) -> None:
+    """A store has its own clock, which no test can set back: here the lease is given back before it is stale."""
+    storage = open_storage("s3://bucket/waited-for")
+    said: list[str] = []
+    elsewhere = {"host": "another", "pid": 7, "time": 0.0, "token": "theirs"}
+    storage.put_new(FIRST, json.dumps(elsewhere).encode())
+    again = threading.Timer(3, storage.replace, (FIRST, json.dumps(elsewhere | {"time": 15.0}).encode()))
+    again.start()
+
+    with pytest.raises(DirectoryTaken, match="process 7 on another"):
+        ObjectLease(storage, told=said.append).__enter__()
+    again.join()
+    gone = threading.Timer(3, storage.remove, (FIRST,))
+    gone.start()
+    with ObjectLease(storage, told=said.append):
+        gone.join()
+        assert len(storage.names()) == 1
+
+    words = "s3://bucket/waited-for was held by process 7 on another: waiting up to 120 s for a sign that it lives"
+    assert said == [words] * 2
 
 
 def test_a_job_that_was_thought_dead_is_told_and_leaves_what_is_not_its_own(server: dict[str, str]) -> None:

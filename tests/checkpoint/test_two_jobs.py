@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -10,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 from holdfast import checkpoint
-from holdfast.checkpoint.errors import DirectoryTaken
+from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.layout import LEASE
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.renewal import STALE_SECONDS
@@ -223,6 +226,59 @@ def test_without_locks_a_job_of_this_host_holds_the_directory_while_it_lives(tmp
     holder.wait()
     with Lockless(tmp_path / "c"):
         pass
+
+
+def test_without_locks_a_job_that_was_thought_dead_is_told_and_leaves_the_other_one_s_lease(tmp_path: Path) -> None:
+    with Lockless(tmp_path / "c") as slow:
+        slow.check()
+        with Lockless(tmp_path / "c") as fast:
+            theirs = (tmp_path / "c" / LEASE).read_bytes()
+            with pytest.raises(PlaceLost, match=rf"process {os.getpid()} on .* It took the place over while"):
+                slow.check()
+            slow._renew()
+            slow.__exit__(None, None, None)
+            assert (tmp_path / "c" / LEASE).read_bytes() == theirs
+            fast.check()
+        assert (tmp_path / "c" / LEASE).read_bytes() == b""
+
+
+def leave_lease(directory: Path, age_seconds: float) -> Path:
+    """Write the lease of a job of another host, which renewed it for the last time so long ago."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, then = directory / LEASE, time.time() - age_seconds
+    file.write_text(json.dumps({"host": "far-away", "pid": 7, "time": then, "token": "theirs"}).ljust(512))
+    os.utime(file, (then, then))
+    return file
+
+
+def train_aloud(world: World, values: dict[str, Any]) -> tuple[Any, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        outcome = run(world, values)
+    return outcome, said.getvalue()
+
+
+def test_a_start_waits_for_a_job_of_another_host_that_may_be_dead_and_says_so(pools: Any, tmp_path: Path) -> None:
+    leave_lease(tmp_path / "r" / "checkpoints", STALE_SECONDS - 6)
+
+    outcome, said = pools(1).run(train_aloud, tree(str(tmp_path)))[0]
+
+    assert outcome.step == 4
+    words = f"{tmp_path / 'r'} was held by process 7 on far-away: waiting up to 120 s for a sign that it lives\n"
+    assert said.count(words) == 1
+
+
+def test_a_start_is_refused_as_soon_as_the_job_of_another_host_is_heard_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    file, began = leave_lease(tmp_path / "c", 1), time.monotonic()
+    renewal = threading.Timer(3, leave_lease, (tmp_path / "c", 0))
+    renewal.start()
+
+    with pytest.raises(DirectoryTaken, match="process 7 on far-away"):
+        Lease(tmp_path / "c", said.append).__enter__()
+
+    assert len(said) == 1
+    assert 3 <= time.monotonic() - began < 15
+    assert json.loads(file.read_text())["host"] == "far-away"
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="45-step saved again after a rollback")])

@@ -6,14 +6,16 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
+import uuid
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.checkpoint.errors import DirectoryTaken, SaveFailed
+from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost, SaveFailed
 from holdfast.checkpoint.layout import FOLDER, LEASE
-from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed, Told, after_silence
+from holdfast.checkpoint.storage import LocalStorage, make_durably
 
 _WIDTH = 512
 
@@ -24,15 +26,22 @@ class Lease(Renewed):
     A lock on the file holds within a machine and dies with the process. Network file systems may not pass it on to
     other machines, so the file also names its holder and is renewed while the run goes on. Its age is told by the file
     system's own clock: those of two machines may differ, and either may jump.
+
+    Args:
+        directory: Of the checkpoints.
+        told: Told that this waits for a job of another host to be heard of; None: such a job is refused at once.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, told: Told | None = None) -> None:
         super().__init__("holdfast-lease")
         self._path = directory / LEASE
         self._storage = LocalStorage(directory)
         # What users call it: the run's directory, or the place of checkpoints that has a name of its own.
-        self._place = directory.parent if directory.name == FOLDER else directory
-        self._file: IO[str] | None = None
+        self._place = str(directory.parent if directory.name == FOLDER else directory)
+        self._told = told
+        self._token = uuid.uuid4().hex
+        self._writing = threading.Lock()
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Lease:
         """Take the lease.
@@ -40,33 +49,52 @@ class Lease(Renewed):
         Raises:
             DirectoryTaken: Another job holds it.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
+        make_durably(self._path.parent)
+        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        try:
+            self._refuse_living(file)
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+        self._write()
+        self._begin()
+        return self
+
+    def _refuse_living(self, file: IO[bytes]) -> None:
+        holder = self._living(file)
+        if self._told is not None and holder.get("host") not in {None, socket.gethostname()}:
+            self._told(waiting_words(self._place, holder))
+            holder = after_silence(holder, lambda: self._living(file))
+        if holder:
+            raise DirectoryTaken(taken(self._place, holder))
+
+    def _living(self, file: IO[bytes]) -> dict[str, Any]:
+        """Return who holds the place; empty if nobody does."""
         locked = self._lock(file)
-        holder = self._holder(file)
+        holder = self._holder()
         here = holder.get("host") == socket.gethostname()
         # Without locks, and on other machines, the holder's name and age decide.
         unlocked = "host" in holder and (not here or (locked is None and _lives(holder)))
         if locked is False or (unlocked and self._storage.age(LEASE) < STALE_SECONDS):
-            file.close()
-            raise DirectoryTaken(taken(str(self._place), holder))
-        self._file = file
-        self._renew()
-        self._begin()
-        return self
+            return holder or {"pid": "?"}
+        return {}
 
     def _give_back(self) -> None:
         if self._file is not None:
-            self._file.seek(0)
-            self._file.truncate()
-            self._file.close()
-            self._file = None
+            with self._writing:
+                if _parsed(os.pread(self._file.fileno(), _WIDTH, 0)).get("token") == self._token:
+                    self._file.truncate(0)
+                self._file.close()
+                self._file = None
 
     def check(self) -> None:
-        """Refuse to go on where the directory is another one by now: a save would make a new one in its old place.
+        """Refuse to go on where the directory is another one by now, or another job's.
 
         Raises:
-            SaveFailed: It was moved, deleted or replaced while it was held.
+            SaveFailed: It was moved, deleted or replaced while it was held: a save would make a new one in its old
+                place.
+            PlaceLost: This job was not heard of for too long, and another one has taken over.
         """
         assert self._file is not None
         try:
@@ -80,13 +108,22 @@ class Lease(Renewed):
                 f"{place} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
                 f"it back as {place} and start the same command again: it continues from the newest checkpoint in it."
             )
+        with self._writing:
+            holder = self._holder()
+        if holder.get("token") != self._token:
+            raise PlaceLost(lost(self._place, holder))
 
     def _renew(self) -> None:
+        with self._writing:
+            if self._holder().get("token") == self._token:  # else another job has taken over, and `check` says so
+                self._write()
+
+    def _write(self) -> None:
         assert self._file is not None
         # In place and of one width: a file that is emptied first stays empty on a full disk, and names nobody.
-        os.pwrite(self._file.fileno(), holder_text().ljust(_WIDTH), 0)
+        os.pwrite(self._file.fileno(), holder_text(token=self._token).ljust(_WIDTH), 0)
 
-    def _lock(self, file: IO[str]) -> bool | None:
+    def _lock(self, file: IO[bytes]) -> bool | None:
         """Lock the file; return whether that was possible, None on a file system without locks."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,13 +133,17 @@ class Lease(Renewed):
             return None
         return True
 
-    def _holder(self, file: IO[str]) -> dict[str, Any]:
-        file.seek(0)
-        try:
-            held: dict[str, Any] = json.loads(file.read() or "{}")
-        except ValueError:
-            return {}
-        return held
+    def _holder(self) -> dict[str, Any]:
+        """Return what the file says; opened anew, since a network file system asks its server then."""
+        return _parsed(self._path.read_bytes())
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        held: dict[str, Any] = json.loads(text or b"{}")
+    except ValueError:
+        return {}
+    return held
 
 
 def holder_text(**more: Any) -> bytes:
@@ -121,4 +162,20 @@ def taken(place: str, holder: dict[str, Any]) -> str:
     return (
         f"{place} is in use by another job ({who}). Wait for it, stop it, or choose another run.name, and another "
         "checkpoint.storage if that is set."
+    )
+
+
+def lost(place: str, holder: dict[str, Any]) -> str:
+    """Return the words for a place that another job has taken over from this one."""
+    return (
+        f"{taken(place, holder)} It took the place over while this job could not renew its lease for "
+        f"{STALE_SECONDS:.0f} s. What this job has saved is there; nothing more was written."
+    )
+
+
+def waiting_words(place: str, holder: dict[str, Any]) -> str:
+    """Return the words for a place whose holder may have died on another machine."""
+    return (
+        f"{place} was held by process {holder.get('pid', '?')} on {holder.get('host', 'another host')}: waiting up to "
+        f"{STALE_SECONDS:.0f} s for a sign that it lives"
     )

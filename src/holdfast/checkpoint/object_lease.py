@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
-from holdfast.checkpoint.lease import holder_text, taken
-from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed
+from holdfast.checkpoint.lease import Lease, holder_text, lost, taken, waiting_words
+from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed, Told, after_silence
 from holdfast.checkpoint.storage import Storage
 
 _WITHDRAW_SECONDS = 1.0
@@ -29,13 +29,15 @@ class ObjectLease(Renewed):
     Args:
         storage: The place.
         of: What in the place is held; default: all of it. Leases of different things do not exclude each other.
+        told: As of `Lease`.
     """
 
-    def __init__(self, storage: Storage, of: str = "") -> None:
+    def __init__(self, storage: Storage, of: str = "", told: Told | None = None) -> None:
         super().__init__("holdfast-object-lease")
         self._storage = storage
         self._prefix = f".lease-{of}." if of else ".lease-"
         self._place = f"{storage.root}/{of}".rstrip("/")
+        self._told = told
         self._token = uuid.uuid4().hex
         self._turn = 0
         self._lost = False
@@ -47,7 +49,7 @@ class ObjectLease(Renewed):
             DirectoryTaken: Another job holds it, or was faster.
         """
         before = self._turns()
-        self._refuse_living(before)
+        self._refuse_living(before, self._told)
         self._turn = max(before, default=0) + 1
         try:
             self._storage.put_new(self._name(self._turn), self._text())
@@ -77,11 +79,7 @@ class ObjectLease(Renewed):
             holder: dict[str, Any] = {}
             with contextlib.suppress(OSError):
                 holder = self._holder(max(self._turns(), default=self._turn))
-            raise PlaceLost(
-                f"{taken(self._place, holder)} It took the place over while this "
-                f"job could not renew its lease for {STALE_SECONDS:.0f} s. What this job has saved is there; nothing "
-                "more was written."
-            )
+            raise PlaceLost(lost(self._place, holder))
 
     def _is_mine(self) -> bool:
         return self._holder(self._turn).get("token") == self._token
@@ -104,11 +102,21 @@ class ObjectLease(Renewed):
             return
         self._storage.replace(self._name(self._turn), self._text())
 
-    def _refuse_living(self, turns: list[int]) -> None:
+    def _refuse_living(self, turns: list[int], told: Told | None = None) -> None:
+        holder = self._living(turns)
+        if told is not None and holder and not _is_of_here(holder):
+            told(waiting_words(self._place, holder))
+            holder = after_silence(holder, lambda: self._living(turns))
+        if holder:
+            raise DirectoryTaken(taken(self._place, holder))
+
+    def _living(self, turns: list[int]) -> dict[str, Any]:
+        """Return who holds one of these turns and may live; empty if nobody does."""
         for turn in turns:
             holder = self._holder(turn)
             if holder and not _died_here(holder) and self._age(turn, holder) < STALE_SECONDS:
-                raise DirectoryTaken(taken(self._place, holder))
+                return holder
+        return {}
 
     def _age(self, turn: int, holder: dict[str, Any]) -> float:
         try:
@@ -137,6 +145,11 @@ class ObjectLease(Renewed):
         return held
 
 
+def lease_of(storage: Storage) -> Lease | ObjectLease:
+    """Return the lease of a place of checkpoints, of either kind."""
+    return Lease(Path(storage.root)) if storage.renames else ObjectLease(storage)
+
+
 def machine() -> list[str]:
     """Return what tells where a process number means the same process: host names may be shared, and containers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -144,7 +157,12 @@ def machine() -> list[str]:
     return [boot.read_text().strip(), str(space.readlink())] if boot.exists() and space.is_symlink() else []
 
 
+def _is_of_here(holder: dict[str, Any]) -> bool:
+    """Whether the holder is, or was, a process of this machine."""
+    here = machine()
+    return bool(here) and holder.get("machine") == here
+
+
 def _died_here(holder: dict[str, Any]) -> bool:
     """Whether the holder was a process of this machine that is gone."""
-    here = machine()
-    return bool(here) and holder.get("machine") == here and not Path(f"/proc/{holder.get('pid')}").exists()
+    return _is_of_here(holder) and not Path(f"/proc/{holder.get('pid')}").exists()

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 STALE_SECONDS = 120.0
 """A lease of another host that was not renewed for this long is dead."""
 RENEW_SECONDS = 15.0
+_LOOK_SECONDS = 2.0
+
+Told = Callable[[str], object]
+"""Told in a line what a start waits for."""
 
 
 class Renewed:
@@ -43,3 +50,18 @@ class Renewed:
     def _give_back(self) -> None:
         """Let others take it; raises nothing, since why the block ends matters more."""
         raise NotImplementedError
+
+
+def after_silence(holder: dict[str, Any], living: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return who holds a place once its holder was heard of, or is dead or gone: then nobody, which is empty.
+
+    Args:
+        holder: Of another machine, where nobody here can see whether it lives; every renewal changes it.
+        living: Returns who holds the place now; empty if nobody does, or the lease is stale.
+    """
+    deadline = time.monotonic() + STALE_SECONDS + RENEW_SECONDS
+    now = holder
+    while now == holder and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        now = living()
+    return now

@@ -50,7 +50,7 @@ class Checkpoints:
         self._storage = open_storage(directory.checkpoint_place(run.directory, run.config))
         self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
         self._session: Session | None = None
-        self._places = Places(run.directory, self._storage)
+        self._places = Places(run.directory, self._storage, lambda words: say(run, words))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._rehearsed: dict[int, Report] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from holdfast.checkpoint.layout import LEASE
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.object_lease import ObjectLease
+from holdfast.checkpoint.renewal import Told
 from holdfast.checkpoint.retention import has_any, manifests
 from holdfast.checkpoint.storage import LocalStorage, Storage
 from holdfast.errors import ConfigError
@@ -18,11 +19,18 @@ from holdfast.training import directory
 
 
 class Places:
-    """The leases of a run, which its first rank takes."""
+    """The leases of a run, which its first rank takes.
 
-    def __init__(self, run_directory: Path, storage: Storage) -> None:
+    Args:
+        run_directory: Of the run.
+        storage: Where its checkpoints are.
+        told: Told in a line that a job of another host is waited for, which may be dead.
+    """
+
+    def __init__(self, run_directory: Path, storage: Storage, told: Told) -> None:
         self._directory = run_directory
         self._storage = storage
+        self._told = told
         self._leases: list[Lease | ObjectLease] = []
         self._made: list[Path] = []
 
@@ -61,7 +69,7 @@ class Places:
             ConfigError: The place of the checkpoints cannot be written.
         """
         is_new = not self._directory.exists()
-        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER))]
+        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._told))]
         try:
             self._take_storage(stack)
         except BaseException:
@@ -74,10 +82,10 @@ class Places:
         place = Path(self._storage.root)
         try:
             if not self._storage.renames:
-                self._leases.append(stack.enter_context(ObjectLease(self._storage)))
+                self._leases.append(stack.enter_context(ObjectLease(self._storage, told=self._told)))
             elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
                 self._made = [each for each in (place, *place.parents) if not each.exists()]
-                self._leases.append(stack.enter_context(Lease(place)))
+                self._leases.append(stack.enter_context(Lease(place, self._told)))
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "
