@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast import checkpoint
 from holdfast.checkpoint.choose import newest_verified
+from holdfast.checkpoint.errors import DirectoryTaken
+from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.manifest import NAME, Manifest
 from holdfast.checkpoint.retention import Best, Retention, clean, kept_steps, prune, write_pins
 from holdfast.checkpoint.snapshot import take
@@ -21,6 +25,8 @@ from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, save_after, step
 from tests.crash.cases import session_of
+from tests.crash.faulty import die
+from tests.crash.processes import run_doomed
 
 
 def manifest(step: int, *, finite: bool = True, **metrics: float | None) -> Manifest:
@@ -204,6 +210,30 @@ def test_what_killed_saves_and_deletions_left_is_ignored_then_cleared(four: Loca
     assert choice.name == "step-00000004"
     assert name not in deadline_names
     assert ".quarantine-step-00000000-abc" in deadline_names
+
+
+def save_and_die(world: World, path: str) -> None:
+    """Save, and be killed when the manifest is about to be written."""
+    sys.addaudithook(lambda event, about: die() if event == "open" and str(about[0]).endswith(NAME) else None)
+    save_after(world, path, 1)
+
+
+def test_what_a_killed_save_of_somebody_s_own_loop_left_is_cleared_when_asked_for(pools: Any, tmp_path: Path) -> None:
+    pools(1).run(save_after, str(tmp_path / "step-00000001"), 1)
+    (ended,) = run_doomed(save_and_die, 1, str(tmp_path / "step-00000002"))
+    left = list(tmp_path.glob(".staging-step-00000002-*"))
+    with Lease(tmp_path), pytest.raises(DirectoryTaken):
+        checkpoint.clean(str(tmp_path))
+    held = list(tmp_path.glob(".staging-*"))
+
+    checkpoint.clean(str(tmp_path))
+    checkpoint.clean(str(tmp_path / "nowhere"))
+
+    assert ended.was_killed
+    assert len(left) == 1
+    assert held == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lease.json", "step-00000001"]
+    assert checkpoint.verify(str(tmp_path / "step-00000001")).step == 1
 
 
 def _wait_until_gone(storage: LocalStorage, name: str) -> list[str]:

@@ -18,11 +18,12 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint import reader, rehearsal, verification
+from holdfast.checkpoint import reader, rehearsal, retention, verification
 from holdfast.checkpoint.calls import call, check_extra, place_of, prepared, tagged
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared
+from holdfast.checkpoint.object_lease import lease_of
 from holdfast.checkpoint.reader import Loaded
 from holdfast.checkpoint.rehearsal import Report
 from holdfast.checkpoint.snapshot import set_random_state
@@ -182,3 +183,20 @@ def rehearse(
         with ranks.together():
             beside = rehearsal.Beside({"extra": tagged(extra)}, {"extra": tagged(rank_extra)}, assets or {})
         return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, keep=keep, beside=beside)
+
+
+def clean(path: str) -> None:
+    """Remove what saves that were killed left half written in a directory of checkpoints; needs no other rank.
+
+    Nobody can see whether such a save still goes on: call it where none does, as before the first save of a loop.
+
+    Args:
+        path: The directory that checkpoints are in, or its URL.
+
+    Raises:
+        DirectoryTaken: A run of Holdfast holds it.
+    """
+    storage = open_storage(path)
+    if storage.exists(""):
+        with lease_of(storage):
+            retention.clean(storage, wait=True)

@@ -203,10 +203,10 @@ def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
         storage.rename(f"{name}/{file}", f"{aside}/{file}")
 
 
-def clean(storage: Storage) -> None:
+def clean(storage: Storage, *, wait: bool = False) -> None:
     """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
     left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
-    _delete(storage, left, wait=False)
+    _delete(storage, left, wait=wait)
     if not storage.renames:
         # A save that was killed left objects under the name that the next save of this step will use.
         _delete(storage, [name for name in all_steps(storage) if not storage.exists(f"{name}/{NAME}")], wait=True)

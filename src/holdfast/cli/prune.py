@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.checkpoint_views import writing
@@ -27,8 +26,7 @@ def pruned(
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
     from holdfast.checkpoint import find
-    from holdfast.checkpoint.lease import Lease
-    from holdfast.checkpoint.object_lease import ObjectLease
+    from holdfast.checkpoint.object_lease import lease_of
     from holdfast.checkpoint.recorded import resume_source
     from holdfast.checkpoint.retention import kept_steps, manifests, prune, read_pins
 
@@ -38,7 +36,7 @@ def pruned(
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(writing(storage))
-            stack.enter_context(Lease(Path(storage.root)) if storage.renames else ObjectLease(storage))
+            stack.enter_context(lease_of(storage))
         source = resume_source(storage)
         needed = [_newest_whole(storage, found)] + ([] if source is None else [source])
         if dry_run:
