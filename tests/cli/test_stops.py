@@ -189,6 +189,27 @@ def test_the_clock_ends_a_run_with_code_3(warm: WarmPython, tmp_path: Path, tree
     assert len(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")) == int(closing.group(1))
 
 
+SLOW = """
+import time
+time.sleep(8)  # as long as weights may take to be read
+
+def takes_all(row):
+    return True
+"""
+
+
+def test_the_clock_counts_what_comes_before_the_first_step(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    tree["data"]["filter"] = "slow.py:takes_all"
+
+    done = sft(warm, tmp_path, tree | {"steps": 100_000, "max_minutes": 0.1})
+
+    assert done.code == 3, done.err
+    assert done.out.splitlines()[-1].startswith("max_minutes=0.1 have passed, after step 1.")
+
+
 def test_an_observer_that_stops_ends_a_run_with_code_0(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     done = sft(warm, tmp_path, tree | {"steps": 100_000, "observers": ["functions.py:stops_at_three"]})
 

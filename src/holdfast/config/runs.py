@@ -49,7 +49,7 @@ class _Root(Section):
     min_steps: Count = 0
     """Updates before an observer or max_minutes may stop the run."""
     max_minutes: Positive | None = None
-    """Wall-clock limit of this start of the run."""
+    """Wall-clock limit of this start of the run, loading and checks included."""
     limit_batches: PositiveInt | None = None
     """Batches per epoch, for short runs over large data."""
     overfit_batches: PositiveInt | None = None

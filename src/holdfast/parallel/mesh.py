@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,6 +45,8 @@ class World:
     """Ranks on this machine; None where nobody counted."""
     break_resume: str | None = None
     """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
+    began: float = field(default_factory=time.monotonic)
+    """When this process came to join, on the monotonic clock: the start of the run, its loading included."""
 
     @property
     def is_first(self) -> bool:
@@ -62,6 +65,7 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
         ConfigError: A GPU was asked for and there is none.
         RankFailed: Another rank failed, and this one could not go on without it.
     """
+    began = time.monotonic()
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank))))
@@ -87,7 +91,7 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
         channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
         with channel.guard():
             local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, socket.gethostname())
-            yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE))
+            yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE), began)
             dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
     finally:
         dist.destroy_process_group()

@@ -88,8 +88,8 @@ class StopRequests:
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     def start_clock(self, run: Run) -> None:
-        """Let `max_minutes` begin now; it asks for nothing before `min_steps` are done."""
-        config, started = run.config, time.monotonic()
+        """Let `max_minutes` count, from the start of the process; it asks for nothing before `min_steps` are done."""
+        config, started = run.config, run.world.began
 
         def over() -> str | None:
             limit = config.max_minutes
