@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from holdfast.checkpoint import find
+from holdfast.checkpoint.compare import differences
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython
+from tests.crash.runs import log_of_run
 
 REWARDS = """
 import os, sys, time
@@ -227,6 +230,12 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
     again = grpo(warm, tmp_path, long)
     assert again.code == 0, again.err
     assert "resuming from step 1" in again.out
+    straight = grpo(warm, tmp_path, long | {"run": {"name": "straight"}})
+    assert straight.code == 0, straight.err
+    ours, theirs = tmp_path / "runs" / "run", tmp_path / "runs" / "straight"
+    assert [step for step, *_ in log_of_run(ours)] == [1, 2]
+    assert log_of_run(ours) == log_of_run(theirs)
+    assert list(differences(find.one(str(ours)), find.one(str(theirs)))) == []
 
 
 def test_sigterm_while_rewards_are_made_ends_in_time(tmp_path: Path, policy: dict[str, Any]) -> None:

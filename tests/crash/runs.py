@@ -14,7 +14,7 @@ from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from tests.training.cases import run, tree
 
-COMPARED = ("step", "loss", "grad_norm", "data/order_hash", "learning_rate", "num_tokens", "epoch")
+COMPARED = ("step", "loss", "reward", "grad_norm", "data/order_hash", "learning_rate", "num_tokens", "epoch")
 
 
 def values_of(directory: Path, *, steps: int, dropout: bool = True, **sections: Any) -> dict[str, Any]:
@@ -57,8 +57,13 @@ def run_with_slow_saves(world: World, values: dict[str, Any], base: str, seconds
 
 
 def log_of(directory: Path) -> list[tuple[Any, ...]]:
+    """Return what counts of each step of the run r, times aside."""
+    return log_of_run(directory / "r")
+
+
+def log_of_run(run_directory: Path) -> list[tuple[Any, ...]]:
     """Return what counts of each step, times aside."""
-    lines = read_metrics(directory / "r" / "metrics.jsonl")
+    lines = read_metrics(run_directory / "metrics.jsonl")
     return [tuple(line.get(name) for name in COMPARED) for line in lines if "loss" in line]
 
 
