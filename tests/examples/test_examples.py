@@ -15,6 +15,11 @@ FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
 CLAIM = re.compile(r"(eval/\S+) (<=|>=) ([0-9.]+)")
 COMMAND = re.compile(r"^#   ((?:holdfast|python) .+)$", re.MULTILINE)
+PROOFS = [
+    pytest.param(f"holdfast prove examples/{name}.yaml {options}", marks=pytest.mark.slow, id=name)
+    for name, options in [("sft_sort", "--steps 12 --kill-at 7"), ("grpo_reverse", "--steps 8 --kill-at 5")]
+]
+"""As the pages and headers give them."""
 RUNS = [pytest.param(example, marks=pytest.mark.slow, id=example.stem) for example in EXAMPLES]
 
 
@@ -65,3 +70,19 @@ def test_an_example_reaches_the_numbers_in_its_header(
         found |= json.loads(line)
     for name, relation, bound in CLAIM.findall(header(example)):
         assert found[name] <= float(bound) if relation == "<=" else found[name] >= float(bound), name
+
+
+@pytest.mark.parametrize("command", PROOFS)
+@pytest.mark.timeout(1800)
+def test_a_proof_of_an_example_ends_with_identical(command: str, place: Path, request: pytest.FixtureRequest) -> None:
+    """What must have run before it is what its header names before its own run."""
+    *before, _ = COMMAND.findall(header(FOLDER / Path(shlex.split(command)[2]).name))
+
+    for each in (*before, command):
+        done = subprocess.run(
+            arguments(each, request), cwd=place, capture_output=True, text=True, timeout=1200, check=False
+        )
+        assert done.returncode == 0, f"{each}\n{done.stdout}\n{done.stderr}"
+
+    assert done.stdout.splitlines()[-1] == "identical"
+    assert re.search(r"^killed: SIGKILL to rank \d in phase \w+ of step \d+$", done.stdout, re.M)
