@@ -63,7 +63,6 @@ def test_where_nothing_was_ever_saved_a_run_starts_at_step_0(pools: Any, tmp_pat
         pytest.param(damage, r"dcp/__1_0\.distcp is damaged: its hash is not the manifest's\. Damaged", id="07-bit"),
         pytest.param(lambda folder: (folder / SHARD).unlink(), r"lacks dcp/__1_0\.distcp", id="10-missing"),
         pytest.param(lambda folder: (folder / "dcp/.metadata").unlink(), r"lacks dcp/\.metadata", id="12-metadata"),
-        pytest.param(lambda folder: (folder / NAME).unlink(), "is no checkpoint of Holdfast", id="12-manifest missing"),
         pytest.param(lambda folder: (folder / NAME).write_bytes(b""), "is damaged", id="12-manifest empty"),
     ],
 )
@@ -85,6 +84,25 @@ def test_a_damaged_newest_is_put_aside_and_the_line_says_what_was_skipped_and_wh
     names = sorted(path.name for path in run.iterdir())
     assert names[1:] == ["step-00000001", "step-00000002"]
     assert names[0].startswith(".quarantine-step-00000003-")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, id="12-manifest missing")])
+def test_what_has_no_manifest_is_passed_over_and_left_where_it_is(pools: Any, run: Path, ranks: int) -> None:
+    (run / "step-00000003" / NAME).unlink()
+    damage(run / "step-00000002")
+
+    found = pools(ranks).run(choose, str(run))
+
+    assert found[0] == found[1]
+    name, words = found[0]
+    assert name == "step-00000001"
+    assert (
+        "skipped step 3 (is no checkpoint of Holdfast: it holds assets, dcp, rank, trainer.json; it is left as it is)"
+        in words
+    )
+    names = sorted(path.name for path in run.iterdir())
+    assert names[1:] == ["step-00000001", "step-00000003"]
+    assert names[0].startswith(".quarantine-step-00000002-")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="12-every checkpoint damaged")])

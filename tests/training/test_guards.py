@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
 
 from holdfast import checkpoint
@@ -91,6 +92,83 @@ def test_a_run_whose_checkpoints_were_all_put_aside_is_refused_every_time(pools:
     assert first[0] == second[0] == "NoCheckpoint"
     assert "has no whole checkpoint left" in first[1]
     assert "1 were damaged and put aside earlier" in second[1]
+
+
+def write_plain(world: World, place: str, name: str) -> None:
+    """Write a checkpoint as a loop of somebody's own does, without us."""
+    torch.distributed.checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=f"{place}/{name}")
+
+
+def everything(place: Path) -> dict[str, bytes | None]:
+    """Return every name below a place, with the bytes of files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in place.rglob("*")}
+
+
+FOREIGN = {
+    "verl": ("global_step_10/actor/model_world_size_2_rank_0.pt", "a run of verl or EasyR1"),
+    "verl's ranks": ("model_world_size_2_rank_0.pt", "a checkpoint of verl or EasyR1"),
+    "Lightning": ("epoch=0-step=100.ckpt", "checkpoints of Lightning"),
+    "Lightning's shards": ("epoch=0-step=100/meta.pt", "a sharded checkpoint of Lightning"),
+    "accelerate": ("checkpoint_0/random_states_0.pkl", "a checkpoint of accelerate"),
+    "Trainer": ("checkpoint-500/trainer_state.json", "an output directory of transformers' Trainer"),
+    "torchtitan's outputs": ("checkpoint/step-10/.metadata", "an output directory of torchtitan"),
+}
+
+
+@pytest.mark.parametrize("own_place", [False, True], ids=["checkpoint.storage", "the run's own place"])
+@pytest.mark.parametrize("name", ["step-00000100", "step-10"])
+def test_a_place_of_plain_checkpoints_is_refused_and_left_as_it_is(
+    pools: Any, tmp_path: Path, name: str, own_place: bool
+) -> None:
+    place = tmp_path / "r" / "checkpoints" if own_place else tmp_path / "mine"
+    pools(1).run(write_plain, str(place), name)
+    before = everything(tmp_path)
+    storage = {} if own_place else {"checkpoint": {"storage": str(place)}}
+
+    errors = pools(2).errors(run, tree(str(tmp_path), steps=4, **storage))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert "holds checkpoints that Holdfast did not write: it is a plain DCP directory (torchtitan" in errors[0][1]
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("system", FOREIGN)
+def test_a_place_of_another_system_is_refused_by_its_name(pools: Any, tmp_path: Path, system: str) -> None:
+    file, words = FOREIGN[system]
+    place = tmp_path / "mine"
+    (place / file).parent.mkdir(parents=True)
+    for name in (file, f"{Path(file).parent}/.metadata"):
+        (place / name).write_bytes(b"x")
+    before = everything(tmp_path)
+
+    errors = pools(1).errors(run, tree(str(tmp_path), steps=4, checkpoint={"storage": str(place)}))
+
+    assert errors[0][0] == "ConfigError"
+    assert words in errors[0][1]
+    assert everything(tmp_path) == before
+
+
+def test_checkpoints_of_others_beside_a_run_s_own_are_left_alone(pools: Any, tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    values = {"checkpoint": {"storage": str(place), "every_steps": 2, "keep": {"last": 2}}}
+    pools(1).run(run, tree(str(tmp_path), steps=2, **values))
+    for name in ("step-00000001", "step-10", "step-00000100"):
+        pools(1).run(write_plain, str(place), name)
+    theirs = {name: data for name, data in everything(place).items() if "step-00000002" not in name}
+
+    outcome = pools(1).run(run, tree(str(tmp_path), steps=6, **values))[0]
+    errors = pools(2).errors(run, tree(str(tmp_path), steps=100, **values))
+
+    assert outcome.step == 6
+    after = everything(place)
+    assert {name: after.get(name) for name in theirs if ".lease" not in name} == {
+        name: data for name, data in theirs.items() if ".lease" not in name
+    }
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert "step-00000100 is no checkpoint: it has no manifest.json" in errors[0][1]
+    assert "a save of step 100 would find its name taken" in errors[0][1]
 
 
 @pytest.mark.parametrize("ema", [None, {"decay": 0.9, "evaluate": True}])

@@ -40,7 +40,7 @@ def newest_verified(
 
     Rank 0 lists, since ranks may see a network file system at different times. A candidate that two reads agree is
     damaged is put aside, and the next older one is tried. So is one with NaN or infinity in it, once an
-    older one was found.
+    older one was found. What has no manifest is none of ours: it is passed over, named, and left where it is.
 
     Args:
         storage: Where checkpoints are.
@@ -56,13 +56,8 @@ def newest_verified(
     skipped: list[str] = []
     spoiled: dict[int, str] = {}
     for step, name in candidates:
-        try:
-            manifest = verified_manifest(storage, name, ranks)
-        except (CheckpointCorrupt, NoCheckpoint) as error:
-            reason = str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
-            skipped.append(f"step {step} ({reason})")
-            if quarantine:
-                _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
+        manifest = _verified(storage, step, name, ranks, skipped, rename=quarantine)
+        if manifest is None:
             continue
         if not manifest.finite and not not_finite:
             spoiled[step] = name
@@ -77,6 +72,21 @@ def newest_verified(
             f"{storage.root} has no {'finite' if spoiled else 'whole'} checkpoint left: {'; '.join(skipped)}. {good}To "
             "start again from step 0, choose another run.name."
         )
+    return None
+
+
+def _verified(
+    storage: Storage, step: int, name: str, ranks: ProcessExchange, skipped: list[str], *, rename: bool
+) -> Manifest | None:
+    """Return a candidate's manifest; None, and words among the skipped, if it is damaged or none of ours."""
+    try:
+        return verified_manifest(storage, name, ranks)
+    except (CheckpointCorrupt, NoCheckpoint) as error:
+        reason = str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
+        ours = isinstance(error, CheckpointCorrupt)
+    skipped.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
+    if rename and ours:
+        _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
     return None
 
 

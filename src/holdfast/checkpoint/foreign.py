@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast.checkpoint.storage import Storage
+
+Known = tuple[Callable[[set[str], set[str]], bool], str]
+"""Whether names in a directory, and those one level below, are a system's; and what to say then."""
 
 
 def describe_foreign(storage: Storage, name: str) -> str:
@@ -14,11 +17,19 @@ def describe_foreign(storage: Storage, name: str) -> str:
     if not names:
         return _without_names(storage, name)
     inner = {entry for folder in names for entry in storage.names(f"{name}/{folder}" if name else folder)}
-    for test, sentence in _KNOWN:
-        if test(names, inner):
-            return sentence
     held = ", ".join(sorted(names)[:6])
-    return f"it holds {held}."
+    return _first([*_SYSTEMS, *_OTHERS], names, inner) or f"it holds {held}."
+
+
+def foreign_checkpoints(storage: Storage) -> str | None:
+    """Return a sentence about checkpoints of another system that lie in a place; None where there are none."""
+    below = {name: set(storage.names(name)) for name in storage.names()}
+    found = _first(_SYSTEMS, set(below), {name for names in below.values() for name in names})
+    return found or next((told for names in below.values() if (told := _first(_SYSTEMS, names, set()))), None)
+
+
+def _first(known: Sequence[Known], names: set[str], inner: set[str]) -> str | None:
+    return next((sentence for test, sentence in known if test(names, inner)), None)
 
 
 def _without_names(storage: Storage, name: str) -> str:
@@ -41,7 +52,7 @@ _FILES = {
 }
 """By ending: files that are somebody else's checkpoint."""
 
-_KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
+_SYSTEMS: list[Known] = [
     (
         lambda names, inner: _any(names | inner, r"world_size_\d+_rank_\d+\.pt$"),
         "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). Merge it with their model merger, then "
@@ -55,6 +66,11 @@ _KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
     (
         lambda names, _: "meta.pt" in names and ".metadata" in names,
         "it looks like a sharded checkpoint of Lightning. Convert it with `lightning consolidate`.",
+    ),
+    (
+        lambda names, _: _any(names, r"\.ckpt$"),
+        "it holds checkpoints of Lightning in single files. Load the state_dict of one into the model with torch.load, "
+        "write that with save_pretrained, and set model.path to the result.",
     ),
     (
         lambda names, _: _any(names, r"^(pytorch_model_fsdp|optimizer)_\d+$") or "random_states_0.pkl" in names,
@@ -78,6 +94,10 @@ _KNOWN: list[tuple[Callable[[set[str], set[str]], bool], str]] = [
         "it looks like an output directory of torchtitan. Its checkpoints, such as checkpoint/step-10, are plain DCP "
         "directories; torch's dcp.load reads them.",
     ),
+]
+"""Checkpoints of other systems, and directories of them."""
+
+_OTHERS: list[Known] = [
     (
         lambda names, _: "config.json" in names and _any(names, r"\.safetensors"),
         "it is a Hugging Face model directory. Start from it with model.path; only a checkpoint can be resumed.",

@@ -79,7 +79,8 @@ def kept_steps(
 def steps(storage: Storage) -> dict[int, str]:
     """Return what is named like a checkpoint, by step, oldest first.
 
-    On an object store, a name without a manifest was never a checkpoint; in a directory it is a damaged one.
+    On an object store, a name without a manifest is what a killed save left. In a directory it is somebody else's, or
+    a checkpoint that lost its manifest, and is returned so that it can be named.
     """
     found = {step: name for name in all_steps(storage) if (step := step_of(name)) is not None}
     if not storage.renames:
@@ -90,6 +91,11 @@ def steps(storage: Storage) -> dict[int, str]:
 def has_any(storage: Storage) -> bool:
     """Return whether there are checkpoints, or were until they were found damaged."""
     return bool(steps(storage)) or any(name.startswith(QUARANTINE) for name in storage.names())
+
+
+def has_own(storage: Storage) -> bool:
+    """Return whether something here has a manifest, whole or not, and so was written by us."""
+    return any(storage.exists(f"{name}/{NAME}") for name in reversed(all_steps(storage)))
 
 
 def all_steps(storage: Storage) -> list[str]:

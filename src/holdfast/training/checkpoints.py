@@ -169,6 +169,9 @@ class Checkpoints:
             self.session.resumed = choice.manifest
             # Retention deletes the checkpoints that recorded them first.
             self._deviations = tuple(dict.fromkeys((*choice.manifest.deviations, *loaded.deviations)))
+            with run.exchange.together():
+                if run.world.is_first:
+                    self._places.check_names_free(run.state.step, run.total_steps)
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
             return

@@ -8,11 +8,13 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from holdfast.checkpoint.layout import LEASE
+from holdfast.checkpoint.foreign import foreign_checkpoints
+from holdfast.checkpoint.layout import LEASE, step_of
 from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.manifest import NAME
 from holdfast.checkpoint.object_lease import ObjectLease
 from holdfast.checkpoint.renewal import Told
-from holdfast.checkpoint.retention import has_any, manifests
+from holdfast.checkpoint.retention import all_steps, has_any, has_own, manifests
 from holdfast.checkpoint.storage import LocalStorage, Storage
 from holdfast.errors import ConfigError
 from holdfast.training import directory
@@ -38,16 +40,45 @@ class Places:
         """Return whether there are checkpoints, or were.
 
         Raises:
-            ConfigError: The place does not answer.
+            ConfigError: The place does not answer, or another system keeps its checkpoints there.
         """
         try:
-            return has_any(self._storage)
+            known = has_any(self._storage)
+            foreign = None if has_own(self._storage) else foreign_checkpoints(self._storage)
         except OSError as error:
             raise ConfigError(
                 f"{self._storage.root}, where this run's checkpoints are, cannot be read: {error.strerror or error}. "
                 "Nothing was changed. Mend its address, permissions or credentials, or choose another run.dir or "
                 "checkpoint.storage."
             ) from error
+        if foreign is not None:
+            raise ConfigError(
+                f"{self._storage.root}, where this run's checkpoints would be, holds checkpoints that Holdfast did not "
+                f"write: {foreign} Nothing was changed. Give the run a place of its own: another checkpoint.storage, "
+                "run.dir or run.name."
+            )
+        return known
+
+    def check_names_free(self, done: int, last: int | None) -> None:
+        """Refuse what lies under the name of a step that is still to be saved, and is no checkpoint.
+
+        Args:
+            done: Steps that were made.
+            last: Step at which the run ends; None where nobody knows.
+
+        Raises:
+            ConfigError: A save would find its name taken.
+        """
+        if not self._storage.renames:
+            return
+        for name in all_steps(self._storage):
+            step = step_of(name) or 0
+            if done < step and (last is None or step <= last) and not self._storage.exists(f"{name}/{NAME}"):
+                raise ConfigError(
+                    f"{self._storage.root}/{name} is no checkpoint: it has no {NAME}, so Holdfast did not write it, or "
+                    f"it was copied in part. It is left as it is, and a save of step {step} would find its name taken. "
+                    "Move it to another place, or finish the copy, then start the same command again."
+                )
 
     def has_run(self) -> bool:
         """Return whether the run's directory holds a run, or checkpoints of one."""
