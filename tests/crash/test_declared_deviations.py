@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast.checkpoint import find
@@ -103,3 +104,29 @@ def test_checkpoints_of_a_run_of_another_name_are_not_gone_on_from_in_silence(po
     assert pools(2).run(run, declared)[0].step == 6
     manifest = find.one(str(tmp_path / "store")).manifest
     assert (manifest.step, manifest.deviations) == (6, ("run: run.name is r there (changed)",))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damaged", [("4",), ("2", "4")], ids=["the newest is damaged", "all are damaged"])
+def test_of_another_run_s_checkpoints_nothing_is_renamed(pools: Any, tmp_path: Path, damaged: tuple[str, ...]) -> None:
+    store: dict[str, Any] = {"storage": str(tmp_path / "store")}
+    pools(2).run(run, values_of(tmp_path / "here", steps=4, checkpoint=store))
+    for step in damaged:
+        flip(tmp_path / "store" / f"step-0000000{step}" / "dcp" / "__1_0.distcp")
+    (tmp_path / "store" / ".staging-step-00000006-12345678").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
+
+    errors = pools(2).errors(run, values_of(tmp_path / "here", steps=6, checkpoint=store, run={"name": "other"}))
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointMismatch"
+    assert "(run: run.name is r there). Nothing was changed." in errors[0][1]
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
+    lease = tmp_path / "store" / ".lease.json"
+    assert after | {lease: 0} == before | {lease: 0}
+    assert not (tmp_path / "here" / "other").exists()

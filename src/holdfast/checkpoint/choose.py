@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
@@ -12,10 +12,12 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import verified_manifest
 from holdfast.checkpoint.retention import put_aside, steps
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.verification import patiently
+from holdfast.checkpoint.verification import patiently, read_manifest
 from holdfast.parallel.collectives import ProcessExchange
 
 T = TypeVar("T")
+Look = Callable[[str, Manifest], object]
+"""Is given a checkpoint's name and manifest."""
 
 _NOT_FINITE = "a tensor in it holds NaN or infinity"
 _NEVERTHELESS = (
@@ -33,8 +35,14 @@ class Choice:
     """One line: what was chosen, what was skipped and why."""
 
 
-def newest_verified(
-    storage: Storage, ranks: ProcessExchange, *, quarantine: bool = True, not_finite: bool = False
+def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what is found, and whose it must be
+    storage: Storage,
+    ranks: ProcessExchange,
+    *,
+    quarantine: bool = True,
+    not_finite: bool = False,
+    check: Look = lambda _, __: None,
+    use: Look = lambda _, __: None,
 ) -> Choice | None:
     """Return the newest whole checkpoint, or None if there never was one.
 
@@ -42,56 +50,94 @@ def newest_verified(
     damaged is put aside, and the next older one is tried. So is one with NaN or infinity in it, once an
     older one was found. What has no manifest is none of ours: it is passed over, named, and left where it is.
 
+    Nothing is put aside before the choice was used, and what is skipped was looked at: what `use` and `check` refuse
+    stays as it was.
+
     Args:
         storage: Where checkpoints are.
         ranks: A group of its own.
         quarantine: Put aside what is skipped.
         not_finite: Take one with NaN or infinity in it too.
+        check: Raises, on rank 0, if a checkpoint that would be put aside is none of this run's.
+        use: Takes the choice; all ranks call it together, and it raises on all of them.
 
     Raises:
         CheckpointUnreadable: The directory, or a file of a candidate, cannot be read: it may be whole.
         NoCheckpoint: There were checkpoints and none is good: starting again at step 0 would be a silent loss.
     """
     candidates = list(reversed(_on_rank_0(ranks, storage, lambda: list(steps(storage).items()))))
-    skipped: list[str] = []
-    spoiled: dict[int, str] = {}
+    passed = _Passed()
+    chosen: tuple[str, Manifest] | None = None
     for step, name in candidates:
-        manifest = _verified(storage, step, name, ranks, skipped, rename=quarantine)
+        manifest = _verified(storage, step, name, ranks, passed)
         if manifest is None:
             continue
         if not manifest.finite and not not_finite:
-            spoiled[step] = name
+            passed.spoiled[step] = name
             continue
-        skipped += _pass_over(storage, spoiled, ranks, rename=quarantine)
-        return Choice(name, manifest, _words(step, manifest, skipped, spoiled))
-    skipped += [f"step {step} ({_NOT_FINITE})" for step in spoiled]
+        use(name, manifest)
+        chosen = name, manifest
+        break
+    if quarantine:
+        _check_each(storage, [*passed.damaged, *(passed.spoiled.values() if chosen else ())], ranks, check)
+        for name in passed.damaged:
+            _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
+    if chosen is not None:
+        skipped = passed.words + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
+        return Choice(*chosen, _words(chosen[1], skipped, passed.spoiled))
+    skipped = passed.words + [f"step {step} ({_NOT_FINITE})" for step in passed.spoiled]
     skipped = skipped or _on_rank_0(ranks, storage, lambda: _earlier(storage))
     if skipped:
-        good = "To continue from it all the same, set checkpoint.resume.not_finite: true. " if spoiled else ""
-        raise NoCheckpoint(
-            f"{storage.root} has no {'finite' if spoiled else 'whole'} checkpoint left: {'; '.join(skipped)}. {good}To "
-            "start again from step 0, choose another run.name."
-        )
+        raise NoCheckpoint(_none_left(storage, skipped, spoiled=bool(passed.spoiled)))
     return None
 
 
-def _verified(
-    storage: Storage, step: int, name: str, ranks: ProcessExchange, skipped: list[str], *, rename: bool
-) -> Manifest | None:
-    """Return a candidate's manifest; None, and words among the skipped, if it is damaged or none of ours."""
+@dataclass
+class _Passed:
+    """What was passed over on the way to a choice."""
+
+    words: list[str] = field(default_factory=list)
+    """About what is damaged, or none of ours."""
+    damaged: list[str] = field(default_factory=list)
+    """Names."""
+    spoiled: dict[int, str] = field(default_factory=dict)
+    """Names of what is whole and not finite, by step."""
+
+
+def _verified(storage: Storage, step: int, name: str, ranks: ProcessExchange, passed: _Passed) -> Manifest | None:
+    """Return a candidate's manifest; None, and words about it, if it is damaged or none of ours."""
     try:
         return verified_manifest(storage, name, ranks)
     except (CheckpointCorrupt, NoCheckpoint) as error:
         reason = str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
         ours = isinstance(error, CheckpointCorrupt)
-    skipped.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
-    if rename and ours:
-        _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
+    passed.words.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
+    if ours:
+        passed.damaged.append(name)
     return None
 
 
-def _words(step: int, manifest: Manifest, skipped: Sequence[str], spoiled: Mapping[int, str]) -> str:
-    words = f"resuming from step {step}, verified in {len(manifest.files)} files"
+def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, check: Look) -> None:
+    """Look at what would be put aside, as far as its manifest can be read."""
+    with ranks.together():
+        for name in names if ranks.rank == 0 else ():
+            try:
+                manifest = read_manifest(storage, name)
+            except (CheckpointCorrupt, NoCheckpoint):
+                continue
+            check(name, manifest)
+
+
+def _none_left(storage: Storage, skipped: Sequence[str], *, spoiled: bool) -> str:
+    good = "To continue from it all the same, set checkpoint.resume.not_finite: true. " if spoiled else ""
+    return (
+        f"{storage.root} has no {'finite' if spoiled else 'whole'} checkpoint left: {'; '.join(skipped)}. {good}To "
+        "start again from step 0, choose another run.name."
+    )
+
+
+def _words(manifest: Manifest, skipped: Sequence[str], spoiled: Mapping[int, str]) -> str:
+    words = f"resuming from step {manifest.step}, verified in {len(manifest.files)} files"
     words += "" if manifest.finite else f"; {_NOT_FINITE}"
     words += f"; skipped {', '.join(skipped)}" if skipped else ""
     return words + (f". {_NEVERTHELESS}" if spoiled else "")

@@ -78,6 +78,28 @@ def _parsed(storage: Storage, path: str, where: str) -> Manifest:
         raise _other_each_time(where) from error
 
 
+def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -> bytes:
+    """Return the bytes of a small file once they have the hash of the manifest, read twice if need be.
+
+    Who uses bytes compares these very bytes: others may come from the disk, or the network, than a moment ago.
+
+    Raises:
+        CheckpointCorrupt: Two reads, with one from the disk itself between them, give the same wrong bytes.
+        CheckpointUnreadable: It cannot be read, also after some patience, or every read gives other bytes.
+    """
+    path, expected = f"{name}/{file}", manifest.files[file].hash
+    where = f"{storage.root}/{path}"
+    seen = set()
+    for _ in range(2):
+        data = patiently(where, lambda: storage.read(path))
+        if hash_bytes(data) == expected:
+            return data
+        seen |= {hash_bytes(data), patiently(where, lambda: storage.hash(path, from_disk=True))}
+    if len(seen) > 1:
+        raise _other_each_time(where)
+    raise CheckpointCorrupt(damage(f"{storage.root}/{name}", [file], []))
+
+
 def patiently(where: str, ask: Callable[[], T]) -> T:
     """Return what the file system answers, asking again while it says that it is only in trouble.
 

@@ -11,7 +11,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.export import clean_exports
@@ -32,7 +31,7 @@ from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
 from holdfast.training.exports import EXPORTS, check_export
 from holdfast.training.places import Places
-from holdfast.training.resume import resume, say, start_from
+from holdfast.training.resume import go_on, say, start_from
 from holdfast.training.run import Run
 from holdfast.training.save_in_flight import collect_together, meet_again, wait_for_all
 
@@ -81,10 +80,10 @@ class Checkpoints:
         try:
             self._hold(run_id)
             self._start(known=known)
-            if run.world.is_first:
-                directory.create(
-                    run.directory, run.config, run.config.verb
-                )  # again, now that nothing can be refused any more
+            if run.world.is_first:  # now that nothing can be refused any more
+                directory.create(run.directory, run.config, run.config.verb)
+                clean(self._storage)
+                clean_exports(run.directory / EXPORTS)
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
@@ -127,8 +126,6 @@ class Checkpoints:
                 if lost is not None or not directory.is_run(run.directory):
                     directory.create(run.directory, run.config, run.config.verb, lost)
                 named.append(directory.run_id(run.directory))
-                clean(self._storage)
-                clean_exports(run.directory / EXPORTS)
         return run.exchange.agree(named[0] if named else "")
 
     def __exit__(
@@ -162,13 +159,11 @@ class Checkpoints:
 
     def _start(self, *, known: bool) -> None:
         run = self._run
-        not_finite = self._config.resume.not_finite
-        choice = newest_verified(self._storage, self._ranks, not_finite=not_finite) if known else None
-        if choice is not None:
-            loaded = resume(run, self._storage, choice, self._ranks, self.session.run_id)
-            self.session.resumed = choice.manifest
+        found = go_on(run, self._storage, self._ranks, self.session.run_id) if known else None
+        if found is not None:
+            self.session.resumed = found.manifest
             # Retention deletes the checkpoints that recorded them first.
-            self._deviations = tuple(dict.fromkeys((*choice.manifest.deviations, *loaded.deviations)))
+            self._deviations = tuple(dict.fromkeys((*found.manifest.deviations, *found.deviations)))
             with run.exchange.together():
                 if run.world.is_first:
                     self._places.check_names_free(run.state.step, run.total_steps)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import yaml
 
-from holdfast.checkpoint.choose import Choice
-from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.checkpoint.choose import Choice, newest_verified
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.layout import ASSETS
+from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared
 from holdfast.checkpoint.reader import Loaded, load
 from holdfast.checkpoint.snapshot import set_random_state
 from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.verification import verified_bytes
 from holdfast.config.base import leaves
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.runs import as_plain
@@ -38,8 +41,30 @@ MOVES_NUMBERS = (
 )  # fmt: skip
 
 
-def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, run_id: str) -> Loaded:
-    """Continue from a verified checkpoint; what was declared to differ is printed, and is among the deviations.
+def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Restored | None:
+    """Continue from the newest whole checkpoint of this run; None if there never was one.
+
+    What another run saved is refused before anything is renamed, also where it is damaged.
+
+    Raises:
+        NoCheckpoint, CheckpointMismatch: None is whole, or the newest does not fit this run.
+    """
+    found: list[Restored] = []
+    choice = newest_verified(
+        storage,
+        ranks,
+        not_finite=run.config.checkpoint.resume.not_finite,
+        check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
+        use=lambda name, manifest: found.append(_restore(run, storage, name, manifest, ranks, run_id)),
+    )
+    if choice is None:
+        return None
+    say(run, choice.words, *found[0].lines)
+    return found[0]
+
+
+def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, run_id: str) -> None:
+    """Continue from a verified checkpoint; what was declared to differ is printed.
 
     Args:
         run: As it was built.
@@ -50,23 +75,43 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, r
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
+    found = _restore(run, storage, choice.name, choice.manifest, ranks, run_id)
+    say(run, choice.words, *found.lines)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run continues from."""
+
+    manifest: Manifest
+    deviations: tuple[str, ...]
+    """What was declared to differ, at this resume."""
+    lines: tuple[str, ...]
+    """What the user reads of it."""
+
+
+def _restore(  # noqa: PLR0913 - what is continued, and from what
+    run: Run, storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, run_id: str
+) -> Restored:
     config = run.config.checkpoint
     accepted: list[str] = []
+    then: dict[str, Any] = {}
     with run.exchange.together():
-        accepted += _check_identity(run, storage, choice, run_id)
-    unfreeze(run, choice.manifest.step)
+        then |= _settings_then(storage, name, manifest)
+        accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
+    unfreeze(run, manifest.step)
     loaded = load(
         storage,
-        choice.name,
+        name,
         run.policy,
         run.optimizer,
         ranks,
         declared=_declared(config),
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
-        verified=choice.manifest,
+        verified=manifest,
         averages=run.averages.tensors if run.averages is not None else {},
         companions=run.beside,
-        check=lambda shared, _: check_saved_state(run, shared, choice.manifest.step),
+        check=lambda shared, _: check_saved_state(run, shared, manifest.step),
     )
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
@@ -75,10 +120,9 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, r
     else:
         seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
     _damage(run)
-    run.resumed_metrics |= {name: value for name, value in choice.manifest.metrics.items() if value is not None}
-    changed = _changed(run, storage, choice) if run.world.is_first else []
-    say(run, choice.words, _exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *changed)
-    return replace(loaded, deviations=(*accepted, *loaded.deviations))
+    run.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
+    lines = (_exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *_changed(run, then))
+    return Restored(manifest, (*accepted, *loaded.deviations), lines)
 
 
 def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
@@ -122,36 +166,55 @@ def say(run: Run, *lines: str) -> None:
             print(line, flush=True)
 
 
-def _check_identity(run: Run, storage: Storage, choice: Choice, run_id: str) -> list[str]:
+def _check_identity(run: Run, where: str, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> list[str]:
     """Return what differs and was declared, in words."""
-    allowed = run.config.checkpoint.resume.changed
-    found = differences(with_marks_of_now(choice.manifest.fingerprints, run.identity), run.identity)
-    # A run whose directory was on a disk that is gone has a new identity and the old name.
-    name = _settings_then(storage, choice).get("run.name")
-    if choice.manifest.run_id != run_id and name not in {None, run.config.run.name}:
-        found = {**found, "run": [f"run.name is {name} there"]}
-    refused = {kind: what for kind, what in found.items() if kind not in allowed}
+    found = differences(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
+    return _declared_alone(run, where, {**found, **_other_run(run, manifest, run_id, then)})
+
+
+def _other_run(run: Run, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return words if a run of another name saved a checkpoint, by the kind that declares it.
+
+    A run whose directory was on a disk that is gone has a new identity and the old name.
+    """
+    name = then.get("run.name")
+    same = manifest.run_id == run_id or name in {None, run.config.run.name}
+    return {} if same else {"run": [f"run.name is {name} there"]}
+
+
+def _declared_alone(run: Run, where: str, found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what differs, in words.
+
+    Raises:
+        CheckpointMismatch: Some of it was not declared.
+    """
+    refused = {kind: what for kind, what in found.items() if kind not in run.config.checkpoint.resume.changed}
     if refused:
         words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
         raise CheckpointMismatch(
-            f"{storage.root}/{choice.name} was made with other things than this run has ({words}). Nothing was "
-            "changed. Put them back, choose another run.name, or declare it: checkpoint.resume.changed: "
-            f"[{', '.join(refused)}]."
+            f"{where} was made with other things than this run has ({words}). Nothing was changed. Put them back, "
+            f"choose another run.name, or declare it: checkpoint.resume.changed: [{', '.join(refused)}]."
         )
     return [f"{kind}: {', '.join(what)} (changed)" for kind, what in found.items()]
 
 
-def _settings_then(storage: Storage, choice: Choice) -> dict[str, Any]:
+def _refuse_of_others(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
+    """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
+    with suppress(CheckpointCorrupt, CheckpointUnreadable):
+        then = _settings_then(storage, name, manifest)
+        _declared_alone(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, then))
+
+
+def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
     """Return the configuration that a checkpoint was made with, by dotted name; empty if it holds none."""
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
-    if file not in choice.manifest.files:
+    if file not in manifest.files:
         return {}
-    return dict(leaves(yaml.safe_load(storage.read(f"{choice.name}/{file}"))))
+    return dict(leaves(yaml.safe_load(verified_bytes(storage, name, manifest, file))))
 
 
-def _changed(run: Run, storage: Storage, choice: Choice) -> list[str]:
+def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
-    then = _settings_then(storage, choice)
     if not then:
         return []
     now = dict(leaves(as_plain(run.config)))
