@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from holdfast.checkpoint.hashing import HashingWriter
 from holdfast.checkpoint.storage import LocalStorage
@@ -166,14 +167,22 @@ class SlowStorage(LocalStorage):
 
 
 class FlippingStorage(MoodyStorage):
-    """Reads of a small file that come back with a bit flipped, each time another one or always the same."""
+    """Reads of a small file that come back with a bit flipped, each time another one or always the same.
 
-    def __init__(self, root: Path, what: str, failures: int, *, same: bool = False) -> None:
+    Args:
+        root: The directory.
+        what: End of the paths this happens to.
+        failures: Times.
+        same: The same bit each time.
+        place: Of its byte.
+    """
+
+    def __init__(self, root: Path, what: str, failures: int, *, same: bool = False, place: int = len("{")) -> None:
         super().__init__(root, what, failures, None)
-        self.same = same
+        self.same, self.place = same, place
 
     def read(self, path: str) -> bytes:
-        place = len("{") if self.same else self.failures
+        place = self.place if self.same else self.failures
         data = bytearray(self.path(path).read_bytes())
         if self._fail(path):
             data[place] ^= 1
@@ -221,3 +230,28 @@ class ForgetfulStorage(MoodyStorage):
 
     def names(self, path: str = "") -> list[str]:
         return super().names(path)[self._asked("names", path) :]
+
+
+class FlippingFileStorage(LocalStorage):
+    """A file that fails, or has another byte, the first times that it is opened.
+
+    Args:
+        root: The directory.
+        what: End of the paths this happens to.
+        failures: Times.
+        place: Of the byte; None: opening fails instead.
+    """
+
+    def __init__(self, root: Path, what: str, failures: int, place: int | None) -> None:
+        super().__init__(root)
+        self.what, self.failures, self.place = what, failures, place
+
+    def open(self, path: str) -> IO[bytes]:
+        if not path.endswith(self.what) or self.failures == 0:
+            return super().open(path)
+        self.failures -= 1
+        if self.place is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path(path)))
+        data = bytearray(self.path(path).read_bytes())
+        data[self.place] ^= 1
+        return io.BytesIO(data)

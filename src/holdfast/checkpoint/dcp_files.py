@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
@@ -159,10 +161,18 @@ def chunk_from(data: bytes | memoryview) -> Tensor | None:
 def stored_chunk(storage: Storage, path: str, info: Any) -> Tensor | None:
     """Return one stored chunk, `info` of DCP's metadata saying where in the file it is; None if it cannot be read."""
     try:
+        return chunk_within(storage, path, info)
+    except OSError:
+        return None
+
+
+def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
+    """Return one stored chunk, as `stored_chunk`; what the file system says of the file is raised."""
+    try:
         with storage.open(path) as file:
             file.seek(info.offset)
             data = file.read(info.length)
-    except (OSError, ValueError, OverflowError, MemoryError):
+    except (ValueError, OverflowError, MemoryError):
         return None
     return chunk_from(data)
 
@@ -256,18 +266,35 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """DCP's reader on our storage."""
+    """DCP's reader, with metadata that was read before, and chunks that somebody else reads and verifies."""
 
-    def __init__(self, storage: Storage, path: str) -> None:
+    def __init__(self, path: str, metadata: Metadata, chunk: Callable[[Any, Any], Tensor]) -> None:
+        """Take what is known.
+
+        Args:
+            path: DCP's directory, to be named.
+            metadata: Of it.
+            chunk: Returns a whole stored chunk, given its index and its place as the metadata has them.
+        """
         super().__init__(path)
-        self._storage = storage
-        self.fs = _Files(storage)  # type: ignore[assignment]
-        self.path = path
+        self._metadata, self._chunk = metadata, chunk
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read metadata with our unpickler."""
-        name = f"{self.path}/{METADATA}"
-        metadata = read_dcp_metadata(self._storage.read(name), f"{self._storage.root}/{name}")
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """Return the metadata."""
+        if self._metadata.storage_meta is not None:
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the wanted part of each chunk, in the order in which chunks lie in their files."""
+        stored = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        places = {index: (info.relative_path, info.offset) for index, info in stored.items()}
+        for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
+            whole = self._chunk(item.storage_index, stored[item.storage_index])
+            target = planner.resolve_tensor(item).detach()
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            target.copy_(whole[tuple(slice(start, start + size) for start, size in ranges)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

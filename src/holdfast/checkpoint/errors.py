@@ -23,6 +23,10 @@ class CheckpointCorrupt(CheckpointError):
     """A checkpoint's bytes are not the ones that were written; the tensor or file is named."""
 
 
+class TensorsDiffer(CheckpointCorrupt):
+    """The files of a checkpoint have their hashes, and a tensor in them is not what was saved."""
+
+
 class CheckpointUnreadable(CheckpointError):
     """A file could not be read, which says nothing about its bytes: the disk or the network may get over it."""
 

@@ -14,9 +14,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.chunks import VerifiedChunks, verified_metadata
 from holdfast.checkpoint.companions import Companion, companion_state, own_tensors, plan_companions, wanted_of
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.direct import read_parts
@@ -49,9 +51,10 @@ from holdfast.checkpoint.verification import (
     damage,
     damaged_files,
     damaged_tensors,
-    patiently,
     read_manifest,
+    verified_bytes,
 )
+from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
@@ -277,21 +280,24 @@ def check_read_back(
 def _read(
     tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
 ) -> None:
-    """Read into staging memory, and compare with the hashes of what was saved wherever chunks are the same."""
+    """Read into staging memory; each chunk is compared when it is read, and wanted ones that fit once more."""
     if not tensors:
         return
-    reader = Reader(storage, f"{name}/{DCP}")
     if ranks.size == 1:
         one_process_is_meant()
+    found: list[Metadata] = []
     with ranks.together():
-        found = patiently(f"{storage.root}/{name}", reader.read_metadata) if ranks.rank == 0 else None
-        partly = [] if found is None else without_chunks(found, manifest.tensors)
+        found.append(verified_metadata(storage, name, manifest))
+        partly = without_chunks(found[0], manifest.tensors) if ranks.rank == 0 else []
         if partly:
             raise CheckpointCorrupt(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
+    reader = Reader(f"{name}/{DCP}", found[0], VerifiedChunks(storage, name, manifest))
     try:
         dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, HoldfastError):
+            raise cause from error
         raise CheckpointCorrupt(f"{storage.root}/{name} cannot be read on rank {rank}: {cause}.") from error
     with ranks.together():
         for key, tensor in tensors.items():
@@ -314,12 +320,11 @@ def _small(
     try:
         if written_by == ranks.size and not moved:
             placed = place_file(manifest.mesh, coordinate_of(model))
-            own = placed if placed in manifest.files else rank_file(ranks.rank)
+            own = placed if placed is not None and placed in manifest.files else rank_file(ranks.rank)
             if own not in manifest.files:
                 raise CheckpointCorrupt(f"{where} lacks {own}, the own state of rank {ranks.rank}.")
-            rank_state = json.loads(patiently(where, lambda: storage.read(f"{name}/{own}")))
-        everyones = f"{name}/{TRAINER}"
-        shared = json.loads(patiently(where, lambda: storage.read(everyones))) if TRAINER in manifest.files else {}
+            rank_state = json.loads(verified_bytes(storage, name, manifest, own))
+        shared = json.loads(verified_bytes(storage, name, manifest, TRAINER)) if TRAINER in manifest.files else {}
     except ValueError as error:  # one rank's alone: the others would wait for it
         raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared

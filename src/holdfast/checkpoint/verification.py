@@ -75,7 +75,7 @@ def _parsed(storage: Storage, path: str, where: str) -> Manifest:
     except CheckpointCorrupt as error:
         if hash_bytes(data) == on_disk:
             raise
-        raise _other_each_time(where) from error
+        raise other_each_time(where) from error
 
 
 def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -> bytes:
@@ -96,7 +96,7 @@ def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -
             return data
         seen |= {hash_bytes(data), patiently(where, lambda: storage.hash(path, from_disk=True))}
     if len(seen) > 1:
-        raise _other_each_time(where)
+        raise other_each_time(where)
     raise CheckpointCorrupt(damage(f"{storage.root}/{name}", [file], []))
 
 
@@ -135,7 +135,8 @@ def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:
     )
 
 
-def _other_each_time(where: str) -> CheckpointUnreadable:
+def other_each_time(where: str) -> CheckpointUnreadable:
+    """Return the error for what differs from read to read."""
     return CheckpointUnreadable(
         f"{where} has other bytes each time it is read, so nothing is known of it. Look at the disk, its cables and "
         "this machine's memory."
@@ -190,7 +191,7 @@ def damaged_files(
         second = first if first == expected else _hash(storage, path, from_disk=True)
         if expected not in {first, second}:
             if first != second:
-                raise _other_each_time(f"{storage.root}/{path}")
+                raise other_each_time(f"{storage.root}/{path}")
             damaged.append(file)
     return damaged
 

@@ -1,0 +1,133 @@
+"""What is loaded is what was verified, byte for byte: a file may change, or be read wrongly, between the two."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint import find, reader
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.optim.tagged import decode
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from tests.checkpoint.cases import build, contents, optimizer_of, save_after
+from tests.crash.faulty import FlippingFileStorage, FlippingStorage
+
+STEP = "step-00000001"
+SHARD = "dcp/__1_0.distcp"
+TRAINER, RANK = "trainer.json", "rank/shard-1.json"
+
+
+@pytest.fixture(scope="module")
+def saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("run") / STEP
+    return path, pools(2).run(save_after, str(path), 1)[0]
+
+
+@pytest.fixture
+def step_1(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    """Return a copy, to be damaged."""
+    return Path(shutil.copytree(saved[0], tmp_path / "run" / STEP))
+
+
+def place_of(checkpoint: Path, file: str) -> int:
+    """Return where the digit of a number stands, or a byte of a trained matrix: neither makes a file unreadable."""
+    data = (checkpoint / file).read_bytes()
+    if file != SHARD:
+        found = re.search(rb'"steps"\D*(\d)' if file == TRAINER else rb'"python": \[\d, \[(\d)', data)
+        assert found is not None
+        return found.start(1)
+    stored = find.one(str(checkpoint))
+    chunk = stored.manifest.tensors["model.blocks.0.trained.weight"].chunks[1]
+    rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+    numbers = stored.read("model.blocks.0.trained.weight")[rows].contiguous().numpy().tobytes()
+    assert data.count(numbers) == 1
+    return data.index(numbers) + 5
+
+
+def load(world: World, storage: LocalStorage, between: Callable[[], object]) -> dict[str, Any]:
+    """Verify, let something happen, load; return what is there then, or the error and whether all stayed as it was."""
+    toy = build(world, seed=1)
+    optimizer = optimizer_of(toy)
+    before, ranks = contents(toy, optimizer), ProcessExchange()
+    manifest = reader.verified_manifest(storage, STEP, ranks)
+    ranks.gather(None)
+    between()
+    ranks.gather(None)
+    try:
+        loaded = reader.load(storage, STEP, toy, optimizer, ranks, verified=manifest)
+    except Exception as error:  # noqa: BLE001 - which one it is, is the question
+        return {"error": (type(error).__name__, str(error)), "untouched": contents(toy, optimizer) == before}
+    return contents(toy, optimizer) | {"extra": decode(loaded.shared["extra"])}
+
+
+def flip_between(world: World, checkpoint: Path, file: str, place: int) -> dict[str, Any]:
+    """Flip a bit of a file between the verification and the load."""
+
+    def flip() -> None:
+        data = bytearray((checkpoint / file).read_bytes())
+        data[place] ^= 1
+        if world.is_first:
+            (checkpoint / file).write_bytes(data)
+
+    return load(world, LocalStorage(checkpoint.parent), flip)
+
+
+@pytest.mark.parametrize(("file", "ranks"), [(TRAINER, 2), (TRAINER, 3), (RANK, 2), (SHARD, 1), (SHARD, 2), (SHARD, 3)])
+def test_a_byte_that_flips_after_the_verification_is_refused_by_name(
+    pools: Any, step_1: Path, file: str, ranks: int
+) -> None:
+    found = pools(ranks).run(flip_between, step_1, file, place_of(step_1, file))
+
+    assert all(each == found[0] for each in found)
+    assert found[0]["untouched"]
+    name, said = found[0]["error"]
+    assert name in {"CheckpointCorrupt", "TensorsDiffer"}
+    assert "blocks.0.trained.weight" in said if file == SHARD else f"{file} is damaged" in said
+
+
+def read_wrongly(world: World, checkpoint: Path, file: str, place: int | None, failures: int) -> dict[str, Any]:
+    """Load through a storage whose first reads after the verification are wrong, or fail."""
+    storage: Any
+    if file == SHARD:
+        storage = FlippingFileStorage(checkpoint.parent, file, 0, place)
+    else:
+        storage = FlippingStorage(checkpoint.parent, file, 0, same=True, place=place or 0)
+    return load(world, storage, lambda: setattr(storage, "failures", failures))
+
+
+@pytest.mark.parametrize(("file", "ranks"), [(TRAINER, 2), (RANK, 2), (SHARD, 2), (SHARD, 3)])
+def test_one_wrong_read_is_read_again(pools: Any, saved: tuple[Path, dict[str, Any]], file: str, ranks: int) -> None:
+    found = pools(ranks).run(read_wrongly, saved[0], file, place_of(saved[0], file), 1)
+
+    assert all(each == saved[1] | {"extra": {"steps": 1}} for each in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_read_that_fails_for_a_while_is_tried_again(
+    pools: Any, saved: tuple[Path, dict[str, Any]], ranks: int
+) -> None:
+    found = pools(ranks).run(read_wrongly, saved[0], SHARD, None, 2)
+
+    assert all(each == saved[1] | {"extra": {"steps": 1}} for each in found)
+
+
+@pytest.mark.parametrize(("file", "ranks"), [(TRAINER, 2), (SHARD, 3)])
+def test_what_is_read_otherwise_each_time_is_no_damage(
+    pools: Any, saved: tuple[Path, dict[str, Any]], file: str, ranks: int
+) -> None:
+    """The disk itself has the right bytes, and every read of them is wrong."""
+    place = None if file == SHARD else place_of(saved[0], file)
+
+    found = pools(ranks).run(read_wrongly, saved[0], file, place, 1000)
+
+    assert all(each == found[0] for each in found)
+    assert found[0]["error"][0] == "CheckpointUnreadable"
+    assert ("cannot be read: Input/output error" if file == SHARD else "has other bytes each time") in found[0][
+        "error"
+    ][1]
