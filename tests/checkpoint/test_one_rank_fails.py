@@ -117,3 +117,33 @@ def test_an_error_of_any_kind_on_one_rank_ends_the_save_on_all(
     assert errors[0][0] == "SaveFailed"
     assert message in errors[0][1]
     assert list(tmp_path.iterdir()) == []
+
+
+def save_with_other_values(world: World, path: str, what: str) -> None:
+    toy = build(world)
+    optimizer = optimizer_of(toy)
+    step(world, toy, optimizer, 0)
+    own = 0.25 + world.rank
+    if what == "param group":
+        optimizer.param_groups[0]["weight_decay"] = own
+    else:
+        next(state for state in optimizer.state.values())["seen"] = {"average": (3, own)}
+    checkpoint.save(path, toy, optimizer, timeout_minutes=TIMEOUT_MINUTES)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("param group", "groups.0.hyperparameters.weight_decay: 0.25 and 1.25"),
+        ("state", "values.blocks.0.trained.weight.seen.dict.0.1.tuple.1: 0.25 and 1.25"),
+    ],
+)
+def test_what_optimizers_hold_besides_tensors_must_be_the_same_on_all_ranks(
+    pools: Any, tmp_path: Path, what: str, name: str
+) -> None:
+    errors = pools(2).errors(save_with_other_values, str(tmp_path / "step-00000001"), what)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "SaveFailed"
+    assert f"ranks 0 and 1 disagree on the optimizer's {name}. Only one would be saved." in errors[0][1]
+    assert list(tmp_path.iterdir()) == []

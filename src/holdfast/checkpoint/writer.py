@@ -39,6 +39,7 @@ from holdfast.checkpoint.optimizer_record import described_optimizers, wrapped_r
 from holdfast.checkpoint.room import refuse_full_disk
 from holdfast.checkpoint.snapshot import OPTIM, Described, Snapshot, describe, outline
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.trees import first_difference
 from holdfast.errors import HoldfastError
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import ProcessExchange
@@ -169,20 +170,33 @@ def _agree(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
     """
     wrapped = wrapped_records(snapshot)
     shared = json.dumps(snapshot.shared, sort_keys=True, default=repr)
-    mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), shared, snapshot.contents, about.step)
+    optimizers = json.dumps(described_optimizers(snapshot), sort_keys=True)
+    mine = (outline(snapshot), json.dumps(wrapped, sort_keys=True), optimizers, shared, snapshot.contents, about.step)
     everyone = ranks.gather(mine)
     for rank, theirs in enumerate(everyone[1:], start=1):
         if theirs[0] != everyone[0][0]:
             raise SaveFailed(_first_difference(everyone[0][0], theirs[0], rank))
         if theirs[1] != everyone[0][1]:
             raise SaveFailed(_first_difference(json.loads(everyone[0][1]), json.loads(theirs[1]), rank))
-        if theirs[4] != everyone[0][4]:
-            raise SaveFailed(f"rank 0 saves step {everyone[0][4]}, and rank {rank} step {theirs[4]}.")
-        if theirs[2:] != everyone[0][2:]:
+        if theirs[2] != everyone[0][2]:
+            raise SaveFailed(_disagreement(json.loads(everyone[0][2]), json.loads(theirs[2]), rank))
+        if theirs[5] != everyone[0][5]:
+            raise SaveFailed(f"rank 0 saves step {everyone[0][5]}, and rank {rank} step {theirs[5]}.")
+        if theirs[3:] != everyone[0][3:]:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
     return _own_file(snapshot, about, ranks)
+
+
+def _disagreement(first: Any, other: Any, rank: int) -> str:
+    """Return words about the first plain value of an optimizer that ranks hold differently: one would be lost."""
+    path, mine, theirs = first_difference(first, other) or ("", first, other)
+    return (
+        f"ranks 0 and {rank} disagree on the optimizer's {path}: {mine!r} and {theirs!r}. Only one would be saved. "
+        "Every rank must give its param groups the same hyper-parameters and keep the same values besides tensors; "
+        "what is a rank's own belongs into rank_state."
+    )
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
