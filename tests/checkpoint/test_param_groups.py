@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from holdfast import checkpoint
+from holdfast.checkpoint import find
+from holdfast.checkpoint.compare import differences, state_hash
 from holdfast.checkpoint.matching import Declared
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
@@ -160,3 +162,29 @@ def test_a_run_whose_groups_cannot_take_the_checkpoint_s_hyperparameters_is_refu
     assert "this optimizer updates them in one group" in errors[0][1]
     assert "Nothing was changed." in errors[0][1]
     assert (tmp_path / "r" / "metrics.jsonl").read_bytes() == log
+
+
+def save_with_values(world: World, run: str) -> None:
+    """Save three times the same tensors: as they are, with other betas, and with another value beside the tensors."""
+    toy = build(world)
+    optimizer = grouped(toy, "two")
+    step(world, toy, optimizer, 0)
+    checkpoint.save(f"{run}/step-00000001", toy, optimizer)
+    optimizer.param_groups[1]["betas"] = (0.9, 0.5)
+    checkpoint.save(f"{run}/step-00000002", toy, optimizer)
+    optimizer.param_groups[1]["betas"] = (0.9, 0.999)
+    for state in optimizer.state.values():
+        state["seen"] = 3
+    checkpoint.save(f"{run}/step-00000003", toy, optimizer)
+
+
+def test_checkpoints_that_differ_in_plain_values_of_the_optimizer_alone_are_not_identical(
+    pools: Any, tmp_path: Path
+) -> None:
+    pools(2).run(save_with_values, str(tmp_path))
+    first, betas, seen = (find.one(str(tmp_path / f"step-0000000{number}")) for number in (1, 2, 3))
+
+    assert list(differences(first, first)) == []
+    assert list(differences(first, betas)) == ["optimizer: groups.1.hyperparameters.betas.tuple.1 is 0.999 and 0.5"]
+    assert list(differences(first, seen)) == ["optimizer: values.blocks.0.single.weight is 'absent' and {'seen': 3}"]
+    assert len({state_hash(each) for each in (first, betas, seen)}) == 3

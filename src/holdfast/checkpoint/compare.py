@@ -6,18 +6,20 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.companions import COMPANIONS
 from holdfast.checkpoint.hashing import combined, hash_bytes, hash_tensor
 from holdfast.checkpoint.layout import RANK, TRAINER
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import OPTIM
 from holdfast.checkpoint.tensors import StoredCheckpoint
+from holdfast.checkpoint.trees import first_difference as first_difference_of
+from holdfast.checkpoint.verification import verified_bytes
 from holdfast.checkpoint.wrapped_state import records
 from holdfast.optim.wrapped import BETWEEN
 
 
 def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[str]:
-    """Yield one sentence per tensor or state that differs, in order of names.
+    """Yield one sentence per tensor that differs, then about optimizers' plain values, then one per state.
 
     Tensors are compared by the hashes of their chunks. Where the numbers of ranks differ, chunks do too, and tensors
     are read and compared whole.
@@ -33,6 +35,9 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
             told = f"{key} is only in the {'first' if key in one else 'second'}"
         if told is not None:
             yield told
+    told = _optimizer_difference(first, second)
+    if told is not None:
+        yield told
     for file in sorted(_states(first.manifest) | _states(second.manifest)):
         told = _state_difference(first, second, file)
         if told is not None:
@@ -77,15 +82,25 @@ def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
 def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: str) -> str | None:
     if file not in first.manifest.files or file not in second.manifest.files:
         return f"{file} is only in the {'first' if file in first.manifest.files else 'second'}"
-    key = _first_key(json.loads(_read(first, file)), json.loads(_read(second, file)))
-    return None if key is None else f"{file}: {key} differs"
+    found = first_difference_of(json.loads(_read(first, file)), json.loads(_read(second, file)))
+    return None if found is None else f"{file}: {found[0] or 'everything'} differs"
+
+
+def _optimizer_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
+    """Return what differs of optimizers besides tensors; how state is cut into parts follows from the ranks."""
+    one, two = (_without_records(each.manifest.optimizer or {}) for each in (first, second))
+    found = first_difference_of(one, two)
+    return None if found is None else f"optimizer: {found[0]} is {found[1]!r} and {found[2]!r}"
+
+
+def _without_records(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    beside = {name: _without_records(each) for name, each in optimizer.get(COMPANIONS, {}).items()}
+    plain = {key: value for key, value in optimizer.items() if key not in {"wrapped", COMPANIONS}}
+    return plain | ({COMPANIONS: beside} if beside else {})
 
 
 def _read(checkpoint: StoredCheckpoint, file: str) -> bytes:
-    data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
-    if hash_bytes(data) != checkpoint.manifest.files[file].hash:
-        raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
-    return data
+    return verified_bytes(checkpoint.storage, checkpoint.name, checkpoint.manifest, file)
 
 
 def first_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
@@ -94,23 +109,13 @@ def first_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str |
 
 
 def state_hash(checkpoint: StoredCheckpoint) -> str:
-    """Return one hash of all tensors and all states besides them."""
+    """Return one hash of all tensors, of optimizers' plain values and of all states besides them."""
     tensors = checkpoint.manifest.tensors
+    optimizer = json.dumps(_without_records(checkpoint.manifest.optimizer or {}), sort_keys=True)
     chunks = [f"{key}:{chunk.hash}" for key in sorted(tensors) for chunk in tensors[key].chunks]
     files = sorted(_states(checkpoint.manifest))
-    return combined([*chunks, *(hash_bytes(_read(checkpoint, file)) for file in files)])
+    return combined([*chunks, optimizer, *(hash_bytes(_read(checkpoint, file)) for file in files)])
 
 
 def _states(manifest: Manifest) -> set[str]:
     return {file for file in manifest.files if file == TRAINER or file.startswith(f"{RANK}/")}
-
-
-def _first_key(one: Any, two: Any, path: str = "") -> str | None:
-    """Return the path of the first value that differs between two trees."""
-    if isinstance(one, Mapping) and isinstance(two, Mapping):
-        for key in sorted({*one, *two}):
-            found = _first_key(one.get(key), two.get(key), f"{path}.{key}" if path else str(key))
-            if found is not None:
-                return found
-        return None
-    return None if one == two else path or "everything"
