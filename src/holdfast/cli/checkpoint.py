@@ -119,10 +119,13 @@ def diff(
 ) -> None:
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
     from holdfast.checkpoint import find
+    from holdfast.checkpoint.chunks import verified_metadata
     from holdfast.checkpoint.compare import differences
     from holdfast.checkpoint.verification import verify
 
     found, both = 0, (find.one(first), find.one(second))
+    for checkpoint in both:
+        verified_metadata(checkpoint.storage, checkpoint.name, checkpoint.manifest)
     for line in differences(*both):
         typer.echo(line)
         found += 1

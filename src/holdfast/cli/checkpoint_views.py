@@ -81,11 +81,17 @@ def _number(value: float | None) -> str:
 
 
 def description(place: str) -> Iterator[str]:
-    """Yield what a checkpoint says of itself."""
+    """Yield what a checkpoint says of itself.
+
+    Raises:
+        CheckpointCorrupt: The file that says where its tensors are is damaged or hostile.
+    """
     from holdfast.checkpoint import find
+    from holdfast.checkpoint.chunks import verified_metadata
 
     found = find.one(place)
     manifest = found.manifest
+    verified_metadata(found.storage, found.name, manifest)  # what is said of tensors holds for what lies there
     yield f"checkpoint {found.path}"
     yield f"run {manifest.run_id}, step {manifest.step}, hash {manifest.hash}"
     if manifest.parent_step is not None:
