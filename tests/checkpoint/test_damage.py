@@ -168,7 +168,7 @@ def test_a_swapped_shard_is_refused_even_where_its_size_and_its_file_hash_fit(po
     outcomes = pools(2).run(load_both_ways, str(step_2))
 
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0][0] == "CheckpointCorrupt"
+    assert outcomes[0][0][0] == "TensorsDiffer"
     assert "reads back differently from what was saved" in outcomes[0][0][1]
     assert outcomes[0][1]
     with pytest.raises(CheckpointCorrupt, match="its bytes are not those that were saved"):
@@ -199,7 +199,7 @@ def test_a_tensor_of_which_metadata_lists_no_chunk_is_refused_at_any_number_of_r
 
     (error, untouched), *_ = pools(ranks).run(load_both_ways, str(step_2))
 
-    assert error[0] == "CheckpointCorrupt"
+    assert error[0] == "TensorsDiffer"
     assert "blocks.0.trained.weight" in error[1]
     assert untouched
     with pytest.raises(CheckpointCorrupt, match=r"model\.blocks\.0\.trained\.weight is damaged"):
@@ -222,7 +222,7 @@ def test_a_place_beyond_the_file_is_damage_on_all_ranks_though_one_alone_would_r
 
     outcomes = pools(2).run(load_both_ways, str(step_2))
 
-    assert [(error[0], untouched) for error, untouched in outcomes] == [("CheckpointCorrupt", True)] * 2
+    assert [(error[0], untouched) for error, untouched in outcomes] == [("TensorsDiffer", True)] * 2
 
 
 def edited(change: Callable[[dict[str, Any]], None], *, sealed: bool) -> Callable[[bytes], bytes]:

@@ -258,7 +258,7 @@ def test_a_hostile_pickle_anywhere_else_is_never_run_either(
     errors = pools(2).outcomes(load_into_other, str(copy), timeout_seconds=60)
 
     assert not any(ok for ok, _ in errors)
-    assert {error[0] for _, error in errors} == {"CheckpointCorrupt"}
+    assert {error[0] for _, error in errors} == {"TensorsDiffer" if place is in_a_shard else "CheckpointCorrupt"}
     if place is in_a_shard:
         with pytest.raises(CheckpointCorrupt):
             checkpoint.verify(str(copy))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from holdfast import checkpoint
 from holdfast.checkpoint import find
+from holdfast.checkpoint.manifest import Manifest
 from holdfast.parallel.mesh import World
-from tests.crash.runs import values_of
+from tests.checkpoint.damage import rewrite_manifest
+from tests.crash.runs import log_of, state_differences, values_of
 from tests.training.cases import run
 
 
@@ -130,3 +135,44 @@ def test_of_another_run_s_checkpoints_nothing_is_renamed(pools: Any, tmp_path: P
     lease = tmp_path / "store" / ".lease.json"
     assert after | {lease: 0} == before | {lease: 0}
     assert not (tmp_path / "here" / "other").exists()
+
+
+def forged(saved: Path) -> None:
+    """Let the manifest say that the last trained tensor was another one: what memory that erred in a save leaves."""
+
+    def change(manifest: Manifest) -> Manifest:
+        key = max(name for name in manifest.tensors if name.startswith("model."))
+        entry = manifest.tensors[key]
+        chunks = (*entry.chunks[:-1], replace(entry.chunks[-1], hash="0" * 32))
+        return replace(manifest, tensors={**manifest.tensors, key: replace(entry, chunks=chunks)})
+
+    rewrite_manifest(saved, change)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_whose_tensors_are_not_what_was_saved_is_passed_over(
+    pools: Any, tmp_path: Path, ranks: int
+) -> None:
+    """What was unfrozen for the newest one is frozen again for the one before it."""
+    later: dict[str, Any] = {
+        "model": {"freeze": [r"layers\.0\."], "unfreeze": {"at_step": 3, "patterns": [r"layers\.0\."]}},
+        "optim": {"lr": 2e-3, "schedule": "constant", "ema": {"decay": 0.9}},
+    }
+    pools(2).run(run, values_of(tmp_path / "one", steps=4, **later))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "r" / "checkpoints" / "step-00000004")
+    forged(tmp_path / "one" / "r" / "checkpoints" / "step-00000004")
+    checkpoint.verify(str(tmp_path / "one" / "r" / "checkpoints" / "step-00000004"), "files")
+
+    told = pools(ranks).run(printed, values_of(tmp_path / "one", steps=6, **later))[0]
+    pools(ranks).run(run, values_of(tmp_path / "two", steps=6, **later))
+
+    assert "resuming from step 2, verified in" in told
+    assert "skipped step 4 (model." in told
+    assert "reads back differently from what was saved" in told
+    names = sorted(path.name for path in (tmp_path / "one" / "r" / "checkpoints").iterdir())
+    assert [name[: len(".quarantine-step-00000004")] for name in names if name.startswith(".q")] == [
+        ".quarantine-step-00000004"
+    ]
+    assert log_of(tmp_path / "one") == log_of(tmp_path / "two")
+    assert state_differences(tmp_path / "one", tmp_path / "two") == []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint, TensorsDiffer
 from holdfast.checkpoint.layout import NOT_FINITE, QUARANTINE, fresh
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import verified_manifest
@@ -59,7 +59,8 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
         quarantine: Put aside what is skipped.
         not_finite: Take one with NaN or infinity in it too.
         check: Raises, on rank 0, if a checkpoint that would be put aside is none of this run's.
-        use: Takes the choice; all ranks call it together, and it raises on all of them.
+        use: Takes the choice; all ranks call it together, and it raises on all of them. After TensorsDiffer it is asked
+            to take the next older one.
 
     Raises:
         CheckpointUnreadable: The directory, or a file of a candidate, cannot be read: it may be whole.
@@ -70,24 +71,18 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     chosen: tuple[str, Manifest] | None = None
     for step, name in candidates:
         manifest = _verified(storage, step, name, ranks, passed)
-        if manifest is None:
-            continue
-        if not manifest.finite and not not_finite:
+        if manifest is not None and not (manifest.finite or not_finite):
             passed.spoiled[step] = name
-            continue
-        use(name, manifest)
-        chosen = name, manifest
-        break
+        elif manifest is not None and _used(storage, name, manifest, use, passed):
+            chosen = name, manifest
+            break
     if quarantine:
-        _check_each(storage, [*passed.damaged, *(passed.spoiled.values() if chosen else ())], ranks, check)
-        for name in passed.damaged:
-            _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
+        _check_each(storage, [*passed.damaged, *passed.spoiled.values()], ranks, check)
+        _quarantine(storage, passed.damaged, ranks)
     if chosen is not None:
         skipped = passed.words + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
         return Choice(*chosen, _words(chosen[1], skipped, passed.spoiled))
-    skipped = passed.words + [f"step {step} ({_NOT_FINITE})" for step in passed.spoiled]
-    skipped = skipped or _on_rank_0(ranks, storage, lambda: _earlier(storage))
-    if skipped:
+    if skipped := passed.all_words or _on_rank_0(ranks, storage, lambda: _earlier(storage)):
         raise NoCheckpoint(_none_left(storage, skipped, spoiled=bool(passed.spoiled)))
     return None
 
@@ -103,18 +98,38 @@ class _Passed:
     spoiled: dict[int, str] = field(default_factory=dict)
     """Names of what is whole and not finite, by step."""
 
+    @property
+    def all_words(self) -> list[str]:
+        """Words about each of them."""
+        return self.words + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
+
 
 def _verified(storage: Storage, step: int, name: str, ranks: ProcessExchange, passed: _Passed) -> Manifest | None:
     """Return a candidate's manifest; None, and words about it, if it is damaged or none of ours."""
     try:
         return verified_manifest(storage, name, ranks)
     except (CheckpointCorrupt, NoCheckpoint) as error:
-        reason = str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
+        reason = _reason(storage, name, error)
         ours = isinstance(error, CheckpointCorrupt)
     passed.words.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
     if ours:
         passed.damaged.append(name)
     return None
+
+
+def _used(storage: Storage, name: str, manifest: Manifest, use: Look, passed: _Passed) -> bool:
+    """Return whether a candidate was used; words about it if its tensors, read only now, are not what was saved."""
+    try:
+        use(name, manifest)
+    except TensorsDiffer as error:
+        passed.words.append(f"step {manifest.step} ({_reason(storage, name, error)})")
+        passed.damaged.append(name)
+        return False
+    return True
+
+
+def _reason(storage: Storage, name: str, error: Exception) -> str:
+    return str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
 
 
 def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, check: Look) -> None:
@@ -126,6 +141,11 @@ def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, 
             except (CheckpointCorrupt, NoCheckpoint):
                 continue
             check(name, manifest)
+
+
+def _quarantine(storage: Storage, names: Sequence[str], ranks: ProcessExchange) -> None:
+    for name in names:
+        _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
 
 
 def _none_left(storage: Storage, skipped: Sequence[str], *, spoiled: bool) -> str:

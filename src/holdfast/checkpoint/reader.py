@@ -22,7 +22,7 @@ from holdfast.checkpoint.chunks import VerifiedChunks, verified_metadata
 from holdfast.checkpoint.companions import Companion, companion_state, own_tensors, plan_companions, wanted_of
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.direct import read_parts
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, TensorsDiffer
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, RANK, TRAINER, place_file, rank_file
 from holdfast.checkpoint.manifest import Manifest
@@ -290,7 +290,7 @@ def _read(
         found.append(verified_metadata(storage, name, manifest))
         partly = without_chunks(found[0], manifest.tensors) if ranks.rank == 0 else []
         if partly:
-            raise CheckpointCorrupt(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
+            raise TensorsDiffer(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
     reader = Reader(f"{name}/{DCP}", found[0], VerifiedChunks(storage, name, manifest))
     try:
         dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
@@ -303,7 +303,7 @@ def _read(
         for key, tensor in tensors.items():
             chunk = next((c for c in manifest.tensors[key].chunks if (c.offsets, c.sizes) == chunk_of(tensor)), None)
             if chunk is not None and hash_tensor(local_part(tensor)) != chunk.hash:
-                raise CheckpointCorrupt(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
+                raise TensorsDiffer(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
 
 
 def _small(

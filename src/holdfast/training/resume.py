@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from holdfast.checkpoint.choose import Choice, newest_verified
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.manifest import Manifest
@@ -31,7 +31,7 @@ from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run
 from holdfast.training.saved_state import check_saved_state
 from holdfast.training.state import TrainState
-from holdfast.training.unfreezing import unfreeze
+from holdfast.training.unfreezing import freeze_again, unfreeze
 from holdfast.training.weights_marks import with_marks_of_now
 
 MOVES_NUMBERS = (
@@ -100,19 +100,23 @@ def _restore(  # noqa: PLR0913 - what is continued, and from what
         then |= _settings_then(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
     unfreeze(run, manifest.step)
-    loaded = load(
-        storage,
-        name,
-        run.policy,
-        run.optimizer,
-        ranks,
-        declared=_declared(config),
-        hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
-        verified=manifest,
-        averages=run.averages.tensors if run.averages is not None else {},
-        companions=run.beside,
-        check=lambda shared, _: check_saved_state(run, shared, manifest.step),
-    )
+    try:
+        loaded = load(
+            storage,
+            name,
+            run.policy,
+            run.optimizer,
+            ranks,
+            declared=_declared(config),
+            hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
+            verified=manifest,
+            averages=run.averages.tensors if run.averages is not None else {},
+            companions=run.beside,
+            check=lambda shared, _: check_saved_state(run, shared, manifest.step),
+        )
+    except TensorsDiffer:
+        freeze_again(run)
+        raise
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
     if loaded.rank_state is not None:

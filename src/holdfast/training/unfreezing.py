@@ -27,6 +27,18 @@ def unfreeze(run: Run, step: int) -> None:
         run.said.append(f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}")
 
 
+def freeze_again(run: Run) -> None:
+    """Undo `unfreeze` in a run that has made no step: the checkpoint it was for could not be read."""
+    if not run.unfreezing.stages:
+        return
+    run.unfreezing.set_step(0)
+    if run.averages is not None:
+        for name in run.unfreezing.names:
+            run.averages.tensors.pop(name, None)
+    run.cost = cost_of(run.policy, run.origin)
+    run.said.clear()
+
+
 def cost_of(policy: PolicyModel, origin: Blueprint) -> ModelCost:
     """Return what a token costs with the parameters that are trained now."""
     text = origin.skeleton.config.get_text_config()
