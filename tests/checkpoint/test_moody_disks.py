@@ -14,6 +14,7 @@ import pytest
 from holdfast import checkpoint
 from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.manifest import NAME
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.checkpoint.verification import verify
@@ -21,6 +22,8 @@ from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.faulty import FlippingStorage, ForgetfulStorage, MoodyStorage
+from tests.crash.runs import values_of
+from tests.training.cases import run as train
 
 NEWEST = "step-00000003"
 SHARD = f"{NEWEST}/dcp/__1_0.distcp"
@@ -168,3 +171,44 @@ def test_what_rank_0_alone_cannot_ask_is_the_same_error_on_all(pools: Any, run: 
 def test_nothing_at_a_path_is_still_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match="there is nothing at this path"):
         verify(LocalStorage(tmp_path), NEWEST)
+
+
+class _Opening:
+    """Fails when this process opens files of one name, for a while."""
+
+    def __init__(self) -> None:
+        self.what, self.failures = "", 0
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and self.failures and str(args[0]).endswith(self.what):
+            self.failures -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(args[0]))
+
+
+def resume_with_a_fault_on_rank_1(world: World, values: dict[str, Any], what: str, failures: int) -> int:
+    opening = _Opening()
+    opening.what, opening.failures = what, failures if world.rank == 1 else 0
+    try:
+        return int(train(world, values).step)
+    finally:
+        opening.failures = 0
+
+
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_the_configuration_in_a_checkpoint_is_asked_for_again_then_refused_on_all_ranks(
+    pools: Any, tmp_path: Path, failures: int
+) -> None:
+    pools(2).run(train, values_of(tmp_path, steps=2))
+    what = f"step-00000002/assets/{EXPORTED_CONFIG}"
+
+    found = pools(2).outcomes(
+        resume_with_a_fault_on_rank_1, values_of(tmp_path, steps=4), what, failures, timeout_seconds=120
+    )
+
+    if failures < 4:
+        assert found == [(True, 4)] * 2
+    else:
+        assert [ok for ok, _ in found] == [False] * 2
+        assert found[0][1][0] == found[1][1][0] == "CheckpointUnreadable"
+        assert f"{EXPORTED_CONFIG} cannot be read: Input/output error" in found[0][1][1]

@@ -168,6 +168,8 @@ def stored_chunk(storage: Storage, path: str, info: Any) -> Tensor | None:
 
 def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
     """Return one stored chunk, as `stored_chunk`; what the file system says of the file is raised."""
+    if info.offset < 0 or info.length < 0:  # the latter would read all there is
+        return None
     try:
         with storage.open(path) as file:
             file.seek(info.offset)
