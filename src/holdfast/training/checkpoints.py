@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.checkpoint.companions import joined
-from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.recorded import retention_of
@@ -172,11 +172,7 @@ class Checkpoints:
             return
         lost = run.exchange.agree(directory.last_saved(run.directory) if run.world.is_first else None)
         if lost is not None:
-            raise NoCheckpoint(
-                f"{run.directory} saved a checkpoint of step {lost}, and {self._storage.root} holds none: it was moved "
-                "or deleted, or is not mounted. Put it back, set checkpoint.storage to where it is, or choose another "
-                "run.name to start again from step 0."
-            )
+            raise self._places.gone(lost)
         if self._config.init_from is not None:
             self._deviations = start_from(run, self._config.init_from, self._ranks)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from holdfast.checkpoint.errors import NoCheckpoint
 from holdfast.checkpoint.foreign import foreign_checkpoints
 from holdfast.checkpoint.layout import LEASE, step_of
 from holdfast.checkpoint.lease import Lease
@@ -79,6 +80,14 @@ class Places:
                     f"it was copied in part. It is left as it is, and a save of step {step} would find its name taken. "
                     "Move it to another place, or finish the copy, then start the same command again."
                 )
+
+    def gone(self, step: int) -> NoCheckpoint:
+        """Return the error of a run that saved a step, and whose checkpoints are not where they were."""
+        return NoCheckpoint(
+            f"{self._directory} saved a checkpoint of step {step}, and {self._storage.root} holds none: it was moved "
+            "or deleted, or is not mounted. Put it back, set checkpoint.storage to where it is, or choose another "
+            "run.name to start again from step 0."
+        )
 
     def has_run(self) -> bool:
         """Return whether the run's directory holds a run, or checkpoints of one."""
