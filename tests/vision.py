@@ -40,6 +40,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
 }
 
+PROCESSORS["qwen3_vl_moe"] = PROCESSORS["qwen3_vl"]
 PROCESSORS["smolvlm"] = PROCESSORS["idefics3"] | {"image_processor_type": "SmolVLMImageProcessor"}
 
 _QWEN_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
@@ -112,6 +113,13 @@ _TOWERS: dict[str, dict[str, Any]] = {
     },
 }
 _TEXTS["smolvlm"], _TOWERS["smolvlm"] = _TEXTS["idefics3"], _TOWERS["idefics3"]
+_TOWERS["qwen3_vl_moe"] = _TOWERS["qwen3_vl"]
+_TEXTS["qwen3_vl_moe"] = _TEXTS["qwen3_vl"] | {
+    "model_type": "qwen3_vl_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 MARKS = {
     "llava": ("<image>",),
@@ -120,7 +128,9 @@ MARKS = {
 }
 MARKS["smolvlm"] = MARKS["idefics3"]
 """Special tokens of the families that are not Qwen's; the first is what their templates write."""
-KINDS = [kind for kind in PROCESSORS if kind != "smolvlm"]  # whose tiles and arguments are those of idefics3
+MIXTURE = "qwen3_vl_moe"
+KINDS = [kind for kind in PROCESSORS if kind not in {"smolvlm", MIXTURE}]
+"""Without those whose images are another's: SmolVLM's are those of Idefics3, the mixture's those of Qwen3-VL."""
 
 
 def tokenizer_of(kind: str) -> Any:

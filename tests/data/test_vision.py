@@ -17,9 +17,9 @@ from holdfast.data.chat import RowTokeniser
 from holdfast.data.vision import ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.vision import image_side, load_image_processor
-from tests.vision import KINDS, MARKS, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
+from tests.vision import KINDS, MARKS, MIXTURE, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
 
-GRIDS = [kind for kind in KINDS if "qwen" in kind]
+GRIDS = [*(kind for kind in KINDS if "qwen" in kind), MIXTURE]
 
 
 def side_of(kind: str, changes: dict[str, Any] | None = None, **bounds: int) -> ImageSide:
@@ -41,7 +41,7 @@ def sequence(kind: str, text: str, images: list[Any], **bounds: int) -> Any:
     return example
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, MIXTURE])
 def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
     import transformers
 
@@ -51,6 +51,7 @@ def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
         "llava": "LlavaProcessor",
         "gemma3": "Gemma3Processor",
         "qwen3_vl": "Qwen3VLProcessor",
+        "qwen3_vl_moe": "Qwen3VLProcessor",
         "qwen2_vl": "Qwen2VLProcessor",
         "idefics3": "Idefics3Processor",
     }

@@ -38,7 +38,7 @@ from tests.tiny import COMMON, tiny_model
 from tests.vision import picture_rows, tokenizer_of, vision_directory
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3")
-VISION = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "idefics3", "smolvlm")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "idefics3", "smolvlm")
 ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "glm4"),
     *("cohere2", "falcon", "starcoder2", "stablelm", "falcon_h1"),

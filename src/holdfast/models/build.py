@@ -38,7 +38,7 @@ from holdfast.models.random_start import RandomSource
 from holdfast.models.safetensors_files import StoredTensors
 from holdfast.models.scorer import LAYER, ScorerSource, is_scorer, one_score, without_output_layer
 from holdfast.models.skeleton import maker, on_meta, reference_buffers
-from holdfast.models.vision import cast_pixels, load_image_processor, set_attention
+from holdfast.models.vision import follow_compute_dtype, load_image_processor, set_attention
 from holdfast.models.weights_in import LiveSource, StoredSource, WeightSource
 
 
@@ -103,7 +103,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         model, skeleton = (on_meta(make, run_config) for _ in range(2))
         buffers = reference_buffers(make, run_config)
     _end_as_its_origin(skeleton, live, directory)
-    cast_pixels(model)
+    follow_compute_dtype(model)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if config.lora is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from holdfast.config.data import TextConfig
 from holdfast.config.model import ModelConfig
@@ -37,6 +37,9 @@ _PROCESSORS = {
 }
 """Image processors of files that do not name theirs."""
 
+_CAST_TO_STORAGE = ("idefics3", "smolvlm")
+"""Families whose model casts what it sees to the dtype it is stored in."""
+
 _TOWER = re.compile(r"model\.(visual|vision_tower|vision_model)")
 
 
@@ -46,21 +49,20 @@ def towers_of(model: nn.Module) -> list[str]:
     return [path for path in paths if _TOWER.fullmatch(path)]
 
 
-def cast_pixels(model: nn.Module) -> None:
-    """Let towers take pixels in any dtype, as matrix products of transformers' own towers mostly do.
+def follow_compute_dtype(model: Any) -> None:
+    """Let Idefics3 and SmolVLM compute in another dtype than they are stored in, as FSDP2 has it.
 
-    Idefics3 casts them to the dtype that its parameters are stored in, and FSDP2 computes in another one.
+    They cast pixels, and the features that are laid among embeddings, to `dtype`: that of the first parameter, a shard
+    in storage. While the root runs, its embeddings are gathered in the dtype of the computation.
     """
-    for path, module in model.named_modules():
-        if _TOWER.fullmatch(canonical_name(path)):
-            for part in module.modules():
-                if isinstance(part, nn.Conv2d | nn.Conv3d):
-                    part.register_forward_pre_hook(_in_dtype_of_weight)
-
-
-def _in_dtype_of_weight(layer: nn.Module, pixels: tuple[Tensor]) -> tuple[Tensor]:
-    assert isinstance(layer.weight, Tensor)
-    return (pixels[0].to(layer.weight.dtype),)
+    if model.config.model_type not in _CAST_TO_STORAGE:
+        return
+    inner = model.base_model
+    kind = type(inner)
+    # Of the same printed name, by which transformers finds what a class can record.
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    dtype = property(lambda module: module.get_input_embeddings().weight.dtype)
+    inner.__class__ = type(kind.__name__, (kind,), {**named, "dtype": dtype})
 
 
 def set_attention(model: Any, name: str) -> None:
