@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,14 @@ def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str,
         "parameters": {name: full_tensor(value).clone() for name, value in parameters.items()},
         "trained": {name: (str(value.dtype), value.requires_grad) for name, value in parameters.items()},
     }
+
+
+def told_by(world: World, tree: dict[str, Any], rows: Any) -> str:
+    """Build a run, and return what was printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    return said.getvalue()
 
 
 def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tests.distributed.cases import reference, rows_of, settings, train
 from tests.distributed.grpo_cases import prompts_of
 from tests.distributed.grpo_cases import settings as grpo_settings
 from tests.distributed.grpo_cases import train as train_policy
-from tests.distributed.lora_cases import look, optimizer_bytes, run
+from tests.distributed.lora_cases import look, optimizer_bytes, run, told_by
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS = rows_of(24)
@@ -367,7 +367,10 @@ def test_adapters_of_another_base_are_refused_unless_they_are_asked_for(
     pools(2).run(look, beside(tmp_path / "copy"), ROWS, 0)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file(tensors, adapter / "adapter_model.safetensors")  # as peft writes it, without a mark
-    pools(2).run(look, beside(other), ROWS, 0)
+    (told, _) = pools(2).run(told_by, beside(other), ROWS)
+    assert f"names {llama} as its model, and this run's is {other}; no mark in its file tells" in told
+    (told, _) = pools(2).run(told_by, beside(llama), ROWS)
+    assert "as its model" not in told
 
 
 def test_rollouts_follow_the_adapters(pools: Any, llama: Path) -> None:

@@ -11,6 +11,24 @@ from holdfast.errors import ModelError
 SETTINGS = "adapter_config.json"
 
 
+def note_of_base(directory: Path, model: str, here: Path) -> str | None:
+    """Return what a user should read of adapters that nothing but a name ties to their base; None if it is the same.
+
+    Args:
+        directory: Of the adapters.
+        model: What the run calls its model.
+        here: Where that lies.
+    """
+    file = directory / SETTINGS
+    said = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.exists() else None
+    if not said or str(said) == model or Path(str(said)).expanduser().resolve() == here:
+        return None
+    return (
+        f"lora: the adapter in {directory} names {said} as its model, and this run's is {model}; no mark in its file "
+        "tells whether the weights are the same. Beside other weights it does not do what it was trained for."
+    )
+
+
 def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
     """See that adapters to start from count by the factor they were trained with; tensors do not tell it.
 

@@ -20,7 +20,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import AdapterSource, check_base
-from holdfast.models.adapter_settings import refuse_other_scale
+from holdfast.models.adapter_settings import note_of_base, refuse_other_scale
 from holdfast.models.attention import PACKED, register, upstream_attention
 from holdfast.models.configuration import (
     apply_overrides,
@@ -114,6 +114,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     source, used = _source(skeleton, live, directory, (old_vocabulary, new_vocabulary), drawn)
     if config.lora is not None:
         source = _with_adapters(config, base, model, source, seed, directory)
+        notes += _notes_of_adapters(config, source, directory)
     family = family_of(skeleton)
     packed = _choose_attention(model, family, config.attention, notes)
     return Blueprint(
@@ -170,6 +171,13 @@ def _with_adapters(  # noqa: PLR0913 - what they lie in, and what they start fro
     if found.stored is not None and directory is not None:
         check_base(directory, found.stored, lora)
     return found
+
+
+def _notes_of_adapters(config: ModelConfig, source: AdapterSource, directory: Path | None) -> list[str]:
+    if source.stored is None or source.stored.base is not None or directory is None:
+        return []
+    note = note_of_base(source.stored.path.parent, str(config.path), directory)
+    return [] if note is None else [note]
 
 
 def _meet_tokenizer(config: ModelConfig, raw_config: Any, tokenizer: Any, live: Any) -> tuple[int, int]:
