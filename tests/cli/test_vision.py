@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from holdfast.config.data import SyntheticConfig
 from holdfast.data.synthetic import SyntheticSource
+from holdfast.models.vision import FREEZE_PRESETS
 from tests.cli.conftest import write_run
 from tests.cli.warm import WarmPython
 from tests.vision import PROCESSORS, config_values
@@ -89,6 +93,29 @@ def test_a_policy_that_sees_goes_on_on_one_rank_as_it_would_have_on_two(warm: Wa
     completions = json.loads((straight / "runs/run/completions/step-00000004.held.jsonl").read_text().splitlines()[0])
     assert completions["prompt"].count("<|image_pad|>") == 1
     assert (straight / "runs/run/exports/final/preprocessor_config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_policy_in_bfloat16_beside_a_frozen_tower_goes_on_on_one_rank(warm: WarmPython, tmp_path: Path) -> None:
+    optim = {"kind": "adamw_bf16", "lr": 0.01, "weight_decay": 0, "schedule": "constant"}
+    write_run(tmp_path / "run.yaml", policy_tree(model=MODEL | {"dtype": "bfloat16"}, optim=optim))
+
+    first = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "steps=2", cwd=tmp_path)
+    before = weights_in(tmp_path)
+    rest = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "launch.ranks=1", cwd=tmp_path)
+
+    assert (first.code, rest.code) == (0, 0), (first.err, rest.err)
+    found = of_steps(tmp_path)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert all(0 < norm < 1e3 for _, norm in found.values())
+    tower = re.compile(FREEZE_PRESETS["vision_tower"])
+    for name, value in weights_in(tmp_path).items():
+        assert torch.equal(value, before[name]) or not tower.search(name), name
+    assert any(not torch.equal(value, before[name]) for name, value in weights_in(tmp_path).items())
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "runs/run/exports/final/model.safetensors")
 
 
 def test_prompts_and_pairs_with_images_are_shown(warm: WarmPython, tmp_path: Path) -> None:
