@@ -116,7 +116,6 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         source = _with_adapters(config, base, model, source, seed, directory)
         notes += _notes_of_adapters(config, source, directory)
     family = family_of(skeleton)
-    packed = _choose_attention(model, family, config.attention, notes)
     return Blueprint(
         model,
         skeleton,
@@ -127,7 +126,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         buffers,
         used,
         directory,
-        packed,
+        _choose_attention(model, family, config.attention, notes),  # it adds a note
         tuple(notes),
         load_image_processor(config, raw_config, places),
         stages,
