@@ -89,10 +89,10 @@ def verdict(results: list[tuple[str, Any]]) -> str:
     return "survives" if states in ({"first"}, {"second"}) else "silent"
 
 
-def save_states(system: System, pipe: Any, place: str, values: list[float]) -> float:
+def save_states(system: System, pipe: Any, place: str, values: list[float], as_step: int | None = None) -> float:
     """Save one state after the other; send when the last save begins, and return how long it took.
 
-    They go into one directory, or step by step where the system never overwrites.
+    They go into one directory, or step by step where the system never overwrites; `as_step`: all as this step.
     """
     began = 0.0
     system.build()
@@ -102,7 +102,7 @@ def save_states(system: System, pipe: Any, place: str, values: list[float]) -> f
             system.barrier()
             pipe.send("begins")
             began = time.monotonic()
-        system.save(place, step=step if math.isnan(value) else int(value))
+        system.save(place, step=as_step or (step if math.isnan(value) else int(value)))
     return time.monotonic() - began
 
 
@@ -236,11 +236,11 @@ class Lab:
         return counted(found)
 
     def two_jobs(self, count: int = 4) -> str:
-        """Let two jobs save into one directory at once."""
+        """Let two jobs save the same step into one directory at once."""
         found: Found = Counter()
         for number in range(count):
             place = str(self.folder / f"shared-{number}")
-            jobs = [Ranks(self.name, save_states, place, [value]) for value in (1.0, 2.0)]
+            jobs = [Ranks(self.name, save_states, place, [value], 1) for value in (1.0, 2.0)]
             for job in jobs:
                 for pipe in job.pipes:
                     pipe.recv()
