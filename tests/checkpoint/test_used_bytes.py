@@ -70,9 +70,9 @@ def flip_between(world: World, checkpoint: Path, file: str, place: int) -> dict[
     """Flip a bit of a file between the verification and the load."""
 
     def flip() -> None:
-        data = bytearray((checkpoint / file).read_bytes())
-        data[place] ^= 1
         if world.is_first:
+            data = bytearray((checkpoint / file).read_bytes())
+            data[place] ^= 1
             (checkpoint / file).write_bytes(data)
 
     return load(world, LocalStorage(checkpoint.parent), flip)

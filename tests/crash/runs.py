@@ -14,7 +14,7 @@ from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from tests.training.cases import run, tree
 
-COMPARED = ("step", "loss", "reward", "grad_norm", "data/order_hash", "learning_rate", "num_tokens", "epoch")
+COMPARED = ("step", "loss", "grad_norm", "data/order_hash", "learning_rate", "num_tokens", "epoch", "reward")
 
 
 def values_of(directory: Path, *, steps: int, dropout: bool = True, **sections: Any) -> dict[str, Any]:

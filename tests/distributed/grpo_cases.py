@@ -23,6 +23,7 @@ from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
 from holdfast.training.copies import copy_bytes, layout_bytes
 from holdfast.training.experience import with_advantages
+from holdfast.training.policy import publish
 from holdfast.training.rollout_metrics import rollout_metrics
 from holdfast.training.rollouts import next_rollout
 from holdfast.training.run import StepAbandoned
@@ -122,6 +123,23 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
         "forwards": forwards,
         "state": run.state.as_plain(),
     }
+
+
+def train_and_publish_averages(world: World, tree: dict[str, Any], rows: Any, *, between: bool) -> list[Any]:
+    """Train, and between steps give the engine the averages, as an evaluation of them does; return what was sampled."""
+    seen: list[Any] = []
+
+    def score(samples: Sequence[Sample]) -> list[Scored]:
+        seen.append([tuple(sample.completion_tokens) for sample in samples])
+        return [Scored(value := even_share(sample), {"exact": value}) for sample in samples]
+
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    for _ in range(4):
+        assert grpo_step(run) is not None
+        if between:
+            with run.averaged():
+                publish(run)
+    return seen
 
 
 def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -> dict[str, Any]:

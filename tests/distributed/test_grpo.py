@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.distributed.grpo_cases import (
     remax,
     settings,
     train,
+    train_and_publish_averages,
 )
 from tests.tiny import tiny_directory, tiny_model
 
@@ -364,3 +366,20 @@ def test_a_mixed_storage_policy_has_a_twin_for_its_reference(pools: Any, llama: 
 
     assert lines[0]["kl"] == 0.0
     assert lines[1]["kl"] > 0
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rollouts_after_an_evaluation_of_averages_are_drawn_from_the_weights(
+    pools: Any, llama: Path, ranks: int, lora: dict[str, Any] | None
+) -> None:
+    tree = settings(
+        str(llama), steps=4, model={"lora": lora}, optim={"lr": 5.0, "ema": {"decay": 0.9, "evaluate": True}}
+    )
+
+    plain, evaluated = (
+        pools(ranks).run(partial(train_and_publish_averages, between=between), tree, ROWS + ROWS)
+        for between in (False, True)
+    )
+
+    assert evaluated == plain

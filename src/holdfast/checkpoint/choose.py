@@ -77,8 +77,9 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
             chosen = name, manifest
             break
     if quarantine:
-        _check_each(storage, [*passed.damaged, *passed.spoiled.values()], ranks, check)
-        _quarantine(storage, passed.damaged, ranks)
+        _check_each(storage, [*passed.damaged, *passed.differing, *passed.spoiled.values()], ranks, check)
+        # If no tensors are what was saved, in any checkpoint, it may be this reader that is wrong.
+        _quarantine(storage, passed.damaged + (passed.differing if chosen is not None else []), ranks)
     if chosen is not None:
         skipped = passed.words + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
         return Choice(*chosen, _words(chosen[1], skipped, passed.spoiled))
@@ -95,6 +96,8 @@ class _Passed:
     """About what is damaged, or none of ours."""
     damaged: list[str] = field(default_factory=list)
     """Names."""
+    differing: list[str] = field(default_factory=list)
+    """Names of what has the right files, and tensors that are not what was saved."""
     spoiled: dict[int, str] = field(default_factory=dict)
     """Names of what is whole and not finite, by step."""
 
@@ -123,7 +126,7 @@ def _used(storage: Storage, name: str, manifest: Manifest, use: Look, passed: _P
         use(name, manifest)
     except TensorsDiffer as error:
         passed.words.append(f"step {manifest.step} ({_reason(storage, name, error)})")
-        passed.damaged.append(name)
+        passed.differing.append(name)
         return False
     return True
 

@@ -23,9 +23,17 @@ def describe_foreign(storage: Storage, name: str) -> str:
 
 def foreign_checkpoints(storage: Storage) -> str | None:
     """Return a sentence about checkpoints of another system that lie in a place; None where there are none."""
-    below = {name: set(storage.names(name)) for name in storage.names()}
+    below = {name: _entries(storage, name) for name in storage.names()}
     found = _first(_SYSTEMS, set(below), {name for names in below.values() for name in names})
     return found or next((told for names in below.values() if (told := _first(_SYSTEMS, names, set()))), None)
+
+
+def _entries(storage: Storage, name: str) -> set[str]:
+    """Return what is in a directory; nothing where this user may not look, as in the lost+found of a disk."""
+    try:
+        return set(storage.names(name))
+    except PermissionError:
+        return set()
 
 
 def _first(known: Sequence[Known], names: set[str], inner: set[str]) -> str | None:

@@ -54,6 +54,8 @@ class Limits:
     """Serve the first pass again and again."""
     draws: int | None = None
     """Candidates per pass: only the first rows."""
+    by_rows: bool = False
+    """Part of a pass is a part of its rows: batches have another size than was configured."""
 
 
 Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], Rest | None]]
@@ -228,7 +230,7 @@ class BatchStream(ABC, Generic[S, T]):
     def _pass_batches(self) -> int | None:
         """Return how many batches the current pass has at most; the last pass may have a part of them."""
         left, whole = self._left(), self.steps_per_epoch()
-        if left >= 1 or whole is None:
+        if left >= 1 or whole is None or self._limits.by_rows:
             return self._limits.batches
         return math.ceil(round(left * whole, 6))  # 0.3 * 10 is a little more than 3 in floating point
 

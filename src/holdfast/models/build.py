@@ -102,7 +102,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
         model, skeleton = (on_meta(make, run_config) for _ in range(2))
         buffers = reference_buffers(make, run_config)
-    _end_as_its_origin(skeleton, live, directory)
+    _end_as_its_origin(skeleton, live, directory if config.tokenizer is None else None)
     follow_compute_dtype(model)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64

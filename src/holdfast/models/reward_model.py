@@ -15,7 +15,7 @@ from holdfast.config.reward import ModelRewardConfig
 from holdfast.data.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
 from holdfast.models.origin import load_tokenizer, locate
-from holdfast.models.safetensors_files import read_header
+from holdfast.models.safetensors_files import read_header, weight_files
 
 
 def bytes_of(section: ModelRewardConfig, base: Path) -> int:
@@ -25,7 +25,9 @@ def bytes_of(section: ModelRewardConfig, base: Path) -> int:
         ModelError: There is no such model, or a file of it is damaged.
     """
     directory = locate(section.path, ModelConfig(path=section.path), base, weights=True)
-    headers = [read_header(file).values() for file in directory.glob("*.safetensors")]
+    if not any(directory.glob("*.safetensors")):
+        return 0
+    headers = [read_header(file).values() for file in set(weight_files(directory).values())]
     dtype: torch.dtype = getattr(torch, section.dtype)
     return sum(prod(header.shape) for held in headers for header in held) * dtype.itemsize
 

@@ -73,7 +73,7 @@ class Checkpoints:
         if not known:
             run.stream.read_ahead(run.state.step)
         try:
-            run_id = self._take_directory()
+            run_id, known = self._take_directory()
         except BaseException:
             self._stack.close()
             raise
@@ -115,18 +115,20 @@ class Checkpoints:
         self._companions = run.beside
         self._beside = {name: each.held() for name, each in self._companions.items()}
 
-    def _take_directory(self) -> str:
-        """Take the lease, and return the identity of the run that lives here."""
+    def _take_directory(self) -> tuple[str, bool]:
+        """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
-        named: list[str] = []
+        found: list[tuple[str, bool]] = []
         with run.exchange.together():
             if run.world.is_first:
                 self._places.take(self._stack)
+                # The job that was waited for may have made this a run, and saved.
+                self._is_new_run, known = not self._places.has_run(), self._places.has_any()
                 lost = self._places.lost_identity()
                 if lost is not None or not directory.is_run(run.directory):
                     directory.create(run.directory, run.config, run.config.verb, lost)
-                named.append(directory.run_id(run.directory))
-        return run.exchange.agree(named[0] if named else "")
+                found.append((directory.run_id(run.directory), known))
+        return run.exchange.agree(found[0] if found else ("", False))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -365,7 +367,8 @@ class Checkpoints:
             self._wait_for_save()
             saved = collect_together(self._run, self.session)
         except CheckpointError as error:
-            self._run.residency.stay()  # a thread that was given up may still read what it was to save
+            if not self._config.background:
+                self._run.residency.stay()  # a thread that was given up may still read what it was to save
             self._ranks = meet_again(self._run, self.session)
             self._check_place()  # that it is gone is the reason of whatever went wrong
             self._failures += 1

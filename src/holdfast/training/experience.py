@@ -89,6 +89,8 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
 
 
 def _pads_branches(run: PolicyRun) -> bool:
+    if run.policy.padded:
+        return True
     return pads_branches(run.origin.skeleton, run.world.device.type, getattr(torch, run.plan.compute_dtype))
 
 

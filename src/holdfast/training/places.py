@@ -98,7 +98,8 @@ class Places:
         """Return which run the checkpoints in the run's directory say they are of, where run.json holds nothing."""
         if not directory.is_blank(self._directory):
             return None
-        named = {each.run_id for each in manifests(LocalStorage(self._directory / directory.FOLDER)).values()}
+        own = LocalStorage(self._directory / directory.FOLDER)
+        named = {each.run_id for storage in (own, self._storage) for each in manifests(storage).values()}
         return named.pop() if len(named) == 1 else None
 
     def take(self, stack: ExitStack) -> None:

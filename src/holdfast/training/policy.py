@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,18 @@ class PolicyRun(PolicyEvaluation, Run):
     """Directory of the run's YAML, where its files are looked up."""
     reference: Reference | None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the averages stand in for the weights, and the engine read each anew: copies of one are not the other."""
+        rest(self)
+        self.published = None
+        try:
+            with super().averaged():
+                yield
+        finally:
+            rest(self)
+            self.published = None
 
     @property
     def critic(self) -> Run | None:

@@ -28,18 +28,19 @@ def resting(run: PolicyRun) -> Iterator[None]:
     if section.parameters == section.optimizer == "stay":
         yield
         return
-    with run.phase("rollout"):
-        publish(run)  # what rests cannot be gathered
     everyone = [run, *run.companions.values()]
     try:
+        with run.phase("to_host"):  # before the engine's copy takes memory
+            if section.optimizer == "host":
+                for each in everyone:
+                    run.residency.rest(OPTIMIZER, _states(each), besides=sharded_parameters(each.policy).values())
+        with run.phase("rollout"):
+            publish(run)  # what rests cannot be gathered
         with run.phase("to_host"):
             if section.parameters == "host":
                 run.residency.rest(PARAMETERS, _own_parameters(run))
                 for each in run.companions.values():
                     run.residency.rest(PARAMETERS, sharded_parameters(each.policy).values())
-            if section.optimizer == "host":
-                for each in everyone:
-                    run.residency.rest(OPTIMIZER, _states(each), besides=sharded_parameters(each.policy).values())
         yield
     finally:
         run.wake(PARAMETERS)

@@ -8,11 +8,14 @@ from holdfast.errors import DataError
 from holdfast.training.policy import PolicyEvaluation, PolicyRun
 from holdfast.types import Prompt
 
+_FIRST = "the first batch"
+
 
 def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) -> None:
     """Look for every column that rewards need in the first batch and in the evaluation sets; all ranks together.
 
-    Rows of several sources may differ, so a column counts as there if one of the rows has it.
+    Rows of several sources may differ, so a column counts as there if one of the rows has it, and a first batch of
+    several sources only lets the run warn: the rows that have it may come later.
 
     Args:
         run: Before its first step.
@@ -24,22 +27,38 @@ def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) ->
     if not any(wanted.values()):
         return
     for place, prompts in _read(run):
-        everyone = run.exchange.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
-        there = list(dict.fromkeys(column for columns in everyone for column in columns))
-        for reward, columns in wanted.items():
-            absent = next((column for column in columns if column not in there), None)
-            if absent is not None and there:
-                raise DataError(
-                    f"reward {reward}: it needs column {absent}, and no row of {place} has one; their columns are "
-                    f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
-                    "the parameter of a function of your own a default."
-                )
+        there = _columns(run, prompts)
+        absent = _absent(wanted, there) if there else {}
+        if place == _FIRST and isinstance(run, PolicyRun) and len(run.source_names) > 1:
+            run.said += [
+                f"warning: reward {reward} needs column {absent[reward]}, and no row of {place} has one."
+                for reward in absent
+            ]
+        elif absent:
+            reward = next(iter(absent))
+            raise DataError(
+                f"reward {reward}: it needs column {absent[reward]}, and no row of {place} has one; their columns are "
+                f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
+                "the parameter of a function of your own a default."
+            )
+
+
+def _columns(run: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the columns of what all ranks read."""
+    everyone = run.exchange.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
+    return list(dict.fromkeys(column for columns in everyone for column in columns))
+
+
+def _absent(wanted: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:
+    """Return a column that is not there, for each reward that needs one."""
+    lacking = {reward: [column for column in columns if column not in there] for reward, columns in wanted.items()}
+    return {reward: columns[0] for reward, columns in lacking.items() if columns}
 
 
 def _read(run: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
     """Yield what was read: where from, and this rank's share."""
     if isinstance(run, PolicyRun):
         batch = run.stream.read_ahead(run.state.step)
-        yield "the first batch", () if batch is None else batch.mine
+        yield _FIRST, () if batch is None else batch.mine
     for prompts in run.prompt_sets:
         yield f"evaluation set {prompts.name}", prompts.prompts

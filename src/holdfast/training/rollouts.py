@@ -91,7 +91,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     """
     with resting(run):
         found = _rounds(run)
-    rest(run)
+        rest(run)
     if not found:
         return None
     groups_config, wanted = run.config.groups, run.config.data.batch_size

@@ -33,7 +33,8 @@ def wait_for_all(
         waiting = {rank: place for rank, (status, place, _) in enumerate(told) if status == "running"}
         if not waiting:
             return
-        if any(seen.get(rank) != place for rank, place in waiting.items()):
+        failed = any(status == "failed" for status, _, _ in told)  # then nothing is saved, whatever still moves
+        if not failed and any(seen.get(rank) != place for rank, place in waiting.items()):
             deadline = time.monotonic() + patience_seconds
         elif told[0][2]:
             session.abandon()

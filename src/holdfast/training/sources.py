@@ -229,7 +229,9 @@ def _training_rows(
 
 
 def _training_limits(config: TrainingConfig) -> Limits:
-    return Limits(config.epochs, config.overfit_batches or config.limit_batches, config.overfit_batches is not None)
+    batches, repeat = config.overfit_batches or config.limit_batches, config.overfit_batches is not None
+    resampled = isinstance(config, GRPOConfig) and config.groups.flat == "resample"
+    return Limits(config.epochs, batches, repeat, by_rows=resampled)
 
 
 @dataclass(frozen=True)
