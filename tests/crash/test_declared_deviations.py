@@ -176,3 +176,19 @@ def test_a_checkpoint_whose_tensors_are_not_what_was_saved_is_passed_over(
     ]
     assert log_of(tmp_path / "one") == log_of(tmp_path / "two")
     assert state_differences(tmp_path / "one", tmp_path / "two") == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_no_checkpoint_s_tensors_fit_nothing_is_renamed(pools: Any, tmp_path: Path, ranks: int) -> None:
+    """It may be the reader that is wrong, or memory that is short: the next start shall find them all."""
+    pools(2).run(run, values_of(tmp_path, steps=4))
+    place = tmp_path / "r" / "checkpoints"
+    steps = sorted(path.name for path in place.glob("step-*"))
+    for name in steps:
+        forged(place / name)
+
+    errors = pools(ranks).errors(run, values_of(tmp_path, steps=6))
+
+    assert {error[0] for error in errors} == {"NoCheckpoint"}
+    assert len(steps) >= 2
+    assert sorted(path.name for path in place.iterdir() if path.name != ".lease.json") == steps

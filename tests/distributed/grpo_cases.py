@@ -24,6 +24,7 @@ from holdfast.training.build_policy import build_policy_run
 from holdfast.training.copies import copy_bytes, layout_bytes
 from holdfast.training.experience import with_advantages
 from holdfast.training.policy import publish
+from holdfast.training.reward_columns import check_columns
 from holdfast.training.rollout_metrics import rollout_metrics
 from holdfast.training.rollouts import next_rollout
 from holdfast.training.run import StepAbandoned
@@ -269,3 +270,10 @@ def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[i
         generate(run.engine, [request], SamplingConfig(max_new_tokens=4))
 
     return most_allocated(sample), copy_bytes(run) + layout_bytes(run)
+
+
+def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:
+    """Look for the columns that a reward needs in the first batch; return what the run says."""
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], None)
+    check_columns(run, {"exact": ["answer"]})
+    return [line for line in run.said if "column" in line]

@@ -15,6 +15,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.copies import free_bytes
 from tests.distributed.grpo_cases import (
     by_hand,
+    columns_of_a_mixture,
     leave_and_make_again,
     memory_of_sampling,
     prompts_of,
@@ -383,3 +384,18 @@ def test_rollouts_after_an_evaluation_of_averages_are_drawn_from_the_weights(
     )
 
     assert evaluated == plain
+
+
+def test_a_column_of_one_source_may_come_after_the_first_batch(pools: Any, llama: Path, tmp_path: Path) -> None:
+    """A row of the small source is not in the first batch of four; alone, the large one is refused."""
+    (tmp_path / "many.jsonl").write_text("\n".join(f'{{"prompt": "add {n}="}}' for n in range(60)))
+    (tmp_path / "few.jsonl").write_text('{"prompt": "add 1=", "answer": "1"}\n')
+    sources = [{"path": str(tmp_path / name)} for name in ("many.jsonl", "few.jsonl")]
+    tree = settings(str(llama), data={"path": None, "sources": sources, "shuffle": False})
+
+    said = pools(2).run(columns_of_a_mixture, tree)
+    errors = pools(2).errors(columns_of_a_mixture, settings(str(llama), data=sources[0]))
+
+    assert said[0] == ["warning: reward exact needs column answer, and no row of the first batch has one."]
+    assert errors[0] == errors[1]
+    assert "reward exact: it needs column answer, and no row of the first batch has one" in errors[0][1]
