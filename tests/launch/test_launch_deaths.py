@@ -272,9 +272,12 @@ def test_a_taken_port_starts_the_ranks_again_without_counting_as_a_restart(groun
 
 
 def test_a_launcher_starts_in_under_half_a_second_of_processor_time(ground):
-    before = os.times()
-    subprocess.run(ground.driver("pass", ranks=1), env=ground.environ, check=True)
-    after = os.times()
+    """The least of three: whoever else computes on the machine makes each second of it do less."""
+    spent = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run(ground.driver("pass", ranks=1), env=ground.environ, check=True)
+        after = os.times()
+        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
 
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
-    assert spent < 0.5
+    assert min(spent) < 0.5
