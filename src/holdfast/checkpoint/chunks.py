@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.dcp_files import METADATA, chunk_within, read_dcp_metadata
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, TensorsDiffer
+from holdfast.checkpoint.errors import CheckpointCorrupt, TensorsDiffer
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import Chunk, Manifest
@@ -37,7 +37,6 @@ class VerifiedChunks:
 
     def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
         self._storage, self._name = storage, name
-        self._files = {file: entry.hash for file, entry in manifest.files.items()}
         self._known = {
             (key, chunk.offsets): (chunk, entry.dtype)
             for key, entry in manifest.tensors.items()
@@ -54,8 +53,7 @@ class VerifiedChunks:
         Raises:
             TensorsDiffer: Two reads, with one of the whole file from the disk itself between them, give the same chunk,
                 and it is not what was saved.
-            CheckpointUnreadable: It cannot be read, also after some patience, or is another one each time, or cannot be
-            taken into memory.
+            CheckpointUnreadable: It cannot be read, also after some patience, or is another one each time.
         """
         path = f"{self._name}/{DCP}/{info.relative_path}"
         where = f"{self._storage.root}/{path}"
@@ -66,14 +64,9 @@ class VerifiedChunks:
             if part is not None and wanted is not None and _is(part, *wanted):
                 return part
             seen.add(None if part is None else hash_tensor(part))
-            whole = patiently(where, lambda: self._storage.hash(path, from_disk=True))
+            patiently(where, lambda: self._storage.hash(path, from_disk=True))
         if len(seen) > 1:
             raise other_each_time(where)
-        if None in seen and whole == self._files.get(f"{DCP}/{info.relative_path}"):
-            raise CheckpointUnreadable(
-                f"{where} is as it was saved, and {index.fqn} cannot be read from it. Is there enough memory? The "
-                "checkpoint was left as it is."
-            )
         raise TensorsDiffer(
             f"{self._storage.root}/{self._name}: {index.fqn} reads back differently from what was saved, although "
             "the hashes of the files fit."
