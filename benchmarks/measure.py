@@ -299,7 +299,7 @@ class Verdicts:
     def _over_all(self, over: str, under: str, key: str) -> tuple[float, str]:
         turns = [(turn[over][key], turn[under][key]) for turn in self._rounds]
         pairs = sorted(one / other for turn in turns for one, other in zip(*turn, strict=True))
-        middle, rank = statistics.median(pairs), math.floor(len(pairs) / 2 - 0.98 * math.sqrt(len(pairs)))
+        middle, rank = statistics.median(pairs), max(1, math.floor(len(pairs) / 2 - 0.98 * math.sqrt(len(pairs))))
         low, high = pairs[rank - 1], pairs[-rank]
         return middle, f"median of {len(pairs)} pairs {middle:.3f}, 95% {low:.3f} to {high:.3f}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,15 @@ def zero_everything(toy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             for value in state.values():
                 value.zero_()
+
+
+def refused_save(pools: Any, place: Path, function: Any, *arguments: Any) -> str:
+    """Let two ranks save into an empty place; both raise the same SaveFailed and leave nothing. Return its words."""
+    one, two = pools(2).errors(function, str(place / "step-00000001"), *arguments)
+    assert one == two
+    assert one[0] == "SaveFailed"
+    assert list(place.iterdir()) == []
+    return str(one[1])
 
 
 def mixed_dtypes(optimizer: torch.optim.Optimizer) -> None:

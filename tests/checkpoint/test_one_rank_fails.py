@@ -15,7 +15,7 @@ from holdfast.checkpoint.storage import LocalStorage
 from holdfast.checkpoint.writer import About, commit
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, optimizer_of, step
+from tests.checkpoint.cases import build, optimizer_of, refused_save, step
 
 TIMEOUT_MINUTES = 1.0
 
@@ -141,9 +141,6 @@ def save_with_other_values(world: World, path: str, what: str) -> None:
 def test_what_optimizers_hold_besides_tensors_must_be_the_same_on_all_ranks(
     pools: Any, tmp_path: Path, what: str, name: str
 ) -> None:
-    errors = pools(2).errors(save_with_other_values, str(tmp_path / "step-00000001"), what)
+    said = refused_save(pools, tmp_path, save_with_other_values, what)
 
-    assert errors[0] == errors[1]
-    assert errors[0][0] == "SaveFailed"
-    assert f"ranks 0 and 1 disagree on the optimizer's {name}. Only one would be saved." in errors[0][1]
-    assert list(tmp_path.iterdir()) == []
+    assert f"ranks 0 and 1 disagree on the optimizer's {name}. Only one would be saved." in said

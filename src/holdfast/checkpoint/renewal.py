@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ Told = Callable[[str], object]
 """Told in a line what a start waits for."""
 
 
-class Renewed:
+class Renewed(ABC):
     """A lease that is renewed from its taking, where a subclass calls `_begin`, to the end of its block."""
 
     def __init__(self, name: str) -> None:
@@ -43,13 +44,13 @@ class Renewed:
             with contextlib.suppress(Exception):
                 self._renew()
 
+    @abstractmethod
     def _renew(self) -> None:
         """Write that the holder lives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _give_back(self) -> None:
         """Let others take it; raises nothing, since why the block ends matters more."""
-        raise NotImplementedError
 
 
 def after_silence(holder: dict[str, Any], living: Callable[[], dict[str, Any]]) -> dict[str, Any]:
