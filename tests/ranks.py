@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -41,6 +42,7 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
             result = (False, (type(error).__name__, str(error), traceback.format_exc()))
         connection.send(result)
     dist.destroy_process_group()
+    os._exit(0)  # tearing an interpreter down that holds torch takes a second, and leaves nothing else behind
 
 
 def _forget_groups() -> None:
@@ -126,7 +128,8 @@ class RankPool:
             if kill:
                 process.kill()
             else:
-                connection.send(None)
+                connection.send(None)  # to all before any is waited for: they leave their groups together
+        for connection, process in zip(self._connections, self._processes, strict=True):
             process.join(20)
             connection.close()
         self._connections, self._processes = [], []
