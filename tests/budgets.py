@@ -25,15 +25,21 @@ SUITES = {
 }
 """Folder of tests to suite; the rest are units."""
 
+_FILES_SHOWN = 12
+
 _seconds: Counter[str] = Counter()
+_of_files: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     parts = report.nodeid.split("/")
     _seconds[SUITES.get(parts[1] if len(parts) > 2 else "", "units")] += report.duration
+    _of_files[report.nodeid.partition("::")[0]] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if sum(_seconds.values()) > 60:
         told = [f"{suite} {_seconds[suite] / 60:.1f} of {minutes}" for suite, minutes in MINUTES.items()]
         terminalreporter.write_line(f"minutes per suite: {', '.join(told)}")
+        longest = [f"{file} {seconds / 60:.1f}" for file, seconds in _of_files.most_common(_FILES_SHOWN)]
+        terminalreporter.write_line(f"minutes of the longest files: {', '.join(longest)}")
