@@ -207,10 +207,10 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
 ) -> None:
     long = policy | {
         "steps": 2,
-        "rollout": {"group_size": 2, "max_new_tokens": 4000, "temperature": 0.01, "show": 0},
-        "data": policy["data"] | {"max_length": 4100, "tokens_per_micro_batch": 8200, "batch_size": 2},
+        "rollout": {"group_size": 2, "max_new_tokens": 2000, "temperature": 0.01, "show": 0},
+        "data": policy["data"] | {"max_length": 2100, "tokens_per_micro_batch": 4200, "batch_size": 2},
         "evaluation": {"at_start": False},
-        "model": policy["model"] | {"config": policy["model"]["config"] | {"max_position_embeddings": 8192}},
+        "model": policy["model"] | {"config": policy["model"]["config"] | {"max_position_embeddings": 4096}},
     }
     write_run(tmp_path / "run.yaml", long)
     run = LiveRun(tmp_path, verb="grpo")
