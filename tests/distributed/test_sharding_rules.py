@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import CommDebugMode
 
 from holdfast import checkpoint
 from holdfast.config.load import from_mapping
@@ -300,3 +302,45 @@ def test_rows_are_dealt_out_without_gap_or_overlap_even_when_there_are_fewer_tha
 
     assert [rank[0] for rank in found] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     assert [rank[1] for rank in found] == [(0, 1), (1, 1), (1, 1), (1, 1)]
+
+def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
+    """Count what is gathered in passes with and without gradients, and how much of the root is gathered afterwards."""
+    tree = settings(directory, parallel={"reshard": reshard})
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(64)))
+    batch = run.stream.next(0).micro_batches[0]
+    root = run.policy.get_parameter("language_model.model.norm.weight")
+    shards = type(root).__name__
+    found: dict[str, Any] = {"units": len(run.plan.units)}
+
+    def count(name: str, work: Callable[[], object]) -> None:
+        with CommDebugMode() as seen:
+            work()
+        found[name] = sum(n for operation, n in seen.get_comm_counts().items() if "gather" in str(operation))
+        held = run.policy.get_parameter("language_model.model.norm.weight")
+        found[f"{name}: root"] = "shards" if type(held).__name__ == shards else "gathered"
+
+    with torch.no_grad():
+        count("evaluation", lambda: run.policy(batch, run.objective))
+    loss: list[Any] = []
+    count("forward", lambda: loss.append(run.policy(batch, run.objective).loss))
+    count("backward", lambda: loss[0].backward())
+    with torch.no_grad():
+        count("evaluation after it", lambda: run.policy(batch, run.objective))
+    return found
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_root_stays_gathered_for_the_backward_pass_that_begins_with_it(
+    pools: Any, tmp_path: Path, reshard: bool
+) -> None:
+    directory = str(tiny_directory(tmp_path / "model", "llama"))
+    for found in pools(2).run(gatherings, directory, reshard):
+        units = found["units"]
+        assert units > 2
+        assert found["forward"] == (units if reshard else 0)  # whoever stays was gathered by the evaluation
+        assert found["backward"] == (units - 1 if reshard else 0)
+        assert found["forward: root"] == "gathered"
+        assert found["backward: root"] == "shards"
+        for name in ("evaluation", "evaluation after it"):
+            assert found[name] == units
+            assert found[f"{name}: root"] == ("shards" if reshard else "gathered")

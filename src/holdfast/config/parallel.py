@@ -67,7 +67,8 @@ class ParallelConfig(Section):
     blocks_per_unit: PositiveInt = 1
     """Neighbouring blocks gathered together: fewer and larger messages for more memory."""
     reshard: bool = True
-    """Free a unit's gathered parameters after its forward pass and gather them again for the backward pass."""
+    """Free a unit's gathered parameters after its forward pass and gather them again for the backward pass. The root's
+    stay where a backward pass follows, which begins with them."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -60,6 +60,8 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
         for module in modules:
             keep_recording(module)
+        if unit.name == ROOT and unit.reshard:
+            _keep_for_backward(policy)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             _set_always_on(module)
@@ -108,6 +110,23 @@ def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, 
         else OffloadPolicy(),
         "ignored_params": {parameters[name] for name in plan.replicated},
     }
+
+
+def _keep_for_backward(root: Any) -> None:
+    """Let the root's parameters stay gathered from the end of a forward pass to its backward pass.
+
+    A backward pass begins with the root and holds it to its end, so that to free it in between saves no memory and costs
+    a gathering. After a forward pass without gradients it is freed: what stays gathered would be stale at the next one.
+    """
+
+    def before(module: Any, _: object) -> None:
+        module.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
+
+    def after(module: Any, _: object, __: object) -> None:
+        module.set_reshard_after_forward(True, recurse=False)
+
+    root.register_forward_pre_hook(before)
+    root.register_forward_hook(after, always_call=True)
 
 
 def _set_always_on(module: FSDPModule) -> None:
