@@ -20,6 +20,7 @@ from holdfast.data.weights import Share
 from holdfast.errors import ModelError
 from holdfast.models.attention import upstream_attention
 from holdfast.models.policy import PolicyModel
+from holdfast.models.scorer import ScoreModel
 from holdfast.models.vision import set_attention
 from holdfast.types import Example, Scores
 
@@ -119,7 +120,9 @@ def _measure(
     theirs = [_theirs(policy, document, images, device) for document in (first, second)]
     if not policy.padded:
         set_attention(model, ours_attention)
-    return CheckResult(_change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype))
+    scale = _scale(torch.cat(theirs)) if isinstance(policy, ScoreModel) else 1.0
+    difference, leak = _change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype)
+    return CheckResult(difference / scale, leak / scale)
 
 
 def _documents(vocabulary: int, images: ImageSide | None) -> tuple[Example, Example, Example]:
@@ -153,6 +156,11 @@ def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
     change = (ours - theirs).abs()
     # Rounding to bfloat16 sends a token or two to other experts; a rule we do not know moves all of them.
     return float(change.mean() if dtype == torch.bfloat16 else change.max())
+
+
+def _scale(scores: Tensor) -> float:
+    # Log-probabilities have a size of their own. Scores may be large, and are rounded in proportion.
+    return max(1.0, float(scores.abs().mean()))
 
 
 def _ours(policy: PolicyModel, examples: list[Example], device: torch.device) -> list[Tensor]:
