@@ -140,7 +140,8 @@ def test_a_run_from_a_language_model_resumes_and_exports_a_model_that_grpo_score
         tokens = torch.tensor([[*tokenizer(row["prompt"] + row["chosen"])["input_ids"], tokenizer.eos_token_id]])
         with torch.no_grad():
             expected = float(model(input_ids=tokens).logits[0, 0])
-        assert told.scores([told.text(row["prompt"], row["chosen"], {})]) == pytest.approx([expected], abs=1e-5)
+        read = told.reading.tokens(told.reading.text(row["prompt"], row["chosen"], {}))
+        assert told.scores([read]) == pytest.approx([expected], abs=1e-5)
     export_stored([find.one(str(resumed / "r"))], tmp_path / "stored")
     assert (tmp_path / "stored/model.safetensors").read_bytes() == (Path(again) / "model.safetensors").read_bytes()
 
@@ -158,7 +159,7 @@ def test_a_model_whose_tokenizer_pads_with_nothing_else_is_read_at_the_token_tha
 
     texts = [row["prompt"] + row["chosen"] for row in ROWS[:4]]
     told = RewardModel(ModelRewardConfig(path=export, append_eos=True), tmp_path, torch.device("cpu"))
-    rewards = told.scores([told.text(text, "", {}) for text in texts])
+    rewards = told.scores([told.reading.tokens(told.reading.text(text, "", {})) for text in texts])
     model = AutoModelForSequenceClassification.from_pretrained(export)
     for text, reward_ in zip(texts, rewards, strict=True):
         tokens = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])

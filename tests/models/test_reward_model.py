@@ -11,14 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from holdfast.config.reward import LengthConfig, ModelRewardConfig, RewardPoolConfig
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
+from holdfast.config.reward import LengthConfig, ModelRewardConfig, Reward, RewardPoolConfig
 from holdfast.data.characters import character_tokenizer
 from holdfast.errors import ConfigError, ModelError
-from holdfast.models.reward_model import RewardModel
+from holdfast.models.reward_model import RewardModel, TextScorer
+from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
+from holdfast.training.build_reward_model import open_reward_model
 from holdfast.training.rewards import Scorer
+from tests.distributed.grpo_cases import settings
 from tests.tiny import COMMON, tiny_directory
 
 CPU = torch.device("cpu")
@@ -47,9 +52,19 @@ def alone(path: Path, texts: list[str], output: int = 0) -> list[float]:
         return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, output]) for text in texts]
 
 
-def scorer_of(section: ModelRewardConfig, place: Path) -> Scorer:
+def scorer_of(sections: list[Reward], place: Path) -> Scorer:
     world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
-    return Scorer([section], RewardPoolConfig(), place, world, place)
+    config = from_mapping(settings("none"), GRPOConfig)
+    models = {
+        section.label: open_reward_model(section, config, place, world, ProcessExchange())
+        for section in sections
+        if isinstance(section, ModelRewardConfig)
+    }
+    return Scorer(sections, RewardPoolConfig(workers=1), place, models, place)
+
+
+def scores(model: TextScorer, texts: list[str]) -> list[float]:
+    return model.scores([model.reading.tokens(text) for text in texts])
 
 
 def sample(number: int, completion: str, **row: Any) -> Sample:
@@ -58,14 +73,13 @@ def sample(number: int, completion: str, **row: Any) -> Sample:
 
 def test_scores_are_those_of_each_text_alone(tmp_path: Path) -> None:
     path = str(directory(tmp_path / "m"))
-    scorer = RewardModel(ModelRewardConfig(path=path, batch_size=3), tmp_path, CPU)
 
-    found = scorer.scores(TEXTS)
+    found = scores(RewardModel(ModelRewardConfig(path=path, batch_size=3), tmp_path, CPU), TEXTS)
 
     expected = alone(tmp_path / "m", TEXTS)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert len({round(value, 3) for value in expected}) == 4
-    squashed = RewardModel(ModelRewardConfig(path=path, sigmoid=True), tmp_path, CPU).scores(TEXTS)
+    squashed = scores(RewardModel(ModelRewardConfig(path=path, sigmoid=True), tmp_path, CPU), TEXTS)
     np.testing.assert_allclose(squashed, 1 / (1 + np.exp(-np.array(expected))), rtol=1e-4)
 
 
@@ -77,7 +91,7 @@ def test_scores_stand_where_transformers_reads_them_whatever_the_tokenizer_pads_
     tokenizer = character_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(path)
-    scorer = scorer_of(ModelRewardConfig(path=str(path), append_eos=True), tmp_path)
+    scorer = scorer_of([ModelRewardConfig(path=str(path), append_eos=True)], tmp_path)
 
     found = [item.reward for item in scorer.score([sample(number, text) for number, text in enumerate(TEXTS)])]
 
@@ -90,7 +104,7 @@ def test_scores_stand_where_transformers_reads_them_whatever_the_tokenizer_pads_
 def test_one_of_several_outputs_is_named_or_refused(tmp_path: Path) -> None:
     path = str(directory(tmp_path / "m", outputs=3))
 
-    found = RewardModel(ModelRewardConfig(path=path, output=2), tmp_path, CPU).scores(TEXTS)
+    found = scores(RewardModel(ModelRewardConfig(path=path, output=2), tmp_path, CPU), TEXTS)
 
     np.testing.assert_allclose(found, alone(tmp_path / "m", TEXTS, 2), rtol=1e-4, atol=1e-5)
     with pytest.raises(ModelError, match="has 3 outputs, and a reward is one of them"):
@@ -101,20 +115,19 @@ def test_one_of_several_outputs_is_named_or_refused(tmp_path: Path) -> None:
 
 def test_a_conversation_is_written_in_the_models_own_template(tmp_path: Path) -> None:
     path = str(directory(tmp_path / "m", template=TEMPLATE))
-    scorer = RewardModel(ModelRewardConfig(path=path), tmp_path, CPU)
+    reading = RewardModel(ModelRewardConfig(path=path), tmp_path, CPU).reading
 
-    text = scorer.text("ignored", "13", {"prompt": [{"role": "user", "content": "sort 31"}]})
+    text = reading.text("ignored", "13", {"prompt": [{"role": "user", "content": "sort 31"}]})
 
     assert text == "u:sort 31;a:13;"
-    assert scorer.text("sort 31=", "13", {"prompt": "sort 31="}) == "sort 31=13"
+    assert reading.text("sort 31=", "13", {"prompt": "sort 31="}) == "sort 31=13"
 
 
 def test_a_model_and_a_function_are_summed_by_their_weights(tmp_path: Path) -> None:
     path = str(directory(tmp_path / "m"))
-    sections = [LengthConfig(max=3, weight=2.0), ModelRewardConfig(path=path, weight=0.5, name="judge")]
+    sections: list[Reward] = [LengthConfig(max=3, weight=2.0), ModelRewardConfig(path=path, weight=0.5, name="judge")]
     samples = [sample(0, "13"), sample(1, "1333333")]
-    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
-    scorer = Scorer(sections, RewardPoolConfig(workers=1), tmp_path, world, tmp_path)
+    scorer = scorer_of(sections, tmp_path)
     scorer.start()
     try:
         found = scorer.score(samples)
@@ -132,8 +145,7 @@ def test_a_model_and_a_function_are_summed_by_their_weights(tmp_path: Path) -> N
 def test_a_completion_that_the_template_refuses_is_an_error_of_its_own(tmp_path: Path) -> None:
     picky = "{% if messages[1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}{{ messages[1].content }}"
     path = str(directory(tmp_path / "m", template=picky))
-    world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
-    scorer = Scorer([ModelRewardConfig(path=path)], RewardPoolConfig(), tmp_path, world, tmp_path)
+    scorer = scorer_of([ModelRewardConfig(path=path)], tmp_path)
     talk = [{"role": "user", "content": "sort 31"}]
 
     found = scorer.score([sample(n, text, prompt=talk) for n, text in enumerate(["13", "no", "", "1333333"])])
@@ -149,7 +161,7 @@ def test_a_directory_without_such_a_model_is_one_sentence(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
 
     with pytest.raises(ModelError, match="reward model: .*empty cannot be loaded for sequence classification"):
-        RewardModel(ModelRewardConfig(path=str(tmp_path / "empty")), tmp_path, CPU)
+        scorer_of([ModelRewardConfig(path=str(tmp_path / "empty"))], tmp_path)
 
 
 def test_a_model_that_has_no_room_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -161,13 +173,13 @@ def test_a_model_that_has_no_room_is_refused_before_it_is_read(tmp_path: Path) -
 
     words = r"reward model: its weights take 512 GiB in bfloat16, whole on every rank, and rank 0 has .* free in its"
     with pytest.raises(ConfigError, match=words):
-        scorer_of(ModelRewardConfig(path=str(path), dtype="bfloat16"), tmp_path)
+        scorer_of([ModelRewardConfig(path=str(path), dtype="bfloat16")], tmp_path)
 
 
 def test_the_start_says_what_a_model_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = directory(tmp_path / "m")
 
-    scorer_of(ModelRewardConfig(path=str(path), name="judge", dtype="float32"), tmp_path)
+    scorer_of([ModelRewardConfig(path=str(path), name="judge", dtype="float32")], tmp_path)
 
     count = sum(value.numel() for value in AutoModelForSequenceClassification.from_pretrained(path).parameters())
     assert f"reward judge: {count * 4 / 2**20:.4g} MiB of weights in float32, on every rank" in capsys.readouterr().out
@@ -179,3 +191,16 @@ def test_a_model_without_a_trained_score_is_refused_instead_of_drawing_rewards_a
 
     with pytest.raises(ModelError, match=r"m holds no score\.weight as its model has it"):
         RewardModel(ModelRewardConfig(path=path, output=0), tmp_path, CPU)
+
+
+def test_a_text_with_a_token_that_the_model_does_not_know_is_an_error_of_its_own(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    rows = len(tokenizer)
+    path = directory(tmp_path / "m", vocab_size=rows)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(path)
+
+    found = scorer_of([ModelRewardConfig(path=str(path))], tmp_path).score([sample(0, "1<new>3"), sample(1, "13")])
+
+    assert found[0].message.startswith(f"reward model raised ValueError: its tokenizer makes token {rows} of the text")
+    np.testing.assert_allclose([found[1].reward], alone(path, ["sort 31=13"]), rtol=1e-4, atol=1e-5)

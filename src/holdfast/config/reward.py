@@ -189,7 +189,7 @@ class CodeConfig(_RewardSection):
 class ModelRewardConfig(_RewardSection):
     """What a sequence-classification model says: one number for prompt and completion together.
 
-    Every rank holds the whole model, in the training processes and not in the reward workers.
+    It computes in the training processes and not in the reward workers.
     """
 
     kind: Literal["model"] = "model"
@@ -207,6 +207,9 @@ class ModelRewardConfig(_RewardSection):
     batch_size: PositiveInt = 16
     """Texts in one forward pass."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    place: Literal["whole", "sharded", "offloaded"] = "whole"
+    """`whole`: on every rank; `sharded`: split over the ranks like the policy, and gathered unit by unit; `offloaded`:
+    the same in host memory. The scores are those of `whole`."""
 
 
 Reward = Annotated[

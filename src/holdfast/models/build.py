@@ -126,7 +126,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         buffers,
         used,
         directory,
-        _choose_attention(model, family, config.attention, notes),  # it adds a note
+        choose_attention(model, family, config.attention, notes),  # it adds a note
         tuple(notes),
         load_image_processor(config, raw_config, places),
         stages,
@@ -345,7 +345,7 @@ def set_storage(model: nn.Module, dtype: torch.dtype, frozen_dtype: torch.dtype)
             module.register_parameter(name, stored[id(parameter)])
 
 
-def _choose_attention(model: Any, family: Family, wanted: str, notes: list[str]) -> bool:
+def choose_attention(model: Any, family: Family, wanted: str, notes: list[str]) -> bool:
     """Set the attention implementation; return whether it is the packed one.
 
     Raises:

@@ -1,11 +1,11 @@
-"""A sequence-classification model that scores texts: whole on every rank, frozen, and nobody's policy."""
+"""Sequence-classification models that score texts: how each reads one, and the model that is whole on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from holdfast.data.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
 from holdfast.models.origin import load_tokenizer, locate
 from holdfast.models.safetensors_files import read_header, weight_files
+from holdfast.models.scorer import not_trained_to_score
+
+Row = Sequence[int]
+"""The tokens of a text."""
 
 
 def bytes_of(section: ModelRewardConfig, base: Path) -> int:
@@ -32,8 +36,99 @@ def bytes_of(section: ModelRewardConfig, base: Path) -> int:
     return sum(prod(header.shape) for held in headers for header in held) * dtype.itemsize
 
 
+class Reading:
+    """How a reward model reads: which tokens, and which of its numbers is the reward.
+
+    Args:
+        section: Which model, and which of its outputs.
+        tokenizer: Its own.
+        config: Its transformers configuration, as its files have it.
+        directory: Of its files.
+
+    Raises:
+        ModelError: It has several outputs and none is chosen.
+    """
+
+    def __init__(self, section: ModelRewardConfig, tokenizer: Any, config: Any, directory: Path) -> None:
+        outputs = int(config.num_labels)
+        if section.output is None and outputs != 1:
+            raise ModelError(f"{directory} has {outputs} outputs, and a reward is one of them. Name it by output.")
+        if section.output is not None and section.output >= outputs:
+            raise ModelError(f"{directory} has {outputs} outputs, numbered from 0.")
+        # transformers scores the last token that is not this one; a text alone, of a model without one, its very last.
+        pad = config.get_text_config().pad_token_id
+        self.pad: int | None = None if pad is None or pad < 0 else pad  # below 0 in old LLaMA configurations: no token
+        self.batch_size = section.batch_size
+        self._known = int(config.get_text_config().vocab_size)
+        self._section, self._tokenizer = section, tokenizer
+        self._tokenizer.truncation_side = "left"
+
+    @property
+    def note(self) -> str | None:
+        """What a user should read at start."""
+        if self.pad is None or self.pad != self._tokenizer.eos_token_id:
+            return None
+        return (
+            f"reward {self._section.label}: its config.json calls the end of text, token {self.pad}, padding, so its "
+            "score of a text is that of the token before the end, here as in plain transformers. If it was trained "
+            'to score the end, as `holdfast reward` does, write "pad_token_id": null into its config.json.'
+        )
+
+    def text(self, prompt: str, completion: str, row: Mapping[str, Any]) -> str:
+        """Return what is scored: a conversation in the model's template if the row's prompt is one, else the text."""
+        asked = prompt_of(row, "a row") if {"prompt", "messages", "conversations", "instruction"} & set(row) else prompt
+        if isinstance(asked, Conversation) and self._tokenizer.chat_template is not None:
+            answered = [*asked.messages, {"role": "assistant", "content": completion}]
+            return str(self._tokenizer.apply_chat_template(answered, tokenize=False))
+        return prompt + completion + (self._tokenizer.eos_token if self._section.append_eos else "")
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text, without those at the beginning for which there is no room.
+
+        Raises:
+            ValueError: There is one that the model does not know.
+        """
+        read = self._tokenizer(text, truncation=True, max_length=self._section.max_length, add_special_tokens=False)
+        tokens = [int(token) for token in read["input_ids"]]
+        if max(tokens, default=0) >= self._known:
+            raise ValueError(f"its tokenizer makes token {max(tokens)} of the text, and it knows {self._known}")
+        return tokens
+
+    def numbers(self, outputs: Tensor) -> list[float]:
+        """Return [N] numbers of [N, outputs]."""
+        chosen = outputs.double()[:, self._section.output or 0]
+        found: list[float] = (chosen.sigmoid() if self._section.sigmoid else chosen).tolist()
+        return found
+
+
+class TextScorer(Protocol):
+    """A model that scores texts, wherever it lies."""
+
+    reading: Reading
+
+    def scores(self, rows: Sequence[Row]) -> list[float]:
+        """Return one number per row of tokens, none of which is empty; all ranks call this, each with its own."""
+        ...
+
+
+def batches_of(rows: Sequence[Row], size: int) -> list[list[int]]:
+    """Return the places of at most `size` rows per forward pass, rows of like length together."""
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def scores_of(
+    rows: Sequence[Row], batches: Iterable[Sequence[int]], numbers: Callable[[list[Row]], list[float]]
+) -> list[float]:
+    """Return one number per row, asked for batch by batch."""
+    found: dict[int, float] = {}
+    for members in batches:
+        found |= zip(members, numbers([rows[place] for place in members]), strict=True)
+    return [found[place] for place in range(len(rows))]
+
+
 class RewardModel:
-    """Scores prompt and completion together.
+    """Scores texts by plain transformers: whole on every rank, frozen, and nobody's policy.
 
     Args:
         section: Which model, and which of its outputs.
@@ -54,77 +149,28 @@ class RewardModel:
             self._model, told = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype=getattr(torch, section.dtype), output_loading_info=True
             )
-            self._tokenizer: Any = load_tokenizer(named, base)
+            tokenizer = load_tokenizer(named, base)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(
-                f"reward {section.label}: {directory} cannot be loaded for sequence classification: {error}"
-            ) from error
+            raise ModelError(f"{directory} cannot be loaded for sequence classification: {error}") from error
         absent = sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])})
         if absent:  # transformers draws them at random, on every rank others, and only says so
-            raise ModelError(
-                f"reward {section.label}: {directory} holds no {absent[0]} as its model has it, so rewards would be "
-                "drawn at random. Name a model that was trained to score, such as an export of `holdfast reward`."
-            )
-        outputs = int(self._model.config.num_labels)
-        if section.output is None and outputs != 1:
-            raise ModelError(
-                f"reward {section.label}: {directory} has {outputs} outputs, and a reward is one of them. "
-                "Name it by output."
-            )
-        if section.output is not None and section.output >= outputs:
-            raise ModelError(f"reward {section.label}: {directory} has {outputs} outputs, numbered from 0.")
-        self._pads = self._model.config.get_text_config()
-        # transformers scores the last token that is not this one; a text alone, of a model without one, its very last.
-        self._pad = self._pads.pad_token_id
-        if self._pad is not None and self._pad < 0:  # as in old LLaMA configurations: no token is it
-            self._pad = None
-        self._tokenizer.truncation_side = "left"
+            raise not_trained_to_score(directory, absent[0])
+        self.reading = Reading(section, tokenizer, self._model.config, directory)
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
-        self._section, self._device = section, device
+        self._device = device
 
-    @property
-    def note(self) -> str | None:
-        """What a user should read at start."""
-        if self._pad is None or self._pad != self._tokenizer.eos_token_id:
-            return None
-        return (
-            f"reward {self._section.label}: its config.json calls the end of text, token {self._pad}, padding, so its "
-            "score of a text is that of the token before the end, here as in plain transformers. If it was trained "
-            'to score the end, as `holdfast reward` does, write "pad_token_id": null into its config.json.'
-        )
-
-    def text(self, prompt: str, completion: str, row: Mapping[str, Any]) -> str:
-        """Return what is scored: a conversation in the model's template if the row's prompt is one, else the text."""
-        asked = prompt_of(row, "a row") if {"prompt", "messages", "conversations", "instruction"} & set(row) else prompt
-        if isinstance(asked, Conversation) and self._tokenizer.chat_template is not None:
-            answered = [*asked.messages, {"role": "assistant", "content": completion}]
-            return str(self._tokenizer.apply_chat_template(answered, tokenize=False))
-        return prompt + completion + (self._tokenizer.eos_token if self._section.append_eos else "")
+    def scores(self, rows: Sequence[Row]) -> list[float]:
+        """Return one number per row."""
+        return scores_of(rows, batches_of(rows, self.reading.batch_size), self._numbers)
 
     @torch.no_grad()
-    def scores(self, texts: Sequence[str]) -> list[float]:
-        """Return one number per text."""
-        order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-        found: dict[int, float] = {}
-        for start in range(0, len(order), self._section.batch_size):
-            members = order[start : start + self._section.batch_size]
-            for place, score in zip(members, self._batch([texts[place] for place in members]).tolist(), strict=True):
-                found[place] = score
-        return [found[place] for place in range(len(texts))]
-
-    def _batch(self, texts: list[str]) -> Tensor:
-        rows = self._tokenizer(texts, truncation=True, max_length=self._section.max_length, add_special_tokens=False)[
-            "input_ids"
-        ]
-        filler = self._pad
+    def _numbers(self, rows: list[Row]) -> list[float]:
+        filler = self.reading.pad
         if filler is None:  # any token that ends none of these texts
-            filler = min({*range(len(rows) + 1)} - {row[-1] for row in rows if row})
-        self._pads.pad_token_id = filler
-        width = max(1, *(len(row) for row in rows))
+            filler = min({*range(len(rows) + 1)} - {row[-1] for row in rows})
+        self._model.config.get_text_config().pad_token_id = filler
+        width = max(len(row) for row in rows)
         tokens = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        logits: Tensor = self._model(
-            input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)
-        ).logits.double()
-        chosen = logits[:, self._section.output or 0]
-        return chosen.sigmoid() if self._section.sigmoid else chosen
+        outputs: Tensor = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)).logits
+        return self.reading.numbers(outputs)

@@ -1,17 +1,19 @@
-"""A reward model in training: the backbone of a language model, and one number for a whole text.
+"""A reward model: the backbone of a language model, and one number for a whole text.
 
-It is transformers' model for sequence classification with one output, whose layer `score` reads the hidden state of a
-text's last token. A text has one scored token, its last, and its score stands where a policy has a log-probability.
+It is transformers' model for sequence classification, whose layer `score` reads the hidden state of a text's last
+token. In training it has one output. A text has one scored token, its last, and its score stands where a policy has a
+log-probability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from holdfast.errors import ModelError
@@ -70,6 +72,56 @@ class ValueModel(ScoreModel):
         """Score what precedes every token but the first."""
         output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return self._scores(output.last_hidden_state[0, :-1])
+
+
+class StoredScoreModel(ScoreModel):
+    """A reward model as its files have it: it may have several outputs, and computes them as transformers does."""
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """Return [N, K] outputs of [N, H] hidden states, in their dtype."""
+        layer: Any = self.language_model.score
+        found: Tensor = layer(hidden)
+        return found
+
+    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the outputs for every token but the first; for the one that its class scores, by all of its forward.
+
+        So a class that makes its scores of more than the hidden state, or at another token, is found out at start.
+        """
+        found = super().upstream_logprobs(tokens, inputs)
+        config: Any = self.language_model.config
+        place = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
+        output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        if place > 0:
+            found[place - 1] = output.logits[0]
+        return found
+
+
+def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
+    """Return where transformers reads the score of a text: at the last token that is no padding, else at the first."""
+    return next((place for place in range(len(tokens) - 1, -1, -1) if tokens[place] != pad), 0)
+
+
+def check_layer(skeleton: Any) -> None:
+    """Refuse a class whose scores are no linear layer of a token's hidden state.
+
+    Raises:
+        ModelError: It is one.
+    """
+    if type(getattr(skeleton, "score", None)) is not nn.Linear:
+        raise ModelError(
+            f"{type(skeleton).__name__} has no layer `score` that reads the hidden state of a token, as models for "
+            "sequence classification that are made of a language model have, and only those can be split over ranks. "
+            "Use place: whole."
+        )
+
+
+def not_trained_to_score(directory: Path, absent: str) -> ModelError:
+    """Return the refusal of files without a tensor of a reward model."""
+    return ModelError(
+        f"{directory} holds no {absent} as its model has it, so rewards would be drawn at random. Name a model that "
+        "was trained to score, such as an export of `holdfast reward`."
+    )
 
 
 def is_scorer(config: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.config.distill import DistillConfig
+from holdfast.config.reward_scoring import RewardScoring
 from holdfast.config.runs import TrainingConfig
 from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES
@@ -20,7 +21,7 @@ from holdfast.models.four_bit import four_bit_layers
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
-from holdfast.models.scorer import ScoreModel, ValueModel
+from holdfast.models.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.models.student import StudentModel
 from holdfast.models.vision import image_side, towers_of, video_options
@@ -92,7 +93,7 @@ def _model_class(config: TrainingConfig) -> type[PolicyModel]:
     if config.values:
         return ValueModel
     if config.scores:
-        return ScoreModel
+        return StoredScoreModel if isinstance(config, RewardScoring) else ScoreModel
     return StudentModel if isinstance(config, DistillConfig) else PolicyModel
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.reward import ModelRewardConfig, Reward, RewardPoolConfig
-from holdfast.errors import ConfigError
-from holdfast.models.reward_model import RewardModel, bytes_of
+from holdfast.models.reward_model import Reading, TextScorer
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 from holdfast.rewards.combine import combine
@@ -20,7 +19,7 @@ from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.outcome import outcome_of_exception
 from holdfast.rewards.pool import RewardPool
 from holdfast.training.build import Live
-from holdfast.training.copies import free_bytes, free_host_bytes, size_words
+from holdfast.training.build_reward_model import open_reward_model
 from holdfast.training.directory import run_directory
 from holdfast.training.policy import Score
 from holdfast.training.together import open_exchange, together
@@ -41,10 +40,11 @@ class Rewards:
 
 @contextmanager
 def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Iterator[Rewards]:
-    """Start this rank's reward workers, and end them with the block; live rewards need none.
+    """Load reward models and start this rank's reward workers, which end with the block; live rewards need neither.
 
     Raises:
         ConfigError: A reward cannot work; the same on all ranks.
+        ModelError, PlanError: A reward model cannot be built; likewise.
     """
     section = config.rewards
     if live is not None and live.rewards:
@@ -61,12 +61,17 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
         section = section.model_copy(update={"step_timeout_seconds": longest})
     exchange = open_exchange(config)
-    scorer = together(exchange, lambda: Scorer(config.reward, section, base, world, _logs(config, world)))
+    named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
+    # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
+    models = {reward.label: open_reward_model(reward, config, base, world, exchange) for reward in named}
+    scorer = together(exchange, lambda: Scorer(config.reward, section, base, models, _logs(config, world)))
     try:
         with exchange.together():
             scorer.start()
-        exchange.close()
+        if all(reward.place == "whole" for reward in named):
+            exchange.close()
         yield Rewards(scorer.score, scorer.columns)
+        exchange.close()
     finally:
         scorer.close()
 
@@ -78,21 +83,20 @@ class Scorer:
         rewards: The sections.
         config: The processes, and what a fault does.
         base: The YAML's directory.
-        world: Where models compute.
+        models: Those that the sections name, by their labels.
         logs: Where functions print.
-
-    Raises:
-        ModelError: A reward model cannot be loaded.
-        ConfigError: There is no room for one.
     """
 
     def __init__(
-        self, rewards: Sequence[Reward], config: RewardPoolConfig, base: Path, world: World, logs: Path
+        self,
+        rewards: Sequence[Reward],
+        config: RewardPoolConfig,
+        base: Path,
+        models: Mapping[str, TextScorer],
+        logs: Path,
     ) -> None:
         functions = [reward for reward in rewards if not isinstance(reward, ModelRewardConfig)]
-        self._models = {
-            reward.label: _model(reward, base, world) for reward in rewards if isinstance(reward, ModelRewardConfig)
-        }
+        self._models = models
         self._pool = RewardPool(functions, config, base, logs) if functions else None
         self._functions = [reward.label for reward in functions]
         self._rewards, self._config = tuple(rewards), config
@@ -117,56 +121,34 @@ class Scorer:
             self._pool.close()
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Return the reward of each sample, in their order."""
-        by_label: dict[str, list[Outcome]] = {}
+        """Return the reward of each sample, in their order; all ranks call this together, some without samples.
+
+        Raises:
+            RunStopped: The processes of this rank died, or hang.
+        """
+        # Models come first: all ranks run the passes of a sharded one, and one whose processes died would not.
+        by_label = {label: _outcomes(model, samples) for label, model in self._models.items()}
         if self._pool is not None:
-            by_label |= dict(zip(self._functions, self._pool.outcomes(samples), strict=True))
-        for label, model in self._models.items():
-            by_label[label] = _outcomes(model, samples)
+            by_label |= zip(self._functions, self._pool.outcomes(samples), strict=True)
         return [
             combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
             for place, sample in enumerate(samples)
         ]
 
 
-def _model(reward: ModelRewardConfig, base: Path, world: World) -> RewardModel:
-    """Load a reward model, if it has room, and say what a user should know of it.
-
-    Raises:
-        ModelError: It cannot be loaded.
-        ConfigError: It takes more memory than there is now.
-    """
-    needed = bytes_of(reward, base)
-    places = {"its device": free_bytes(world), "its share of the machine's memory": free_host_bytes(world)}
-    for place, free in places.items():  # transformers reads it into the machine's memory first
-        if needed > free:
-            room = "ranks with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
-            raise ConfigError(
-                f"reward {reward.label}: its weights take {size_words(needed)} in {reward.dtype}, whole on every rank, "
-                f"and rank {world.rank} has {size_words(free)} free in {place}. Use a smaller model, "
-                f"dtype: bfloat16, {room}, or serve it and ask it by a reward of kind path or judge."
-            )
-    model = RewardModel(reward, base, world.device)
-    if world.is_first:
-        print(f"reward {reward.label}: {size_words(needed)} of weights in {reward.dtype}, on every rank", flush=True)
-        if model.note is not None:
-            print(model.note, flush=True)
-    return model
-
-
-def _outcomes(model: RewardModel, samples: Sequence[Sample]) -> list[Outcome]:
+def _outcomes(model: TextScorer, samples: Sequence[Sample]) -> list[Outcome]:
     """Return what a model says of each sample; one that it cannot be shown is an error of its own."""
-    texts: list[str | Outcome] = [_text(model, sample) for sample in samples]
-    scores = iter(model.scores([text for text in texts if isinstance(text, str)]))
-    return [_outcome(next(scores)) if isinstance(text, str) else text for text in texts]
+    rows = [_read(model.reading, sample) for sample in samples]
+    scores = iter(model.scores([row for row in rows if not isinstance(row, Outcome)]))
+    return [row if isinstance(row, Outcome) else _outcome(next(scores)) for row in rows]
 
 
-def _text(model: RewardModel, sample: Sample) -> str | Outcome:
+def _read(reading: Reading, sample: Sample) -> list[int] | Outcome:
     try:
-        text = model.text(sample.prompt, sample.completion, sample.row)
+        tokens = reading.tokens(reading.text(sample.prompt, sample.completion, sample.row))
     except Exception as error:  # noqa: BLE001 - a template of somebody else's, over a row
         return outcome_of_exception(error)
-    return text or Outcome(fault="error", message="has no text to read")
+    return tokens or Outcome(fault="error", message="has no text to read")
 
 
 def _outcome(score: float) -> Outcome:
