@@ -14,11 +14,13 @@ from holdfast.config.reward import ModelRewardConfig
 from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.recipes.evaluation import evaluate_run
-from holdfast.recipes.grpo import grpo
+from holdfast.recipes.grpo import grpo, grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.build import Live
+from holdfast.training.build_policy import build_policy_run
 from holdfast.training.build_reward_model import SharedRewardModel, open_reward_model
 from holdfast.training.rewards import open_rewards
+from holdfast.training.run import StepAbandoned
 from holdfast.training.together import open_exchange
 
 
@@ -62,3 +64,17 @@ def run(world: World, tree: dict[str, Any], rows: Any) -> str:
 def evaluated(world: World, tree: dict[str, Any]) -> dict[str, float]:
     """Return what `holdfast eval` measures."""
     return evaluate_run(from_mapping(tree, GRPOConfig), Path.cwd(), world)
+
+
+def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> list[dict[str, float] | None]:
+    """Make a step, leave the next for one rank's sake while it is sampled, make it again; return the steps' metrics."""
+    config = from_mapping(tree, GRPOConfig)
+    with open_rewards(config, Path.cwd(), world) as rewards:
+        run = build_policy_run(config, Path.cwd(), world, rewards.score, Live(rows=rows))
+        lines = [grpo_step(run)]
+        run.interrupted = lambda: world.rank == world.size - 1
+        with contextlib.suppress(StepAbandoned):
+            lines.append(grpo_step(run))
+        run.interrupted = lambda: False
+        lines.append(grpo_step(run))
+    return lines

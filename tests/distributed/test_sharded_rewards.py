@@ -16,7 +16,7 @@ from holdfast.data.characters import CHARACTERS, character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from holdfast.rewards.base import Sample
 from tests.distributed.grpo_cases import prompts_of, settings
-from tests.distributed.reward_cases import evaluated, look, run, score
+from tests.distributed.reward_cases import evaluated, leave_and_make_again, look, run, score
 from tests.tiny import COMMON, EXTRA, tiny_directory
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -115,6 +115,17 @@ def test_texts_of_nothing_but_padding_and_of_one_token_are_read_as_transformers_
 
     found = [of_rank[call][0].reward for call in range(2) for of_rank in told]
     np.testing.assert_allclose(found, alone(path, texts), rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_layer_that_files_keep_beside_the_score_is_passed_over(pools: Any, tmp_path: Path) -> None:
+    path = directory(tmp_path / "m")
+    held = load_file(path / "model.safetensors")
+    save_file(held | {"lm_head.weight": torch.zeros(96, 32)}, path / "model.safetensors", {"format": "pt"})
+
+    told = pools(2).run(score, tree(path, tmp_path), [dealt(TEXTS, [4, 3])])
+
+    found = [item.reward for of_rank in told for item in of_rank[0]]
+    np.testing.assert_allclose(found, alone(path, [f"sort 31={text}" for text in TEXTS]), rtol=1e-5, atol=1e-5)
 
 
 def test_one_of_several_outputs_is_squashed_cut_and_written_in_the_models_own_template(
@@ -247,6 +258,32 @@ def test_an_evaluation_scores_with_a_rank_that_has_no_prompt(
     np.testing.assert_allclose([each["reward"] for each in found], expected, rtol=1e-5, atol=1e-5)
     assert one == two
     assert one["eval/held_out/reward"] == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+def test_a_step_that_is_left_while_it_is_sampled_is_made_again_with_the_same_rewards(
+    pools: Any, both: tuple[Path, Path], tmp_path: Path
+) -> None:
+    left, whole = (
+        pools(2).run(leave_and_make_again, run_tree(*both, tmp_path, where), prompts_of(20))
+        for where in ("sharded", "whole")
+    )
+
+    for ours, theirs in zip(left, whole, strict=True):
+        assert len(ours) == len(theirs) == 2
+        np.testing.assert_allclose(*([line["reward"] for line in lines] for lines in (ours, theirs)), atol=1e-5)
+
+
+def test_a_run_goes_on_with_its_reward_model_in_another_place(
+    pools: Any, both: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pools(2).run(run, run_tree(*both, tmp_path / "straight", "sharded"), prompts_of(20))
+    pools(2).run(run, run_tree(*both, tmp_path / "moved", "whole", steps=1), prompts_of(20))
+    pools(1).run(run, run_tree(*both, tmp_path / "moved", "sharded"), prompts_of(20))
+
+    lines = [read_metrics(tmp_path / where / "r/metrics.jsonl") for where in ("straight", "moved")]
+    rewards = [[line["reward"] for line in part if "loss" in line] for part in lines]
+    assert len(rewards[0]) == 2
+    np.testing.assert_allclose(rewards[1], rewards[0], atol=1e-5)
 
 
 def test_functions_that_fail_on_one_rank_leave_no_other_waiting_for_the_model(pools: Any, tmp_path: Path) -> None:

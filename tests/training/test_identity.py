@@ -109,14 +109,14 @@ def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_pa
     assert differences({"files": early}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
 
 
-@pytest.mark.parametrize("changed", ["model.safetensors", "tokenizer.json"])
-def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path, changed: str) -> None:
+@pytest.mark.parametrize(("changed", "where"), [("model.safetensors", "sharded"), ("tokenizer.json", "whole")])
+def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path, changed: str, where: str) -> None:
     place = tmp_path / "scorer"
     place.mkdir()
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         (place / name).write_text("one")
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}}
-    config = from_mapping({**tree, "reward": {"kind": "model", "path": "scorer"}}, GRPOConfig)
+    config = from_mapping({**tree, "reward": {"kind": "model", "path": "scorer", "place": where}}, GRPOConfig)
 
     before = reward_model_hashes(config, tmp_path)
     (place / changed).write_text("two")

@@ -1,0 +1,52 @@
+"""The check at start of a reward model as its files have it: against all of its class's own forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForSequenceClassification
+
+from holdfast.errors import ModelError
+from holdfast.models.family import family_of
+from holdfast.models.scorer import StoredScoreModel
+from holdfast.models.selfcheck import check_forward
+from tests.tiny import COMMON
+
+
+class AtTheFirstToken(LlamaForSequenceClassification):
+    """A class that scores a text at another token than those of transformers do."""
+
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
+        """Score the first token alone."""
+        return super().forward(input_ids=input_ids[:, :1], **options)
+
+
+def scorer(made: type[Any], dtype: torch.dtype = torch.float32, size: float = 1.0) -> StoredScoreModel:
+    torch.manual_seed(0)
+    model = made(AutoConfig.for_model("llama", **COMMON, num_labels=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        model.score.weight.mul_(size)
+    family = family_of(model)
+    spec = family.head_spec(float32_product=False, chunk_tokens=None)
+    return StoredScoreModel(model.to(dtype), family, spec, padded=True)
+
+
+def test_a_class_that_scores_by_another_rule_is_found_out_at_start() -> None:
+    check_forward(scorer(LlamaForSequenceClassification), may_fall_back=False, compute_dtype=torch.float32)
+
+    with pytest.raises(ModelError, match="differ from transformers' own"):
+        check_forward(scorer(AtTheFirstToken), may_fall_back=False, compute_dtype=torch.float32)
+
+
+def test_large_scores_may_be_rounded_in_proportion_and_no_more() -> None:
+    large = scorer(LlamaForSequenceClassification, torch.bfloat16, 300.0)
+
+    result, _ = check_forward(large, may_fall_back=False, compute_dtype=torch.bfloat16)
+
+    assert result.difference < 0.1
+    with pytest.raises(ModelError, match="differ from transformers' own"):
+        check_forward(scorer(AtTheFirstToken, torch.float32, 300.0), may_fall_back=False, compute_dtype=torch.float32)
