@@ -2,7 +2,8 @@
 
 A row holds one completion: its prompt's keys and values, computed once for all rows of the prompt, then one more for
 every token. Rows differ in length, so each step writes at a place of its own in every row and hides what lies behind.
-Lengths are known on the host; nothing here waits for the device.
+`RowCache` knows lengths on the host and grows with them; `static.StaticCache` has them on the device and stays in
+place. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ CACHED = "holdfast_cached"
 _ROOM = 64
 """Tokens of room that are added at least when rows grow."""
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of a layer."""
+
 
 def register() -> None:
     """Make attention over the cache known to transformers; doing it again changes nothing."""
@@ -36,7 +40,7 @@ class PromptCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.held: dict[int, Pair] = {}
         """Layer -> keys and values, [1, key heads, T, head size]"""
 
     def update(
@@ -51,41 +55,21 @@ class PromptCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return 0
 
 
-class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """Keys and values of rows of different lengths.
+class HeldCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values of rows, to which each step adds one place per row."""
 
-    Args:
-        prompts: What a forward pass over prompts kept.
-        spans: Where each row's prompt begins and ends there; rows of one prompt share its span.
-    """
-
-    def __init__(self, prompts: PromptCache, spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=[])
-        self.lengths = [end - start for start, end in spans]
-        """Tokens in each row."""
-        self._room = max(self.lengths) + _ROOM
-        places = _places(spans, next(iter(prompts.held.values()))[0].device)
-        self._held = {
-            layer: (_rows_of(keys, places, self._room), _rows_of(values, places, self._room))
-            for layer, (keys, values) in prompts.held.items()
-        }
-        self._view: _View | None = None
+        self.held: dict[int, Pair] = {}
+        """Layer -> keys and values, [rows, key heads, room, head size]"""
+        self._view: View | None = None
 
     def begin_step(self) -> None:
-        """Make room for one token more in every row."""
-        longest = max(self.lengths) + 1
-        if longest > self._room:
-            more = max(_ROOM, self._room // 2)
-            self._held = {
-                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self._held.items()
-            }
-            self._room += more
-        device = next(iter(self._held.values()))[0].device
-        self._view = _View(tuple(self.lengths), device)
-        self.lengths = [length + 1 for length in self.lengths]
+        """Set what the step sees, and count its token in every row."""
+        raise NotImplementedError
 
     @property
-    def view(self) -> _View:
+    def view(self) -> View:
         """Return what the step sees."""
         assert self._view is not None
         return self._view
@@ -93,8 +77,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values, [rows, key heads, 1, head size]; return all up to the longest row."""
-        view, (keys, values) = self.view, self._held[layer_idx]
+        """Write the step's keys and values, [rows, key heads, 1, head size]; return all that the step looks at."""
+        view, (keys, values) = self.view, self.held[layer_idx]
         for held, new in ((keys, key_states), (values, value_states)):
             if view.place is not None:
                 held[:, :, view.place] = new[:, :, 0]
@@ -103,8 +87,50 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return keys[:, :, : view.longest], values[:, :, : view.longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
-        """Return the longest row's length before the step."""
-        return max(self.lengths) - 1
+        """Return the places that a step looks at, less its own: not 0, so it is no prompt that is computed."""
+        return self.view.longest - 1
+
+
+class RowCache(HeldCache):
+    """Keys and values of rows whose lengths are known on the host; a step looks no further than the longest.
+
+    Args:
+        held: Layer -> keys and values, [rows, key heads, room, head size].
+        lengths: Tokens in each row.
+    """
+
+    def __init__(self, held: dict[int, Pair], lengths: Sequence[int]) -> None:
+        super().__init__()
+        self.held, self.lengths = held, list(lengths)
+        self._room = next(iter(held.values()))[0].shape[2]
+
+    @classmethod
+    def of(cls, prompts: PromptCache, spans: Sequence[tuple[int, int]]) -> RowCache:
+        """Return the rows that begin with prompts.
+
+        Args:
+            prompts: What a forward pass over prompts kept.
+            spans: Where each row's prompt begins and ends there; rows of one prompt share its span.
+        """
+        lengths = [end - start for start, end in spans]
+        places, room = _places(spans, next(iter(prompts.held.values()))[0].device), max(lengths) + _ROOM
+        held = {
+            layer: (_rows_of(pair[0], places, room), _rows_of(pair[1], places, room))
+            for layer, pair in prompts.held.items()
+        }
+        return cls(held, lengths)
+
+    def begin_step(self) -> None:
+        """Make room for one token more in every row."""
+        longest = max(self.lengths) + 1
+        if longest > self._room:
+            more = max(_ROOM, self._room // 2)
+            self.held = {
+                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self.held.items()
+            }
+            self._room += more
+        self._view = View.of(self.lengths, next(iter(self.held.values()))[0].device)
+        self.lengths = [length + 1 for length in self.lengths]
 
     def keep(self, rows: Tensor, lengths: Sequence[int]) -> None:
         """Drop all rows but these.
@@ -115,33 +141,42 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """
         self.lengths = list(lengths)
         self._room = max(self.lengths) + _ROOM
-        self._held = {
-            layer: tuple(_fit(tensor.index_select(0, rows), self._room) for tensor in pair)  # type: ignore[misc]  # two
-            for layer, pair in self._held.items()
+        self.held = {
+            layer: (_fit(keys.index_select(0, rows), self._room), _fit(values.index_select(0, rows), self._room))
+            for layer, (keys, values) in self.held.items()
         }
 
     def add(self, other: RowCache) -> None:
         """Append the rows of another cache."""
         self._room = max(self._room, other._room)
         self.lengths += other.lengths
-        for layer, pair in self._held.items():
-            more = other._held[layer]
-            self._held[layer] = (
+        for layer, pair in self.held.items():
+            more = other.held[layer]
+            self.held[layer] = (
                 torch.cat([_fit(pair[0], self._room), _fit(more[0], self._room)]),
                 torch.cat([_fit(pair[1], self._room), _fit(more[1], self._room)]),
             )
 
 
-class _View:
-    """Which places of the cache one step writes and sees."""
+class View:
+    """Which places of the cache one step writes and sees.
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self.longest = max(lengths) + 1
-        self.place = lengths[0] if len(set(lengths)) == 1 else None
-        """The place all rows write at, if it is one."""
-        self.places = torch.tensor(lengths).to(device, non_blocking=True)
-        self.rows = torch.arange(len(lengths), device=device)
+    Args:
+        longest: Places that it looks at, in every row.
+        place: The place all rows write at, if it is one.
+        places: [rows] int64 on the device, the place each row writes at.
+    """
+
+    def __init__(self, longest: int, place: int | None, places: Tensor) -> None:
+        self.longest, self.place, self.places = longest, place, places
+        self.rows = torch.arange(len(places), device=places.device)
         self._masks: dict[int | None, Tensor | None] = {}
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> View:
+        """Return the view of rows of these lengths."""
+        place = lengths[0] if len(set(lengths)) == 1 else None
+        return cls(max(lengths) + 1, place, torch.tensor(lengths).to(device, non_blocking=True))
 
     def mask(self, window: int | None) -> Tensor | None:
         """Return [rows, 1, 1, longest], True where the new token sees a place; None if it sees all."""
@@ -195,7 +230,7 @@ def cached_attention(
     Args:
         module: The attention layer.
         query: [rows, heads, 1, head size]
-        key: [rows, key heads, T, head size], from `RowCache.update`.
+        key: [rows, key heads, T, head size], from `HeldCache.update`.
         value: As key.
         attention_mask: Not used.
         scaling: Factor of the products; default 1 / sqrt(head size).
