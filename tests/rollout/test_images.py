@@ -24,6 +24,7 @@ from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.sampling import mixed
 from holdfast.rollout.stopping import Stops
+from tests.rollout.recorders import Program
 from tests.vision import KINDS, picture_rows, tokenizer_of, vision_directory
 
 CPU = torch.device("cpu")
@@ -68,8 +69,9 @@ def stops_of(origin: Blueprint) -> Stops:
 
 def engine_of(origin: Blueprint, model: Any, kind: str, rows: int = 512) -> RolloutEngine:
     engine: RolloutEngine
-    if kind == "inprocess":
-        engine = InProcessEngine(origin, CPU, torch.float64, stops_of(origin), rows=rows)
+    if kind in {"inprocess", "recorded"}:
+        recorder = Program() if kind == "recorded" else None
+        engine = InProcessEngine(origin, CPU, torch.float64, stops_of(origin), rows=rows, recorder=recorder)
     else:
         engine = TransformersEngine(origin, CPU, torch.float64, stops_of(origin), 0, rows=rows)
     engine.update_weights(named_parameters(model).items(), 7)
@@ -106,7 +108,9 @@ def test_log_probabilities_are_those_of_a_forward_pass_over_the_whole(origin: Bl
         np.testing.assert_allclose(sampled.logprobs, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_both_engines_give_the_same_completions_and_those_of_few_rows_too(origin: Blueprint) -> None:
+def test_engines_give_the_same_completions_and_those_of_few_rows_and_of_recorded_steps_too(
+    origin: Blueprint, capsys: pytest.CaptureFixture[str]
+) -> None:
     if origin.family.name == "gemma3":
         pytest.skip("its images want one sequence per row")
     model, asked = weights_of(origin), requests_of(origin)
@@ -115,11 +119,18 @@ def test_both_engines_give_the_same_completions_and_those_of_few_rows_too(origin
         [(sampled.request_id, sampled.place, sampled.tokens.tolist(), sampled.finish) for sampled in found]
         for found in (
             generate(engine_of(origin, model, kind, rows), asked, SAMPLING)
-            for kind, rows in (("inprocess", 512), ("inprocess", 4), ("transformers", 512), ("transformers", 5))
+            for kind, rows in (
+                ("inprocess", 512),
+                ("inprocess", 4),
+                ("transformers", 512),
+                ("transformers", 5),
+                ("recorded", 512),
+            )
         )
     )
 
-    assert others == [first] * 3
+    assert others == [first] * 4
+    assert "without graphs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["inprocess", "transformers"])

@@ -61,8 +61,8 @@ def own_logprobs(
     return scored[len(prompt) - 1 :].numpy()
 
 
-def reference(kind: str) -> Any:
-    model = strong_model(kind).double()
+def reference(kind: str, **settings: Any) -> Any:
+    model = strong_model(kind, **settings).double()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     return model

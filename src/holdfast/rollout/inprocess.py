@@ -25,8 +25,10 @@ from holdfast.models.scores import Head
 from holdfast.rollout.cache import CACHED, register
 from holdfast.rollout.decoding import Decoding, Row, begun
 from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.graphs import NotReplayable, Recorder
 from holdfast.rollout.predictor import Predictor
 from holdfast.rollout.replica import Replica, for_few_rows
+from holdfast.rollout.static import StaticRows
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
 
@@ -42,6 +44,8 @@ class _Means:
     stops: Stops
     limit: int
     """Most tokens of a completion."""
+    static: StaticRows | None
+    """Where recorded steps are replayed; None where each operation is called for every token."""
 
 
 class InProcessEngine:
@@ -55,6 +59,8 @@ class InProcessEngine:
         rows: Most completions decoded together.
         tells_experts: Completions say which experts their tokens met; for a mixture of them.
         float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
+        recorder: Records a step once for all tokens; default: each operation is called for every token. Not where
+            experts are told, which are read from the step itself.
     """
 
     def __init__(  # noqa: PLR0913 - what an engine is made of
@@ -67,6 +73,7 @@ class InProcessEngine:
         rows: int = 512,
         tells_experts: bool = False,
         float32_head: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         register()
         self._replica = Replica(origin, device, dtype, CACHED)
@@ -77,7 +84,8 @@ class InProcessEngine:
         self._waiting: deque[Request] = deque()
         self._sampling = SamplingConfig()
         self._version = -1
-        self._look_every = 1 if device.type == "cpu" else _LOOK_EVERY_ON_DEVICE
+        self._recorder = None if tells_experts else recorder
+        self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over whole tensors; no keys or values outlive a `collect`, so none are of older weights."""
@@ -93,12 +101,22 @@ class InProcessEngine:
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place."""
         with self._replica.for_few_rows():
-            return self._collect(self._means(), interrupted)
+            means = self._means()
+            try:
+                return self._collect(means, interrupted)
+            finally:
+                if means.static is not None:
+                    means.static.close()
 
     def _means(self) -> _Means:
         predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
         stops, limit = self._stops.with_texts(self._sampling.stop), self._sampling.max_new_tokens
-        return _Means(predictor, stops, limit)
+        static = None
+        if self._recorder is not None:
+            # Weights may lie elsewhere at the next `collect`, so nothing recorded outlives this one.
+            most = max((len(request.prompt) for request in self._waiting), default=0) + limit
+            static = StaticRows(predictor, self._recorder, most, self._look_every)
+        return _Means(predictor, stops, limit, static)
 
     def _collect(self, means: _Means, interrupted: Interrupted) -> list[Sampled]:
         done: list[Sampled] = []
@@ -108,7 +126,7 @@ class InProcessEngine:
                 decoding, ended = self._admit(decoding, means)
                 done += [self._sampled(row, finish) for row, finish in ended]
             if decoding is not None:
-                decoding.on_device.run(min(self._look_every, decoding.missing))
+                self._run(decoding, means)
                 ended = decoding.take(means.stops, abort=interrupted())
                 done += [self._sampled(row, finish) for row, finish in ended]
                 decoding = decoding.remaining()
@@ -118,6 +136,19 @@ class InProcessEngine:
                 ]
                 self._waiting.clear()
         return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
+
+    def _run(self, decoding: Decoding, means: _Means) -> None:
+        """Draw tokens until the next look."""
+        count = min(self._look_every, decoding.missing)
+        try:
+            decoding.on_device.run(count)
+        except NotReplayable as reason:
+            assert means.static is not None
+            print(f"rollouts go on without graphs, operation by operation: {reason}", flush=True)
+            decoding.on_device = means.static.plain()
+            means.static.close()
+            means.static = self._recorder = None
+            decoding.on_device.run(count)
 
     def sleep(self) -> None:
         """Give the weights' memory back."""
@@ -149,6 +180,9 @@ class InProcessEngine:
         if decoding is not None:
             decoding.join(new.rows, on_device)
             return decoding, ended
+        if means.static is not None:
+            means.static.load(on_device)
+            new.on_device = means.static
         return new, ended
 
     def _head(self) -> Head:

@@ -1,0 +1,344 @@
+"""Decoding by recorded steps gives what decoding operation by operation gives, or is found out and given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from holdfast.config.rollout import SamplingConfig
+from holdfast.models.names import named_parameters
+from holdfast.rollout.decoding import begun
+from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.graphs import CudaRecorder, NotReplayable, Recorder
+from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.sampling import mixed
+from holdfast.rollout.static import StaticRows, bucket_of
+from holdfast.rollout.stopping import Stops
+from tests.models.architectures import SETTINGS
+from tests.rollout.recorders import Program, Refusing, Steps, Wrong
+from tests.rollout.test_inprocess import EOS, engine_of, origin_of, reference, requests
+
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "free": {},
+    "greedy": {"temperature": 0},
+    "warm": {"temperature": 1.3},
+    "top k": {"top_k": 5},
+    "top p": {"top_p": 0.6, "temperature": 0.8},
+    "min p": {"min_p": 0.1},
+    "penalty": {"repetition_penalty": 1.7, "top_k": 20},
+}
+FEW = SamplingConfig(max_new_tokens=17, temperature=1.3)
+"""One look, so one bucket: tracing takes longest here."""
+ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "is_nonzero", "masked_select")
+"""Operations that wait for the device, or that bring in a value of the host."""
+
+
+def recorded_engine(
+    model: Any, recorder: Recorder, *, rows: int = 8, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> InProcessEngine:
+    stops = Stops(frozenset({EOS}))
+    engine = InProcessEngine(origin_of(model), torch.device(device), dtype, stops, rows=rows, recorder=recorder)
+    engine.update_weights(named_parameters(model).items(), 7)
+    return engine
+
+
+def assert_same(found: list[Sampled], expected: list[Sampled], tolerance: float = 1e-9) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.request_id, one.place, one.finish) == (other.request_id, other.place, other.finish)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", sorted(SETTINGS))
+def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None:
+    model, asked, recorder = reference(kind), requests(5), Steps()
+    sampling = SamplingConfig(max_new_tokens=20, temperature=1.3)
+
+    found = generate(recorded_engine(model, recorder), asked, sampling)
+
+    assert_same(found, generate(engine_of(model), asked, sampling))
+    assert recorder.buckets, "nothing was recorded"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "gemma2", "gemma3_text", "cohere2", "phi3", "granite", "smollm3"])
+def test_a_step_is_a_program_of_its_memory_alone(kind: str) -> None:
+    model, asked, recorder = reference(kind), requests(3), Program()
+
+    found = generate(recorded_engine(model, recorder, rows=512), asked, FEW)
+
+    assert_same(found, generate(engine_of(model), asked, FEW))
+    assert recorder.calls == len(recorder.buckets) > 0, "the step's own code may run while it is recorded, once"
+    assert not [name for name in recorder.operations if any(word in name for word in ASKS_THE_HOST)]
+
+
+@pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_every_way_to_draw_can_be_recorded(options: dict[str, float]) -> None:
+    model, asked, recorder = reference("qwen3"), requests(3), Program()
+    sampling = SamplingConfig(max_new_tokens=17, **options)
+
+    found = generate(recorded_engine(model, recorder, rows=512), asked, sampling)
+
+    assert_same(found, generate(engine_of(model), asked, sampling))
+    assert recorder.calls == len(recorder.buckets) > 0
+    assert not [name for name in recorder.operations if any(word in name for word in ASKS_THE_HOST)]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_single_precision_draws_the_same_tokens(kind: str) -> None:
+    model, asked, recorder = reference(kind).float(), requests(3), Program()
+
+    found = generate(recorded_engine(model, recorder, rows=512, dtype=torch.float32), asked, FEW)
+
+    assert_same(found, generate(engine_of(model, dtype=torch.float32), asked, FEW), 1e-5)
+    assert recorder.calls == len(recorder.buckets) > 0
+    assert not [name for name in recorder.operations if any(word in name for word in ASKS_THE_HOST)]
+
+
+def test_rows_move_to_another_bucket_as_they_end_and_arrive() -> None:
+    model, asked, recorder = reference("qwen3"), requests(9, shortest=1), Program()
+    sampling = SamplingConfig(max_new_tokens=90)
+
+    found = generate(recorded_engine(model, recorder, rows=16), asked, sampling)
+
+    assert_same(found, generate(engine_of(model, rows=16), asked, sampling))
+    assert len({rows for rows, _ in recorder.buckets}) >= 3
+    assert len({len(sampled.tokens) for sampled in found}) > 10, "rows are to end at many places"
+
+
+def test_rows_move_to_more_room_as_they_grow() -> None:
+    model, recorder = reference("qwen2", max_position_embeddings=1024), Program()
+    asked = [
+        Request(number, np.random.default_rng(number).integers(2, 90, length), (mixed(3, number), mixed(4, number)))
+        for number, length in enumerate((232, 3, 505))
+    ]
+    sampling = SamplingConfig(max_new_tokens=40, repetition_penalty=1.2)
+
+    found = generate(recorded_engine(model, recorder, rows=4), asked, sampling)
+
+    assert_same(found, generate(engine_of(model, rows=4), asked, sampling))
+    assert len({room for _, room in recorder.buckets}) >= 2
+
+
+def test_completions_that_end_with_their_first_token_are_never_recorded() -> None:
+    model, asked, recorder = reference("qwen3"), requests(5), Steps()
+    sampling = SamplingConfig(max_new_tokens=1)
+
+    found = generate(recorded_engine(model, recorder), asked, sampling)
+
+    assert_same(found, generate(engine_of(model), asked, sampling))
+    assert [len(sampled.tokens) for sampled in found] == [1] * 20
+    assert not recorder.buckets
+
+
+def test_prompts_that_come_when_all_others_have_ended_use_what_was_recorded() -> None:
+    model, asked, recorder = reference("qwen3"), requests(5), Program()
+    sampling = SamplingConfig(max_new_tokens=4)
+
+    found = generate(recorded_engine(model, recorder, rows=4), asked, sampling)
+
+    assert_same(found, generate(engine_of(model, rows=4), asked, sampling))
+    assert recorder.buckets == [(4, 64)]
+
+
+def test_a_bucket_that_comes_back_after_memory_was_taken_anew_is_recorded_again() -> None:
+    model, recorder = reference("qwen2", max_position_embeddings=1024), Program()
+    asked = [
+        Request(number, np.random.default_rng(number).integers(2, 90, length), (mixed(3, number), mixed(4, number)))
+        for number, length in enumerate((5, 300, 9))
+    ]
+    sampling = SamplingConfig(max_new_tokens=4)
+
+    found = generate(recorded_engine(model, recorder, rows=2), asked, sampling)
+
+    assert_same(found, generate(engine_of(model, rows=2), asked, sampling))
+    assert recorder.buckets == [(2, 256), (2, 320), (2, 256)]
+
+
+@pytest.mark.parametrize("kind", ["rotary angles", "experts"])
+def test_models_that_ask_the_host_are_decoded_operation_by_operation(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    settings = {"rope_parameters": dynamic, "max_position_embeddings": 32} if kind == "rotary angles" else {}
+    model = reference("qwen3" if settings else "mixtral", **settings)
+    asked, recorder = requests(3, shortest=16), Program()
+
+    found = generate(recorded_engine(model, recorder, rows=512), asked, FEW)
+
+    assert_same(found, generate(engine_of(model), asked, FEW))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("rollouts go on without graphs, operation by operation: a step cannot be recorded")
+
+
+def test_an_engine_records_anew_for_new_weights() -> None:
+    old, new = reference("qwen3"), reference("qwen3", seed=1)
+    asked, sampling, recorder = requests(3), SamplingConfig(max_new_tokens=12), Program()
+    engine = recorded_engine(old, recorder)
+    generate(engine, asked, sampling)
+    engine.sleep()
+
+    engine.update_weights(named_parameters(new).items(), 8)
+    found = generate(engine, asked, sampling)
+
+    assert_same(found, generate(engine_of(new), asked, sampling))
+
+
+def test_an_interrupted_rollout_returns_after_the_look() -> None:
+    calls = iter([False, False, *[True] * 50])
+    engine = recorded_engine(reference("qwen3"), Steps(), rows=8)
+
+    engine.submit(requests(5), SamplingConfig(max_new_tokens=100))
+    found = engine.collect(lambda: next(calls))
+
+    assert len(found) == 20
+    assert max(len(sampled.tokens) for sampled in found) == 33
+
+
+@pytest.mark.parametrize(
+    ("recorder", "why"),
+    [
+        (Refusing(), "a step cannot be recorded (RuntimeError: operation not permitted when stream is capturing)"),
+        (Wrong(0), "recorded steps drew 1 of 24 tokens otherwise than the steps themselves"),
+        (Wrong(1), "log-probabilities of recorded steps are "),
+    ],
+    ids=["refuses", "another token", "another log-probability"],
+)
+def test_what_cannot_be_recorded_is_decoded_operation_by_operation(
+    recorder: Steps, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, asked, sampling = reference("qwen3"), requests(3), SamplingConfig(max_new_tokens=40)
+    engine = recorded_engine(model, recorder, rows=512)
+    expected = generate(engine_of(model), asked, sampling)
+
+    first, second = generate(engine, asked, sampling), generate(engine, asked, sampling)
+
+    assert_same(first, expected)
+    assert_same(second, expected)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"rollouts go on without graphs, operation by operation: {why}")
+    assert len(recorder.buckets) == 1, "nothing is tried again"
+
+
+def test_rows_of_many_ages_are_decoded_on_when_a_later_bucket_cannot_be_recorded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class RefusesTheSecond(Steps):
+        def recording_of(self, step: Any) -> Any:
+            if len(self.buckets) > 1:
+                raise RuntimeError("out of memory")
+            return step
+
+    model, asked, sampling = reference("qwen3"), requests(9), SamplingConfig(max_new_tokens=60, repetition_penalty=1.1)
+
+    found = generate(recorded_engine(model, RefusesTheSecond(), rows=16), asked, sampling)
+
+    assert_same(found, generate(engine_of(model, rows=16), asked, sampling))
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_step_that_asks_the_host_for_lengths_is_found_out_by_its_second_token() -> None:
+    class Asks(StaticRows):
+        def step(self) -> None:
+            self._cache.lengths.copy_(torch.tensor(self._cache.lengths.tolist()))
+            super().step()
+
+    engine = engine_of(reference("qwen3"))
+    engine.submit(requests(2), SamplingConfig(max_new_tokens=9))
+    predictor = engine._means().predictor
+    with torch.no_grad():
+        _, on_device = begun(predictor, requests(2))
+        rows = Asks(predictor, Program(), 40, 16)
+        on_device.look()
+        rows.load(on_device)
+        before = [tensor.clone() for tensor in rows.changed()]
+
+        with pytest.raises(NotReplayable, match=r"recorded steps drew \d+ of 16 tokens otherwise"):
+            rows.run(8)
+
+    assert all(torch.equal(one, other) for one, other in zip(rows.changed(), before, strict=True))
+
+
+def test_the_step_of_rows_as_they_are_cannot_be_replayed() -> None:
+    engine, asked = engine_of(reference("qwen3")), requests(2)
+    engine.submit(asked, SamplingConfig(max_new_tokens=9))
+    predictor = engine._means().predictor
+    with torch.no_grad():
+        (_, steps), (_, replayed) = begun(predictor, asked), begun(predictor, asked)
+        expected = [predictor.step(steps.state, steps.cache)[0].tolist() for _ in range(8)]
+        first = predictor.step(replayed.state, replayed.cache)[0].tolist()
+        program = make_fx(lambda: predictor.step(replayed.state, replayed.cache)[:2])()
+
+        found = [first, *(program()[0].tolist() for _ in range(7))]
+
+    assert found[0] == expected[0]
+    assert found != expected, "its lengths are on the host, and a replay keeps the first ones"
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "most", "bucket"),
+    [
+        (1, 10, 4000, (1, 256)),
+        (5, 256, 4000, (8, 256)),
+        (8, 257, 4000, (8, 512)),
+        (512, 2048, 40000, (512, 2048)),
+        (513, 2049, 40000, (1024, 2560)),
+        (3, 5000, 40000, (4, 5120)),
+        (3, 300, 310, (4, 320)),
+        (3, 10, 30, (4, 64)),
+    ],
+)
+def test_buckets_double_up_to_a_room_and_never_exceed_what_rows_can_need(
+    rows: int, tokens: int, most: int, bucket: tuple[int, int]
+) -> None:
+    assert bucket_of(rows, tokens, most) == bucket
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+def test_cuda_graphs_draw_what_the_cpu_draws(
+    kind: str, options: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, asked, sampling = reference(kind), requests(9), SamplingConfig(max_new_tokens=60, **options)
+    expected = generate(engine_of(model, rows=16), asked, sampling)
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    found = generate(recorded_engine(model, CudaRecorder(device), rows=16, device=str(device)), asked, sampling)
+
+    assert_same(found, expected, 1e-6)
+    assert capsys.readouterr().out == "", "graphs were given up"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_move_between_buckets_and_follow_new_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (reference("qwen3", max_position_embeddings=1024, seed=seed) for seed in (0, 1))
+    asked, sampling = requests(9, shortest=240), SamplingConfig(max_new_tokens=90)
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = recorded_engine(old, CudaRecorder(device), rows=16, device=str(device))
+    generate(engine, asked, sampling)
+
+    engine.update_weights(named_parameters(new).items(), 8)
+    found = generate(engine, asked, sampling)
+
+    assert_same(found, generate(engine_of(new, rows=16), asked, sampling), 1e-6)
+    assert capsys.readouterr().out == "", "graphs were given up"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_that_waits_for_the_device_is_decoded_operation_by_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    model, asked, sampling = reference("mixtral"), requests(3), SamplingConfig(max_new_tokens=20)
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    found = generate(recorded_engine(model, CudaRecorder(device), device=str(device)), asked, sampling)
+
+    assert_same(found, generate(engine_of(model, rows=8), asked, sampling), 1e-6)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("rollouts go on without graphs, operation by operation: a step cannot be recorded")
