@@ -32,6 +32,14 @@ def test_replayed_experts_are_told_and_their_absence_is_as_before() -> None:
     assert replayed == plain[:-1] + ',"replay_routing":true}'
 
 
+def test_how_tokens_are_decoded_is_no_part_of_a_run() -> None:
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+
+    recorded, plain = (_loss(from_mapping({**tree, "rollout": {"graphs": how}}, GRPOConfig)) for how in ("auto", "off"))
+
+    assert recorded == plain
+
+
 def test_how_long_rewards_may_take_is_no_part_of_a_run() -> None:
     """Checkpoints from before there was a bound on a step go on, and it may be moved like the wait for other ranks."""
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from holdfast.config.rollout import EngineConfig, EngineKind
+from holdfast.config.rollout import EngineConfig, EngineKind, GraphsKind
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
+from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.stopping import Stops
 from holdfast.training.copies import check_copy_fits
@@ -29,11 +30,16 @@ def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: b
             "Give the tokenizer an eos_token, or set rollout.stop."
         )
     check_copy_fits(measured, rollout.copy_gib, in_process=samples_in_process(measured, rollout.engine))
-    return build_engine(measured, rollout.engine, rollout.rows, tells_experts=tells_experts)
+    return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
 
 def build_engine(
-    measured: Evaluation, kind: EngineKind = "auto", rows: int = 512, *, tells_experts: bool = False
+    measured: Evaluation,
+    kind: EngineKind = "auto",
+    rows: int = 512,
+    graphs: GraphsKind = "off",
+    *,
+    tells_experts: bool = False,
 ) -> RolloutEngine:
     """Return an engine without weights: our own decoding where the model's attention allows it.
 
@@ -41,6 +47,7 @@ def build_engine(
         measured: The policy.
         kind: Which engine.
         rows: Most completions decoded together.
+        graphs: Whether our own decoding replays recorded steps on CUDA; `off` where no key of a run says.
         tells_experts: Completions say which experts their tokens met.
 
     Raises:
@@ -63,7 +70,18 @@ def build_engine(
         )
     if samples_in_process(measured, kind):
         wide = measured.config.model.head.dtype == "float32"
-        return InProcessEngine(origin, device, dtype, stops, rows=rows, tells_experts=tells_experts, float32_head=wide)
+        # On the CPU calling an operation costs little beside it, and a room of tokens is more than the tokens in it.
+        replays = graphs == "auto" and device.type == "cuda" and not tells_experts
+        return InProcessEngine(
+            origin,
+            device,
+            dtype,
+            stops,
+            rows=rows,
+            tells_experts=tells_experts,
+            float32_head=wide,
+            recorder=CudaRecorder(device) if replays else None,
+        )
     if kind == "auto" and measured.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"
         print(
