@@ -11,7 +11,8 @@ model's forward calls are counted in both.
 `ranks_1` the same in one process, and `twins` in 2 processes beside each other that know nothing of each other, which
 says how much of the difference is the shared memory and cores of the machine. Weights are gathered, and counted, in
 every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with 8 prompts of 256, 8
-completions each, and 512 tokens.
+completions each, and 512 tokens; and `operations`, which is `holdfast` without CUDA graphs. A replayed step is no
+forward call of Python's, so `holdfast` counts few there; an arm whose graphs were given up fails with the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def report(language_model: Any, rollout: Callable[[], object], shape: Shape, dev
     print(json.dumps(result))
 
 
-def holdfast(device: str) -> None:
+def holdfast(device: str, *, graphs: bool = True) -> None:
     import torch
 
     from holdfast.config.model import ModelConfig
@@ -67,6 +69,7 @@ def holdfast(device: str) -> None:
     from holdfast.models.build import blueprint
     from holdfast.models.names import named_parameters
     from holdfast.rollout.engine import Request, generate
+    from holdfast.rollout.graphs import CudaRecorder
     from holdfast.rollout.inprocess import InProcessEngine
     from holdfast.rollout.sampling import mixed
     from holdfast.rollout.stopping import Stops
@@ -81,7 +84,9 @@ def holdfast(device: str) -> None:
         live=language_model,
         tokenizer=tokenizer,
     )
-    engine = InProcessEngine(origin, torch.device(device), dtype, Stops(frozenset({tokenizer.eos_token_id})))
+    place, stops = torch.device(device), Stops(frozenset({tokenizer.eos_token_id}))
+    recorder = CudaRecorder(place) if graphs and device == "cuda" else None
+    engine = InProcessEngine(origin, place, dtype, stops, recorder=recorder)
     todo = iter(range(STEPS))
 
     def rollout() -> None:
@@ -96,6 +101,7 @@ def holdfast(device: str) -> None:
         assert sum(sampled.tokens.size for sampled in found) == shape.rows * shape.completion
 
     report(engine._replica.model, rollout, shape, device)
+    assert engine._recorder is recorder, "graphs were given up"
 
 
 def transformers(device: str) -> None:
@@ -174,23 +180,28 @@ def rank_of_rollouts(device: str) -> None:
 
 
 ARMS: dict[str, Callable[[str], None]] = {"holdfast": holdfast, "transformers": transformers}
+ON_CUDA: dict[str, Callable[[str], None]] = {"operations": partial(holdfast, graphs=False)}
 SHARDED = {"ranks_2": Ranks(2), "ranks_1": Ranks(1), "twins": Ranks(2, connected=False)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--arm", choices=[*ARMS, *SHARDED])
+    parser.add_argument("--arm", choices=[*ARMS, *ON_CUDA, *SHARDED])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     device = options.device
     if options.arm:
-        ARMS.get(options.arm, rank_of_rollouts)(device)
+        (ARMS | ON_CUDA).get(options.arm, rank_of_rollouts)(device)
         return
     print(heading("transformers", device=device))
     title = "tokens per second, Holdfast over transformers' generate"
-    verdicts = Verdicts(alternate(__file__, list(ARMS), options.rounds, "--device", device))
+    arms = [*ARMS, *(ON_CUDA if device == "cuda" else ())]
+    verdicts = Verdicts(alternate(__file__, arms, options.rounds, "--device", device))
     verdicts.at_least(1.7, title, "holdfast", "transformers", "speeds")
+    if device == "cuda":
+        title = "tokens per second, CUDA graphs over operation by operation"
+        verdicts.at_least(2.0, title, "holdfast", "operations", "speeds")
     missed = verdicts.missed
     if device == "cpu":
         verdicts = Verdicts(alternate(__file__, list(SHARDED), options.rounds, ranks=SHARDED))

@@ -63,6 +63,7 @@ part() {
 
 part tests -m pytest -m gpu
 part head benchmarks/head.py --device cuda --rounds "${ROUNDS:-3}"
+# Of our own decoding: by CUDA graphs, and operation by operation.
 part decode benchmarks/decode.py --device cuda --rounds "${ROUNDS:-3}"
 for script in sft_vs_trl grpo_vs_trl; do
     if "$python" -c "import trl" 2>/dev/null; then
