@@ -46,6 +46,16 @@ def recorded_engine(
     return engine
 
 
+def by_recordings(
+    model: Any, recorder: Recorder, asked: list[Request], how: SamplingConfig, **options: Any
+) -> list[Sampled]:
+    """Complete requests, all of them by what was recorded."""
+    engine = recorded_engine(model, recorder, **options)
+    found = generate(engine, asked, how)
+    assert engine._recorder is recorder, "recordings were given up"
+    return found
+
+
 def assert_same(found: list[Sampled], expected: list[Sampled], tolerance: float = 1e-9) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -59,7 +69,7 @@ def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None
     model, asked, recorder = reference(kind), requests(5), Steps()
     sampling = SamplingConfig(max_new_tokens=20, temperature=1.3)
 
-    found = generate(recorded_engine(model, recorder), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling)
 
     assert_same(found, generate(engine_of(model), asked, sampling))
     assert recorder.buckets, "nothing was recorded"
@@ -69,7 +79,7 @@ def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None
 def test_a_step_is_a_program_of_its_memory_alone(kind: str) -> None:
     model, asked, recorder = reference(kind), requests(3), Program()
 
-    found = generate(recorded_engine(model, recorder, rows=512), asked, FEW)
+    found = by_recordings(model, recorder, asked, FEW, rows=512)
 
     assert_same(found, generate(engine_of(model), asked, FEW))
     assert recorder.calls == len(recorder.buckets) > 0, "the step's own code may run while it is recorded, once"
@@ -81,7 +91,7 @@ def test_every_way_to_draw_can_be_recorded(options: dict[str, float]) -> None:
     model, asked, recorder = reference("qwen3"), requests(3), Program()
     sampling = SamplingConfig(max_new_tokens=17, **options)
 
-    found = generate(recorded_engine(model, recorder, rows=512), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling, rows=512)
 
     assert_same(found, generate(engine_of(model), asked, sampling))
     assert recorder.calls == len(recorder.buckets) > 0
@@ -92,7 +102,7 @@ def test_every_way_to_draw_can_be_recorded(options: dict[str, float]) -> None:
 def test_single_precision_draws_the_same_tokens(kind: str) -> None:
     model, asked, recorder = reference(kind).float(), requests(3), Program()
 
-    found = generate(recorded_engine(model, recorder, rows=512, dtype=torch.float32), asked, FEW)
+    found = by_recordings(model, recorder, asked, FEW, rows=512, dtype=torch.float32)
 
     assert_same(found, generate(engine_of(model, dtype=torch.float32), asked, FEW), 1e-5)
     assert recorder.calls == len(recorder.buckets) > 0
@@ -103,7 +113,7 @@ def test_rows_move_to_another_bucket_as_they_end_and_arrive() -> None:
     model, asked, recorder = reference("qwen3"), requests(9, shortest=1), Program()
     sampling = SamplingConfig(max_new_tokens=90)
 
-    found = generate(recorded_engine(model, recorder, rows=16), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling, rows=16)
 
     assert_same(found, generate(engine_of(model, rows=16), asked, sampling))
     assert len({rows for rows, _ in recorder.buckets}) >= 3
@@ -118,7 +128,7 @@ def test_rows_move_to_more_room_as_they_grow() -> None:
     ]
     sampling = SamplingConfig(max_new_tokens=40, repetition_penalty=1.2)
 
-    found = generate(recorded_engine(model, recorder, rows=4), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling, rows=4)
 
     assert_same(found, generate(engine_of(model, rows=4), asked, sampling))
     assert len({room for _, room in recorder.buckets}) >= 2
@@ -128,7 +138,7 @@ def test_completions_that_end_with_their_first_token_are_never_recorded() -> Non
     model, asked, recorder = reference("qwen3"), requests(5), Steps()
     sampling = SamplingConfig(max_new_tokens=1)
 
-    found = generate(recorded_engine(model, recorder), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling)
 
     assert_same(found, generate(engine_of(model), asked, sampling))
     assert [len(sampled.tokens) for sampled in found] == [1] * 20
@@ -139,7 +149,7 @@ def test_prompts_that_come_when_all_others_have_ended_use_what_was_recorded() ->
     model, asked, recorder = reference("qwen3"), requests(5), Program()
     sampling = SamplingConfig(max_new_tokens=4)
 
-    found = generate(recorded_engine(model, recorder, rows=4), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling, rows=4)
 
     assert_same(found, generate(engine_of(model, rows=4), asked, sampling))
     assert recorder.buckets == [(4, 64)]
@@ -153,7 +163,7 @@ def test_a_bucket_that_comes_back_after_memory_was_taken_anew_is_recorded_again(
     ]
     sampling = SamplingConfig(max_new_tokens=4)
 
-    found = generate(recorded_engine(model, recorder, rows=2), asked, sampling)
+    found = by_recordings(model, recorder, asked, sampling, rows=2)
 
     assert_same(found, generate(engine_of(model, rows=2), asked, sampling))
     assert recorder.buckets == [(2, 256), (2, 320), (2, 256)]
@@ -186,6 +196,7 @@ def test_an_engine_records_anew_for_new_weights() -> None:
     found = generate(engine, asked, sampling)
 
     assert_same(found, generate(engine_of(new), asked, sampling))
+    assert engine._recorder is recorder, "recordings were given up"
 
 
 def test_an_interrupted_rollout_returns_after_the_look() -> None:

@@ -98,6 +98,7 @@ def _waits() -> Iterator[list[str]]:
     mode, thread, places = torch.cuda.get_sync_debug_mode(), get_ident(), list[str]()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         shown = warnings.showwarning
 
         def note(
