@@ -303,6 +303,7 @@ def test_rows_are_dealt_out_without_gap_or_overlap_even_when_there_are_fewer_tha
     assert [rank[0] for rank in found] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     assert [rank[1] for rank in found] == [(0, 1), (1, 1), (1, 1), (1, 1)]
 
+
 def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
     """Count what is gathered in passes with and without gradients, and how much of the root is gathered afterwards."""
     tree = settings(directory, parallel={"reshard": reshard})
@@ -323,7 +324,7 @@ def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
         count("evaluation", lambda: run.policy(batch, run.objective))
     loss: list[Any] = []
     count("forward", lambda: loss.append(run.policy(batch, run.objective).loss))
-    count("backward", lambda: loss[0].backward())
+    count("backward", loss[0].backward)
     with torch.no_grad():
         count("evaluation after it", lambda: run.policy(batch, run.objective))
     return found

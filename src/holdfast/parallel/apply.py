@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
-from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan
+from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 
 FORWARD_METHODS = ("upstream_logprobs", "router_tally", "show_predictors")
 """Methods of the root, besides forward, that find its parameters gathered; a root has those that it needs."""
@@ -56,17 +56,21 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         return
     options = _options(policy, plan, mesh)
     for unit in plan.units:
-        modules = [policy] if unit.name == ROOT else [_module(policy, path) for path in unit.modules]
-        fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
-        for module in modules:
-            keep_recording(module)
-        if unit.name == ROOT and unit.reshard:
-            _keep_for_backward(policy)
+        _shard(policy, unit, options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             _set_always_on(module)
     for method in filter(partial(hasattr, policy), FORWARD_METHODS):
         register_fsdp_forward_method(policy, method)
+
+
+def _shard(policy: nn.Module, unit: ShardUnit, options: Mapping[str, Any]) -> None:
+    modules = [policy] if unit.name == ROOT else [_module(policy, path) for path in unit.modules]
+    fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
+    for module in modules:
+        keep_recording(module)
+    if unit.name == ROOT and unit.reshard:
+        _keep_for_backward(policy)
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -115,8 +119,8 @@ def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, 
 def _keep_for_backward(root: Any) -> None:
     """Let the root's parameters stay gathered from the end of a forward pass to its backward pass.
 
-    A backward pass begins with the root and holds it to its end, so that to free it in between saves no memory and costs
-    a gathering. After a forward pass without gradients it is freed: what stays gathered would be stale at the next one.
+    A backward pass begins with the root and holds it to its end, so that to free it in between saves no memory and
+    costs a gathering. After a forward pass without gradients it is freed: what stays gathered would grow stale.
     """
 
     def before(module: Any, _: object) -> None:
