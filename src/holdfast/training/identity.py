@@ -116,7 +116,8 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     if sync is not None:  # checkpoints from before a reference could follow go on
         loss["reference.sync"] = sync.model_dump_json()
     if isinstance(config, GRPOConfig):
-        moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}  # neither moves a number
+        # Neither moves a number.
+        moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
         tree = config.model_dump(mode="json", exclude=moved)
         loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
         # Only where it is on: checkpoints from before there was such a thing go on.
