@@ -48,7 +48,7 @@ def look(world: World, tree: dict[str, Any], of_ranks: Sequence[int]) -> dict[st
         "held": sum(part.untyped_storage().nbytes() for part in parts),
         "left": sum(part.untyped_storage().nbytes() for part in after),
         "devices": {part.device.type for part in parts},
-        "trained": any(value.requires_grad for value in model.model.parameters()),
+        "trained": model.model.training or any(value.requires_grad for value in model.model.parameters()),
         "passes": len(passes),
         "numbers": len(numbers),
         "padded": model.model.padded,

@@ -84,17 +84,16 @@ class StoredScoreModel(ScoreModel):
         return found
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the outputs for every token but the first; for the one that its class scores, by all of its forward.
+        """Return the outputs for every token but the first, moved by what its class says otherwise of the text.
 
-        So a class that makes its scores of more than the hidden state, or at another token, is found out at start.
+        So a class that makes its scores of more than the hidden state, or at another token, is found out at start, also
+        where differences are averaged over tokens.
         """
         found = super().upstream_logprobs(tokens, inputs)
         config: Any = self.language_model.config
         place = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
         output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        if place > 0:
-            found[place - 1] = output.logits[0]
-        return found
+        return found + (output.logits[0] - found[place - 1]) if place > 0 else found
 
 
 def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
