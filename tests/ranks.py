@@ -20,9 +20,6 @@ from holdfast.parallel.mesh import World
 DESCRIPTORS = 700
 """Open files at which the processes of a pool are replaced by new ones; ordinary limits begin at 1,024."""
 
-IMPORTED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "datasets", "holdfast.api"]
-"""What every rank needs: one process imports it, and ranks are forked from that."""
-
 
 class RankError(AssertionError):
     """A case failed on some rank; the message holds that rank's traceback."""
@@ -113,7 +110,7 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)  # heeded where it is not running yet
+        context.set_forkserver_preload(["tests.imported"])  # heeded where it is not running yet
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)

@@ -58,8 +58,9 @@ class WarmPython:
         address = str(directory / "socket")
         self.program.write_text(CLIENT.format(python=sys.executable, address=address))
         self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
-        command = [sys.executable, __file__, address, str(self.program)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "tests.cli.warm", address, str(self.program)]
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
@@ -83,17 +84,11 @@ def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Don
 
 
 def _serve(address: str, program: str) -> None:
-    import datasets
     import torch
-    import torch.distributed.fsdp
-    import torch.distributed.run
-    import transformers
-    import typer
 
-    import holdfast.api
-    import holdfast.recipes.evaluation
+    import tests.imported
 
-    assert all((datasets, torch, transformers, typer, holdfast))
+    assert tests.imported
     torch.set_num_threads(1)
     sys.executable = program
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that wait for runs

@@ -19,8 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "holdfast.checkpoint.interface", "holdfast.recipes.sft"]
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -61,7 +59,7 @@ class DoomedRanks:
 
     def __init__(self, function: Callable[..., Any], size: int, *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(["tests.imported"])
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-doomed-")
         self._connections, self._processes = [], []
         for rank in range(size):
