@@ -13,9 +13,10 @@ from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.rollout import SamplingConfig
 from holdfast.models.policy import PolicyModel
+from holdfast.parallel.host_copy import common_bytes
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
-from holdfast.parallel.stream import full_tensor, live_tensors
+from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
@@ -23,12 +24,12 @@ from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
 from holdfast.training.copies import copy_bytes, layout_bytes
 from holdfast.training.experience import with_advantages
-from holdfast.training.policy import publish
+from holdfast.training.policy import publish, rest
 from holdfast.training.reward_columns import check_columns
 from holdfast.training.rollout_metrics import rollout_metrics
 from holdfast.training.rollouts import next_rollout
 from holdfast.training.run import StepAbandoned
-from tests.memory import most_allocated
+from tests.memory import mapped_weights, most_allocated
 
 
 def prompts_of(count: int) -> list[dict[str, str]]:
@@ -260,16 +261,24 @@ def by_hand(
     }
 
 
-def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[int, int]:
-    """Return the most bytes that refreshing and decoding took at once, and what the check before step 1 counts."""
+def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[int, int, int, int]:
+    """Return the most bytes that refreshing and decoding took at once, what the check before step 1 counts for it.
+
+    And the bytes of memory that the ranks share, while they sample and afterwards.
+    """
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
     request = Request(0, np.arange(2, 10), (1,))
+    shared = []
 
     def sample() -> None:
-        run.engine.update_weights(live_tensors(run.policy), 0)
+        publish(run)
         generate(run.engine, [request], SamplingConfig(max_new_tokens=4))
+        shared.append(mapped_weights())
+        rest(run)
 
-    return most_allocated(sample), copy_bytes(run) + layout_bytes(run)
+    most = most_allocated(sample)
+    counted = copy_bytes(run, common_bytes(run.policy, run.exchange, torch.float64)) + layout_bytes(run)
+    return most, counted, shared[0], mapped_weights()
 
 
 def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:

@@ -14,9 +14,10 @@ from holdfast.config.runs import SFTConfig
 from holdfast.data.packing import pack
 from holdfast.data.weights import Share
 from holdfast.models.adapters import adapters_off
+from holdfast.parallel.host_copy import live_tensors
 from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
-from holdfast.parallel.stream import full_tensor, live_tensors
+from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft, sft_step
 from holdfast.training.build import Live, build_run
 from holdfast.types import Example, Scores
@@ -52,7 +53,7 @@ def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str,
         "before": before,
         "after": after,
         "off": off,
-        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy)},
+        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.exchange)},
         "parameters": {name: full_tensor(value).clone() for name, value in parameters.items()},
         "trained": {name: (str(value.dtype), value.requires_grad) for name, value in parameters.items()},
     }
@@ -88,7 +89,7 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "before": before,
         "after": after,
         "off": off,
-        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy)},
+        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.exchange)},
         "packed": sum(part.numel() for part in own if part.dtype == torch.uint8),
         "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.plan.shard_bytes),
         "numbers": (training.plan.parameters, training.plan.trainable),

@@ -90,7 +90,7 @@ def whole_on_first(tensor: Holding) -> Tensor | None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return tensor.detach() if rank == 0 else None
-    local, owners = tensor.to_local().detach(), _owners(tensor)
+    local, owners = tensor.to_local().detach(), owners_of(tensor)
     if rank == 0:
         return _received(tensor, local, owners)
     if rank in owners and local.numel():
@@ -110,7 +110,7 @@ def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
             yield whole
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
-    local, owners = tensor.to_local().detach(), _owners(tensor)
+    local, owners = tensor.to_local().detach(), owners_of(tensor)
     if rank in owners and rank != 0 and local.numel():
         dist.send(local.contiguous(), 0)
     rows = -(-tensor.shape[0] // len(owners))
@@ -139,7 +139,7 @@ def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
     return whole
 
 
-def _owners(tensor: DTensor) -> list[int]:
+def owners_of(tensor: DTensor) -> list[int]:
     """Return the ranks whose shards make up a tensor, by place; of copies, the first."""
     ranks = tensor.device_mesh.mesh
     for axis, placement in reversed(list(enumerate(tensor.placements))):
@@ -148,15 +148,6 @@ def _owners(tensor: DTensor) -> list[int]:
         else:
             ranks = ranks.select(axis, 0)
     return [int(rank) for rank in ranks.flatten()]
-
-
-def live_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors by canonical name, gathered one at a time; every rank walks through all of them.
-
-    A tensor that is not sharded is the policy's own.
-    """
-    for name, tensor in held_tensors(policy).items():
-        yield name, full_tensor(tensor)
 
 
 Pieces = Iterator[Tensor]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.parallel.host_copy import common_bytes
 from holdfast.parallel.mesh import World
 from holdfast.training.run import Evaluation
 
@@ -24,10 +25,12 @@ def check_copy_fits(measured: Evaluation, budget_gib: float | None, *, in_proces
     Raises:
         ConfigError: Sampling takes more.
     """
-    copied = copy_bytes(measured)
+    dtype = measured.plan.compute_dtype
+    common = common_bytes(measured.policy, measured.exchange, getattr(torch, dtype))
+    copied = copy_bytes(measured, common)
     laid_out = layout_bytes(measured) if in_process else 0
     needed = copied + laid_out
-    world, dtype = measured.world, measured.plan.compute_dtype
+    world, parts = measured.world, _parts(copied, laid_out, dtype, common=common > 0)
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
         limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
@@ -36,21 +39,24 @@ def check_copy_fits(measured: Evaluation, budget_gib: float | None, *, in_proces
         advice = "" if dtype == "bfloat16" else ", set parallel.compute_dtype: bfloat16"
         room = "devices with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
         raise ConfigError(
-            f"rollout: sampling takes {size_words(needed)} on every rank, {_parts(copied, laid_out, dtype)}, and rank "
+            f"rollout: sampling takes {size_words(needed)} on every rank, {parts}, and rank "
             f"{world.rank} {limit}. Use a smaller model{advice}, or use {room}."
         )
     if world.is_first:
-        print(f"rollouts: {_parts(copied, laid_out, dtype)}, on every rank", flush=True)
+        print(f"rollouts: {parts}, on every rank", flush=True)
 
 
-def copy_bytes(measured: Evaluation) -> int:
-    """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype."""
+def copy_bytes(measured: Evaluation, common: int) -> int:
+    """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype.
+
+    Of the `common` bytes that all ranks share, a rank has its part.
+    """
     dtype: torch.dtype = getattr(torch, measured.plan.compute_dtype)
     if not measured.plan.sharded and measured.config.model.lora is None:
         numbers = sum(value.numel() for value in measured.policy.parameters() if value.dtype != dtype)
     else:
         numbers = sum(value.numel() for value in measured.origin.skeleton.parameters())
-    return int(numbers) * dtype.itemsize
+    return int(numbers) * dtype.itemsize - common + -(-common // measured.exchange.size)
 
 
 def layout_bytes(measured: Evaluation) -> int:
@@ -75,8 +81,9 @@ def free_host_bytes(world: World) -> int:
     return int(psutil.virtual_memory().available) // (world.local_size or 1)
 
 
-def _parts(copied: int, laid_out: int, dtype: str) -> str:
-    first = f"a copy of the weights, {size_words(copied)} in {dtype}" if copied else "the policy's own weights"
+def _parts(copied: int, laid_out: int, dtype: str, *, common: bool) -> str:
+    whose = "a part of the copy of the weights that all ranks share" if common else "a copy of the weights"
+    first = f"{whose}, {size_words(copied)} in {dtype}" if copied else "the policy's own weights"
     return f"{first}, and {size_words(laid_out)} of matrices laid out for decoding" if laid_out else first
 
 

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from holdfast.config.grpo import GRPOConfig
 from holdfast.data.vision import ImageSide
-from holdfast.parallel.stream import live_tensors
+from holdfast.parallel.host_copy import live_tensors
 from holdfast.rewards.base import Progress, Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.reference import Reference
@@ -89,7 +91,8 @@ def progress_of(run: PolicyEvaluation) -> Progress:
 def publish(run: SamplingEvaluation) -> None:
     """Give the engine the policy's present weights; all ranks call this together."""
     if run.published != run.state.updates:
-        run.engine.update_weights(live_tensors(run.policy), run.state.updates)
+        dtype: torch.dtype = getattr(torch, run.plan.compute_dtype)
+        run.engine.update_weights(live_tensors(run.policy, run.exchange, dtype), run.state.updates)
         run.published = run.state.updates
 
 

@@ -1,0 +1,144 @@
+"""Whole tensors of a sharded model, once for all ranks of a machine: on the CPU its ranks decode over the same memory.
+
+Gathered through sockets, every rank would send its shard to every other one and keep a copy of the whole. Here each
+writes its rows where all of them look. The memory has no name in any file system, so a killed run leaves none behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector that kernels load."""
+_TOKEN = _ALIGNMENT
+"""Random bytes before the tensors, by which a rank knows that it opened rank 0's memory."""
+
+
+def live_tensors(
+    policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors by canonical name; every rank walks through all of them, in step with the others.
+
+    Shards on the CPU are written into memory that the ranks share, if all ranks are on one machine; nobody may write to
+    what is yielded. Other shards are gathered one at a time. A tensor that is not sharded is the policy's own.
+
+    Args:
+        policy: As it trains.
+        exchange: Of all ranks.
+        dtype: What tensors are used in. Those that would be cast are gathered one at a time instead.
+    """
+    held = held_tensors(policy)
+    shards = _shareable(held, dtype)
+    common = _written_together(shards, exchange) if shards and exchange.size > 1 else {}
+    for name in list(held):
+        yield name, common.pop(name) if name in common else full_tensor(held[name])
+
+
+def common_bytes(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype) -> int:
+    """Return how many bytes of whole tensors exist once for all ranks; all of them call this together."""
+    if exchange.size == 1 or shared_bytes(_TOKEN, exchange) is None:
+        return 0
+    return sum(shard.numel() * shard.element_size() for shard in _shareable(held_tensors(policy), dtype).values())
+
+
+def _shareable(held: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[str, DTensor]:
+    """Return shards on the CPU that are used in the dtype in which they are trained."""
+    return {
+        name: tensor
+        for name, tensor in held.items()
+        if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu" and dtype in {None, tensor.dtype}
+    }
+
+
+@torch.no_grad()
+def _written_together(shards: Mapping[str, DTensor], exchange: ProcessExchange) -> dict[str, Tensor]:
+    """Return whole tensors in common memory; nothing, on all ranks, where they cannot share any."""
+    places, count = {}, _TOKEN
+    for name, shard in shards.items():
+        places[name] = count
+        count += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+    memory = shared_bytes(count, exchange)
+    if memory is None:
+        return {}
+    found = {}
+    for name, shard in shards.items():
+        size = shard.numel() * shard.element_size()
+        found[name] = memory[places[name] : places[name] + size].view(shard.dtype).view(shard.shape)
+        local, owners = shard.to_local().detach(), owners_of(shard)
+        if exchange.rank in owners and local.numel():
+            rows = -(-shard.shape[0] // len(owners))
+            first = owners.index(exchange.rank) * rows
+            found[name][first : first + rows].copy_(local)
+    exchange.gather(None)  # nobody reads what another one has not written yet
+    return found
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Where rank 0's memory can be opened by processes of the same user on the same machine."""
+
+    path: str
+    token: bytes
+
+
+def shared_bytes(count: int, exchange: ProcessExchange) -> Tensor | None:
+    """Return `count` bytes [count] (uint8) that all ranks read and write; all ranks call this together.
+
+    They are given back when no rank has a view of them any more.
+
+    Returns:
+        None on every rank where one of them cannot open the memory: it is on another machine, or runs as another user.
+    """
+    descriptor, offer = _offered(count) if exchange.rank == 0 else (-1, None)
+    offer = exchange.agree(offer)
+    try:
+        if offer is not None and exchange.rank != 0:
+            descriptor = _opened(offer)
+        mapped = _mapped(descriptor, count, offer)
+        together = all(exchange.gather(mapped is not None))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return torch.frombuffer(mapped, dtype=torch.uint8) if together and mapped is not None else None
+
+
+def _offered(count: int) -> tuple[int, _Offer | None]:
+    """Make memory; return its descriptor, and where others can open it."""
+    try:
+        descriptor = os.memfd_create("holdfast-weights")
+    except (AttributeError, OSError):  # not a Linux, or one that forbids it
+        return -1, None
+    token = secrets.token_bytes(_TOKEN)
+    os.ftruncate(descriptor, count)
+    os.pwrite(descriptor, token, 0)
+    return descriptor, _Offer(f"/proc/{os.getpid()}/fd/{descriptor}", token)
+
+
+def _opened(offer: _Offer) -> int:
+    try:
+        return os.open(offer.path, os.O_RDWR)
+    except OSError:
+        return -1
+
+
+def _mapped(descriptor: int, count: int, offer: _Offer | None) -> mmap.mmap | None:
+    """Map the memory that is offered; None where the descriptor is of something else."""
+    if descriptor < 0 or offer is None:
+        return None
+    try:
+        if os.fstat(descriptor).st_size != count or os.pread(descriptor, _TOKEN, 0) != offer.token:
+            return None
+        return mmap.mmap(descriptor, count)
+    except OSError:
+        return None

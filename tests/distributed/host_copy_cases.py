@@ -1,0 +1,80 @@
+"""What rank pools run: one copy of the weights for all ranks."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.config.load import from_mapping
+from holdfast.config.runs import SFTConfig
+from holdfast.parallel.host_copy import common_bytes, live_tensors, shared_bytes
+from holdfast.parallel.mesh import World
+from holdfast.parallel.stream import full_tensor, held_tensors
+from holdfast.training.build import Live, build_run
+from tests.memory import mapped_weights
+
+Told = dict[str, Any]
+
+
+def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = None) -> Told:
+    """Return the whole tensors of a model, as gathered and as shared, and what memory held them.
+
+    Args:
+        world: This process's place.
+        tree: Of a run.
+        rows: Its data.
+        blind: A rank that can open no more files, so that it cannot look at rank 0's memory.
+    """
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    gathered = {name: full_tensor(tensor).clone() for name, tensor in held_tensors(run.policy).items()}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if world.rank == blind:
+        lowest_free = os.open("/dev/null", os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        shared = dict(live_tensors(run.policy, run.exchange))
+        common = common_bytes(run.policy, run.exchange, torch.float64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    told: Told = {
+        "gathered": gathered,
+        "shared": {name: tensor.clone() for name, tensor in shared.items()},
+        "mapped": mapped_weights(),
+        "common": common,
+        "cast": mapped_of(run, torch.float32),
+    }
+    del shared
+    return told | {"left": mapped_weights()}
+
+
+def mapped_of(run: Any, dtype: torch.dtype) -> int:
+    """Return the bytes that ranks share more of while weights are used in a dtype."""
+    before = mapped_weights()
+    found = dict(live_tensors(run.policy, run.exchange, dtype))
+    assert found
+    return mapped_weights() - before
+
+
+def seen_by_others(world: World) -> list[int]:
+    """Return what a rank reads in memory into which every rank wrote its number."""
+    from holdfast.parallel.collectives import ProcessExchange
+
+    memory = shared_bytes(world.size + 64, ProcessExchange())
+    assert memory is not None
+    memory[64 + world.rank] = world.rank + 1
+    dist.barrier()
+    return [int(number) for number in memory[64:]]
+
+
+def foreign(world: World) -> list[bool]:
+    """Return whether ranks share memory of which one of them believes that it is longer."""
+    from holdfast.parallel.collectives import ProcessExchange
+
+    exchange = ProcessExchange()
+    return [shared_bytes(4096 + (world.rank == 1), exchange) is not None, shared_bytes(4096, exchange) is not None]
