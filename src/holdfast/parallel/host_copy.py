@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of
 
+_NAME = "holdfast-weights"
 _ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector that kernels load."""
 _TOKEN = _ALIGNMENT
@@ -116,7 +118,7 @@ def shared_bytes(count: int, exchange: ProcessExchange) -> Tensor | None:
 def _offered(count: int) -> tuple[int, _Offer | None]:
     """Make memory; return its descriptor, and where others can open it."""
     try:
-        descriptor = os.memfd_create("holdfast-weights")
+        descriptor = os.memfd_create(_NAME)
     except (AttributeError, OSError):  # not a Linux, or one that forbids it
         return -1, None
     token = secrets.token_bytes(_TOKEN)
@@ -126,7 +128,10 @@ def _offered(count: int) -> tuple[int, _Offer | None]:
 
 
 def _opened(offer: _Offer) -> int:
+    """Open what is offered; on another machine or in another container the path is nothing's, or something else's."""
     try:
+        if not str(Path(offer.path).readlink()).startswith(f"/memfd:{_NAME}"):
+            return -1
         return os.open(offer.path, os.O_RDWR)
     except OSError:
         return -1
