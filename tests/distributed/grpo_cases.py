@@ -13,7 +13,6 @@ from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.rollout import SamplingConfig
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.host_copy import common_bytes
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
@@ -22,7 +21,7 @@ from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.training.build import Live
 from holdfast.training.build_policy import build_policy_run
-from holdfast.training.copies import copy_bytes, layout_bytes
+from holdfast.training.copies import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.experience import with_advantages
 from holdfast.training.policy import publish, rest
 from holdfast.training.reward_columns import check_columns
@@ -277,7 +276,7 @@ def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[i
         rest(run)
 
     most = most_allocated(sample)
-    counted = copy_bytes(run, common_bytes(run.policy, run.exchange, torch.float64)) + layout_bytes(run)
+    counted = copy_bytes(run, shared_by_ranks(run)) + layout_bytes(run)
     return most, counted, shared[0], mapped_weights()
 
 

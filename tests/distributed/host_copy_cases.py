@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
@@ -48,9 +50,17 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
         "mapped": mapped_weights(),
         "common": common,
         "cast": mapped_of(run, torch.float32),
+        "own": len({tensor.data_ptr() for tensor in shared.values()} & {part.data_ptr() for part in local_parts(run)}),
     }
     del shared
     return told | {"left": mapped_weights()}
+
+
+def local_parts(run: Any) -> list[torch.Tensor]:
+    """Return what a rank holds of a model."""
+    return [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held_tensors(run.policy).values()
+    ]
 
 
 def mapped_of(run: Any, dtype: torch.dtype) -> int:
@@ -73,8 +83,22 @@ def seen_by_others(world: World) -> list[int]:
 
 
 def foreign(world: World) -> list[bool]:
-    """Return whether ranks share memory of which one of them believes that it is longer."""
+    """Return whether ranks share memory that one of them takes to be longer, and then that of one length."""
     from holdfast.parallel.collectives import ProcessExchange
 
     exchange = ProcessExchange()
     return [shared_bytes(4096 + (world.rank == 1), exchange) is not None, shared_bytes(4096, exchange) is not None]
+
+
+def with_small_files(world: World, count: int) -> list[bool]:
+    """Return whether ranks share memory that is longer than a file of rank 0 may be, and then as long."""
+    from holdfast.parallel.collectives import ProcessExchange
+
+    exchange, limits = ProcessExchange(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (count, limits[1]))
+    try:
+        return [shared_bytes(size, exchange) is not None for size in (count + 1, count)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

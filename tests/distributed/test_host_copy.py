@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import rows_of, settings
-from tests.distributed.host_copy_cases import foreign, seen_by_others, whole
+from tests.distributed.host_copy_cases import foreign, seen_by_others, whole, with_small_files
 from tests.tiny import tiny_directory
 
 ROWS = rows_of(8)
@@ -43,6 +43,28 @@ def test_shared_tensors_have_the_bits_of_gathered_ones_and_exist_once(
         assert size <= each["mapped"] < size + 64 * len(each["gathered"]) + 8192
         assert each["cast"] == 0, "weights that are cast are gathered"
         assert each["left"] == 0
+
+
+def test_copies_that_every_rank_has_whole_are_read_where_they_are(pools: Any, llama: Path) -> None:
+    for each in pools(2).run(whole, settings(str(llama), parallel={"replicate": 2}), ROWS):
+        assert each["mapped"] == each["common"] == 0
+        assert each["own"] == len(each["gathered"])
+
+
+def test_a_rank_without_rows_of_a_tensor_reads_those_of_others(pools: Any, tmp_path: Path) -> None:
+    """Of two rows the third and the fourth rank have none."""
+    flat = tiny_directory(tmp_path, "llama", num_attention_heads=1, num_key_value_heads=1, head_dim=2, hidden_size=2)
+
+    told = pools(4).run(whole, settings(str(flat)), ROWS)
+
+    assert min(len(tensor) for tensor in told[0]["gathered"].values()) == 2
+    for each in told:
+        assert each["mapped"] > 0
+        assert all(torch.equal(each["shared"][name], tensor) for name, tensor in each["gathered"].items())
+
+
+def test_memory_that_rank_0_may_not_make_is_shared_by_none(pools: Any) -> None:
+    assert pools(2).run(with_small_files, 2**20) == [[False, True]] * 2
 
 
 def test_where_one_rank_cannot_look_all_gather(pools: Any, llama: Path) -> None:

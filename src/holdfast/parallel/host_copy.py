@@ -49,27 +49,40 @@ def live_tensors(
 
 def common_bytes(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype) -> int:
     """Return how many bytes of whole tensors exist once for all ranks; all of them call this together."""
-    if exchange.size == 1 or shared_bytes(_TOKEN, exchange) is None:
+    shards = _shareable(held_tensors(policy), dtype)
+    if not shards or exchange.size == 1:
         return 0
-    return sum(shard.numel() * shard.element_size() for shard in _shareable(held_tensors(policy), dtype).values())
+    _, count = _laid_out(shards)
+    if shared_bytes(count, exchange) is None:  # nothing is written, so it takes no memory
+        return 0
+    return sum(shard.numel() * shard.element_size() for shard in shards.values())
 
 
 def _shareable(held: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[str, DTensor]:
-    """Return shards on the CPU that are used in the dtype in which they are trained."""
+    """Return what is parted among ranks on the CPU, and used in the dtype in which it is trained."""
     return {
         name: tensor
         for name, tensor in held.items()
-        if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu" and dtype in {None, tensor.dtype}
+        if isinstance(tensor, DTensor)
+        and tensor.device_mesh.device_type == "cpu"
+        and dtype in {None, tensor.dtype}
+        and len(owners_of(tensor)) > 1
     }
+
+
+def _laid_out(shards: Mapping[str, DTensor]) -> tuple[dict[str, int], int]:
+    """Return where each tensor begins behind the token, and how many bytes all of it takes."""
+    places, count = {}, _TOKEN
+    for name, shard in shards.items():
+        places[name] = count
+        count += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return places, count
 
 
 @torch.no_grad()
 def _written_together(shards: Mapping[str, DTensor], exchange: ProcessExchange) -> dict[str, Tensor]:
     """Return whole tensors in common memory; nothing, on all ranks, where they cannot share any."""
-    places, count = {}, _TOKEN
-    for name, shard in shards.items():
-        places[name] = count
-        count += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
+    places, count = _laid_out(shards)
     memory = shared_bytes(count, exchange)
     if memory is None:
         return {}
@@ -117,14 +130,26 @@ def shared_bytes(count: int, exchange: ProcessExchange) -> Tensor | None:
 
 def _offered(count: int) -> tuple[int, _Offer | None]:
     """Make memory; return its descriptor, and where others can open it."""
+    if _counts_every_page():
+        return -1, None
+    descriptor, token = -1, secrets.token_bytes(_TOKEN)
     try:
         descriptor = os.memfd_create(_NAME)
-    except (AttributeError, OSError):  # not a Linux, or one that forbids it
+        os.ftruncate(descriptor, count)
+        os.pwrite(descriptor, token, 0)
+    except (AttributeError, OSError):  # not a Linux, one that forbids it, or a limit on the size of files
+        if descriptor >= 0:
+            os.close(descriptor)
         return -1, None
-    token = secrets.token_bytes(_TOKEN)
-    os.ftruncate(descriptor, count)
-    os.pwrite(descriptor, token, 0)
     return descriptor, _Offer(f"/proc/{os.getpid()}/fd/{descriptor}", token)
+
+
+def _counts_every_page() -> bool:
+    """Return whether the system ends who writes to a shared page for which it has no memory left."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
 
 
 def _opened(offer: _Offer) -> int:

@@ -67,8 +67,7 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
         if config.distill.loss.kind == "sampled_reverse_kl"
         else Taught(replace(student.of_rows.loss, sft_weight=0.0), student.teacher.model)
     )
-    rollout = config.rollout
-    engine = together(exchange, lambda: open_engine(student, rollout))
+    engine = open_engine(student, config.rollout)
     return SampledDistillRun(**parts, engine=engine, rollout=config.rollout, layout=layout, of_samples=of_samples)
 
 

@@ -149,9 +149,7 @@ def _policy(  # noqa: PLR0913 - what a policy is made of
         **parts,
         config=config,
         temperature=config.rollout.temperature,
-        engine=together(
-            measured.exchange, lambda: open_engine(measured, rollout, tells_experts=rollout.replay_routing)
-        ),
+        engine=open_engine(measured, rollout, tells_experts=rollout.replay_routing),
         score=score,
         images=images,
         prompt_sets=tuple(

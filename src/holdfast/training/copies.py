@@ -14,23 +14,28 @@ from holdfast.training.run import Evaluation
 _GIB = 2**30
 
 
-def check_copy_fits(measured: Evaluation, budget_gib: float | None, *, in_process: bool) -> None:
+def shared_by_ranks(measured: Evaluation) -> int:
+    """Return how many bytes of weights all ranks sample over together; all of them call this together."""
+    return common_bytes(measured.policy, measured.exchange, getattr(torch, measured.plan.compute_dtype))
+
+
+def check_copy_fits(measured: Evaluation, budget_gib: float | None, common: int, *, in_process: bool) -> None:
     """Refuse rollouts that would run out of memory in step 1; else say what they take.
 
     Args:
         measured: The policy, on its device already.
         budget_gib: Most that sampling may take; None for what is free now.
+        common: From `shared_by_ranks`.
         in_process: Whether our own decoding samples, and not transformers' `generate`.
 
     Raises:
         ConfigError: Sampling takes more.
     """
     dtype = measured.plan.compute_dtype
-    common = common_bytes(measured.policy, measured.exchange, getattr(torch, dtype))
     copied = copy_bytes(measured, common)
     laid_out = layout_bytes(measured) if in_process else 0
     needed = copied + laid_out
-    world, parts = measured.world, _parts(copied, laid_out, dtype, common=common > 0)
+    world, parts = measured.world, _parts(copied, -(-common // measured.exchange.size), laid_out, dtype)
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
         limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
@@ -52,7 +57,9 @@ def copy_bytes(measured: Evaluation, common: int) -> int:
     Of the `common` bytes that all ranks share, a rank has its part.
     """
     dtype: torch.dtype = getattr(torch, measured.plan.compute_dtype)
-    if not measured.plan.sharded and measured.config.model.lora is None:
+    plan = measured.plan
+    whole = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
+    if whole and measured.config.model.lora is None:
         numbers = sum(value.numel() for value in measured.policy.parameters() if value.dtype != dtype)
     else:
         numbers = sum(value.numel() for value in measured.origin.skeleton.parameters())
@@ -81,10 +88,15 @@ def free_host_bytes(world: World) -> int:
     return int(psutil.virtual_memory().available) // (world.local_size or 1)
 
 
-def _parts(copied: int, laid_out: int, dtype: str, *, common: bool) -> str:
-    whose = "a part of the copy of the weights that all ranks share" if common else "a copy of the weights"
-    first = f"{whose}, {size_words(copied)} in {dtype}" if copied else "the policy's own weights"
-    return f"{first}, and {size_words(laid_out)} of matrices laid out for decoding" if laid_out else first
+def _parts(copied: int, shared: int, laid_out: int, dtype: str) -> str:
+    """Say what sampling takes; `shared` of what is copied is this rank's part of what all ranks read."""
+    whose = {
+        "a part of the copy of the weights that all ranks share": shared,
+        f"a copy of the {'other ' if shared else ''}weights": copied - shared,
+    }
+    parts = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
+    laid = [f"{size_words(laid_out)} of matrices laid out for decoding"] if laid_out else []
+    return ", and ".join([*(parts or ["the policy's own weights"]), *laid])
 
 
 def size_words(count: int) -> str:

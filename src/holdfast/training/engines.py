@@ -14,23 +14,31 @@ from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.stopping import Stops
-from holdfast.training.copies import check_copy_fits
+from holdfast.training.copies import check_copy_fits, shared_by_ranks
 from holdfast.training.run import Evaluation
+from holdfast.training.together import together
 
 
 def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
+    All ranks call this together, and all of them raise what any of them raises.
+
     Raises:
         ConfigError: They do not, there is none, or the engine cannot decode this model.
     """
-    if not stop_tokens(measured.origin) and not rollout.stop:
-        raise ConfigError(
-            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no text. "
-            "Give the tokenizer an eos_token, or set rollout.stop."
-        )
-    check_copy_fits(measured, rollout.copy_gib, in_process=samples_in_process(measured, rollout.engine))
-    return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
+    common = shared_by_ranks(measured)
+
+    def opened() -> RolloutEngine:
+        if not stop_tokens(measured.origin) and not rollout.stop:
+            raise ConfigError(
+                "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
+                "text. Give the tokenizer an eos_token, or set rollout.stop."
+            )
+        check_copy_fits(measured, rollout.copy_gib, common, in_process=samples_in_process(measured, rollout.engine))
+        return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
+
+    return together(measured.exchange, opened)
 
 
 def build_engine(
