@@ -198,7 +198,13 @@ def load_each_flip(world: World, directory: str, count: int) -> tuple[Counter[st
     return found, untouched, grown, [] if choice is None else [choice.name, choice.words]
 
 
-@pytest.mark.parametrize("count", [pytest.param(200, id="13-bit flips in .metadata, loaded by 2 ranks")])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(50, id="13-bit flips in .metadata, loaded by 2 ranks"),
+        pytest.param(200, marks=pytest.mark.slow, id="13-more bit flips in .metadata, loaded by 2 ranks"),
+    ],
+)
 def test_flips_in_metadata_are_refused_by_all_ranks_without_the_memory_they_ask_for(
     pools: Any, tmp_path: Path, count: int
 ) -> None:

@@ -76,6 +76,7 @@ def train_there(world: World, values: dict[str, Any], variables: dict[str, str])
     return train(world, values)
 
 
+@pytest.mark.slow
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_and_saves_that_step_again(
     pools: Any, server: dict[str, str], tmp_path: Path
 ) -> None:

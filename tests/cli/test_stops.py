@@ -91,6 +91,7 @@ def test_the_first_request_saves_and_stops_the_run_after_its_step_and_says_so(
     assert run.processes() == {}
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_and_the_run_goes_on(start: Any, endless: dict[str, Any]) -> None:
     run = start(endless | {"checkpoint": {"at_end": False, "export_at_end": False, "keep": {"last": 9}}})
     run.wait_for(lambda: any(b"RANK=1" in environ for environ in run.processes().values()))
@@ -198,6 +199,7 @@ def takes_all(row):
 """
 
 
+@pytest.mark.slow
 def test_the_clock_counts_what_comes_before_the_first_step(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

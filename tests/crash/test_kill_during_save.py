@@ -52,7 +52,10 @@ def check_after(pools: Any, directory: Path, expected: Straight) -> dict[str, An
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["waiting", "in the background"])
+@pytest.mark.parametrize(
+    "background",
+    [pytest.param(False, marks=pytest.mark.slow, id="waiting"), pytest.param(True, id="in the background")],
+)
 @pytest.mark.parametrize(
     ("victim", "phase"),
     [

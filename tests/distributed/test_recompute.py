@@ -36,7 +36,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral"])
+KINDS = ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3")), "mixtral"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])
 def test_gradients_with_recomputation_equal_those_without(
     pools: Any, directories: dict[str, Path], kind: str, attention: str
@@ -84,7 +87,7 @@ def test_experts_and_their_routers_have_the_same_gradients_when_recomputed(
     assert all(np.abs(kept["gradients"][0][name]).max() > 0 for name in routers)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gradients_with_recomputation_equal_those_without_where_no_row_needs_padding(
     pools: Any, directories: dict[str, Path], kind: str, attention: str

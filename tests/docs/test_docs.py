@@ -13,6 +13,7 @@ import pytest
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import load
 from holdfast.config.verbs import ROOTS
+from tests.cli.warm import WarmPython
 
 ROOT = Path(__file__).parents[2]
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
@@ -64,15 +65,13 @@ def test_a_preset_of_the_grpo_page_loads(tmp_path: Path, preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_the_python_page_runs(tmp_path: Path, name: str) -> None:
+def test_a_script_of_the_python_page_runs(warm: WarmPython, tmp_path: Path, name: str) -> None:
     for script, text in SCRIPTS.items():
         (tmp_path / script).write_text(text)
 
-    done = subprocess.run(
-        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = warm.run(name, cwd=tmp_path, timeout_seconds=300)
 
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.code == 0, done.err[-2000:]
 
 
 def tool(name: str, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
