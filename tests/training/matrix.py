@@ -133,9 +133,12 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
     """Return the logits [N, V] that predict the compared tokens, by plain transformers, and peft, from directories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model_type = AutoConfig.from_pretrained(directory).model_type
+    config = AutoConfig.from_pretrained(directory)
+    model_type = config.model_type
     auto = AutoModelForImageTextToText if model_type in VISION else AutoModelForCausalLM
-    model = auto.from_pretrained(directory, dtype="float32").eval()
+    # By default transformers 5.19 computes Gemma 2 without the soft cap of its attention, and warns.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    model = auto.from_pretrained(directory, dtype="float32", attn_implementation="eager" if capped else None).eval()
     if adapter is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers renamed
