@@ -40,7 +40,7 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
     try:
-        shared = dict(live_tensors(run.policy, run.exchange))
+        shared = dict(live_tensors(run.policy, run.exchange, torch.float64))
         common = common_bytes(run.policy, run.exchange, torch.float64)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

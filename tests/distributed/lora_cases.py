@@ -39,6 +39,12 @@ def probe(policy: Any) -> torch.Tensor:
     return scores.logprobs
 
 
+def merged(training: Any) -> dict[str, torch.Tensor]:
+    """Return the matrices that an engine gets."""
+    dtype = getattr(torch, training.plan.compute_dtype)
+    return {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.exchange, dtype)}
+
+
 def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
     """Train, and return what the model says with and without its adapters, and the matrices an engine would get."""
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
@@ -53,7 +59,7 @@ def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str,
         "before": before,
         "after": after,
         "off": off,
-        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.exchange)},
+        "merged": merged(training),
         "parameters": {name: full_tensor(value).clone() for name, value in parameters.items()},
         "trained": {name: (str(value.dtype), value.requires_grad) for name, value in parameters.items()},
     }
@@ -89,7 +95,7 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "before": before,
         "after": after,
         "off": off,
-        "merged": {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.exchange)},
+        "merged": merged(training),
         "packed": sum(part.numel() for part in own if part.dtype == torch.uint8),
         "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.plan.shard_bytes),
         "numbers": (training.plan.parameters, training.plan.trainable),

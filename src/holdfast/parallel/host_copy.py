@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of
+from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of, rows_at
 
 _NAME = "holdfast-weights"
 _ALIGNMENT = 64
@@ -27,9 +27,7 @@ _TOKEN = _ALIGNMENT
 """Random bytes before the tensors, by which a rank knows that it opened rank 0's memory."""
 
 
-def live_tensors(
-    policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def live_tensors(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by canonical name; every rank walks through all of them, in step with the others.
 
     Shards on the CPU are written into memory that the ranks share, if all ranks are on one machine; nobody may write to
@@ -58,14 +56,14 @@ def common_bytes(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtyp
     return sum(shard.numel() * shard.element_size() for shard in shards.values())
 
 
-def _shareable(held: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[str, DTensor]:
+def _shareable(held: Mapping[str, Holding], dtype: torch.dtype) -> dict[str, DTensor]:
     """Return what is parted among ranks on the CPU, and used in the dtype in which it is trained."""
     return {
         name: tensor
         for name, tensor in held.items()
         if isinstance(tensor, DTensor)
         and tensor.device_mesh.device_type == "cpu"
-        and dtype in {None, tensor.dtype}
+        and tensor.dtype == dtype
         and len(owners_of(tensor)) > 1
     }
 
@@ -92,9 +90,7 @@ def _written_together(shards: Mapping[str, DTensor], exchange: ProcessExchange) 
         found[name] = memory[places[name] : places[name] + size].view(shard.dtype).view(shard.shape)
         local, owners = shard.to_local().detach(), owners_of(shard)
         if exchange.rank in owners and local.numel():
-            rows = -(-shard.shape[0] // len(owners))
-            first = owners.index(exchange.rank) * rows
-            found[name][first : first + rows].copy_(local)
+            found[name][rows_at(shard, owners.index(exchange.rank), len(owners))].copy_(local)
     exchange.gather(None)  # nobody reads what another one has not written yet
     return found
 

@@ -113,10 +113,10 @@ def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
     local, owners = tensor.to_local().detach(), owners_of(tensor)
     if rank in owners and rank != 0 and local.numel():
         dist.send(local.contiguous(), 0)
-    rows = -(-tensor.shape[0] // len(owners))
     for place, owner in enumerate(owners if rank == 0 else ()):
-        count = min(rows, tensor.shape[0] - place * rows)
-        if count <= 0:
+        rows = rows_at(tensor, place, len(owners))
+        count = rows.stop - rows.start
+        if count == 0:
             return
         if owner == 0:
             yield local
@@ -129,9 +129,8 @@ def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
 def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
     """Return the whole tensor from rank 0's shard and those that the others send."""
     whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-    rows = -(-tensor.shape[0] // len(owners))
     for place, owner in enumerate(owners):
-        part = whole[place * rows : (place + 1) * rows]
+        part = whole[rows_at(tensor, place, len(owners))]
         if owner == 0:
             part.copy_(local)
         elif part.numel():
@@ -148,6 +147,12 @@ def owners_of(tensor: DTensor) -> list[int]:
         else:
             ranks = ranks.select(axis, 0)
     return [int(rank) for rank in ranks.flatten()]
+
+
+def rows_at(tensor: DTensor, place: int, count: int) -> slice:
+    """Return the rows of the shard at a place of `count`, as torch deals them: all of one length but the last ones."""
+    most, total = -(-tensor.shape[0] // count), tensor.shape[0]
+    return slice(min(place * most, total), min((place + 1) * most, total))
 
 
 Pieces = Iterator[Tensor]

@@ -9,6 +9,7 @@ import torch
 from holdfast.config.rollout import EngineConfig, EngineKind, GraphsKind
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint
+from holdfast.parallel.host_copy import live_tensors
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.graphs import CudaRecorder
@@ -39,6 +40,12 @@ def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: b
         return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
     return together(measured.exchange, opened)
+
+
+def give_weights(engine: RolloutEngine, run: Evaluation) -> None:
+    """Let an engine take over the policy's present weights; all ranks call this together."""
+    dtype: torch.dtype = getattr(torch, run.plan.compute_dtype)
+    engine.update_weights(live_tensors(run.policy, run.exchange, dtype), run.state.updates)
 
 
 def build_engine(

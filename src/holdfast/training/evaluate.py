@@ -17,11 +17,10 @@ from holdfast.data.packing import to_device
 from holdfast.data.stream import SampleStream
 from holdfast.objectives.base import ratio
 from holdfast.parallel.collectives import reduce_sums
-from holdfast.parallel.host_copy import live_tensors
 from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
-from holdfast.training.engines import build_engine
+from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.run import Evaluation
 from holdfast.training.together import together
 from holdfast.types import Example, Finish, LossSum, MiniBatch
@@ -66,8 +65,7 @@ def evaluate(
             if options is not None:
                 if engine is None:
                     engine = build_engine(run)
-                    dtype = getattr(torch, run.plan.compute_dtype)
-                    engine.update_weights(live_tensors(run.policy, run.exchange, dtype), run.state.updates)
+                    give_weights(engine, run)
                 examples = together(run.exchange, lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
                 completed = evaluate_completions(engine, run, examples, options)
                 if completed is None:

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from holdfast.config.grpo import GRPOConfig
 from holdfast.data.vision import ImageSide
-from holdfast.parallel.host_copy import live_tensors
 from holdfast.rewards.base import Progress, Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
+from holdfast.training.engines import give_weights
 from holdfast.training.reference import Reference
 from holdfast.training.run import Evaluation, Run
 from holdfast.types import Prompt
@@ -91,8 +89,7 @@ def progress_of(run: PolicyEvaluation) -> Progress:
 def publish(run: SamplingEvaluation) -> None:
     """Give the engine the policy's present weights; all ranks call this together."""
     if run.published != run.state.updates:
-        dtype: torch.dtype = getattr(torch, run.plan.compute_dtype)
-        run.engine.update_weights(live_tensors(run.policy, run.exchange, dtype), run.state.updates)
+        give_weights(run.engine, run)
         run.published = run.state.updates
 
 
