@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast import checkpoint
 from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.dcp_files import read_dcp_metadata
+from holdfast.checkpoint.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from holdfast import checkpoint
 from holdfast.checkpoint.compare import differences
-from holdfast.checkpoint.dcp_files import chunk_from, read_dcp_metadata
+from holdfast.checkpoint.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.find import one
 from holdfast.checkpoint.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.stored_chunks import chunk_from
 from holdfast.cli.main import app
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of
@@ -147,7 +148,7 @@ def test_a_flipped_byte_is_named_by_its_part(runs: Any, tmp_path: Path, part: st
     info = next(info for index, info in places.items() if index.fqn == key)
     file = copy / "dcp" / info.relative_path
     data = bytearray(file.read_bytes())
-    numbers = chunk_from(bytes(data[info.offset : info.offset + info.length]))
+    numbers = chunk_from(bytes(data[info.offset : info.offset + info.length]), "shard")
     assert numbers is not None
     data[data.index(numbers.numpy().tobytes(), info.offset)] ^= 1
     file.write_bytes(data)

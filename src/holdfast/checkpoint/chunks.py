@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.checkpoint.dcp_files import METADATA, chunk_within, read_dcp_metadata
+from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt, TensorsDiffer
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import Chunk, Manifest
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.stored_chunks import chunk_within
 from holdfast.checkpoint.verification import other_each_time, patiently, verified_bytes
 
 
@@ -53,7 +54,8 @@ class VerifiedChunks:
         Raises:
             TensorsDiffer: Two reads, with one of the whole file from the disk itself between them, give the same chunk,
                 and it is not what was saved.
-            CheckpointUnreadable: It cannot be read, also after some patience, or is another one each time.
+            CheckpointUnreadable: It cannot be read, also after some patience, is another one each time, or this machine
+                is short of memory.
         """
         path = f"{self._name}/{DCP}/{info.relative_path}"
         where = f"{self._storage.root}/{path}"

@@ -1,182 +1,25 @@
-"""torch's distributed checkpoint on our storage: hashed while written, durable, and read without running a pickle.
+"""torch's distributed checkpoint on our storage: hashed while written, durable, and read as chunks that were verified.
 
 What lands on disk is a plain DCP directory; anybody's `dcp.load` reads it. We replace only the file system below the
-writer, and the unpickling above the reader: a `.metadata` is a pickle, and a pickle can run code.
+writer, and what the reader is given.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.manifest import FileEntry, TensorEntry
+from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.storage import Storage
-
-METADATA = ".metadata"
-
-_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.planner", "SavePlan"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "Path"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a listed class or a dtype; refuse the rest."""
-        if (module, name) in _CLASSES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-
-def read_dcp_metadata(data: bytes, where: str) -> Metadata:
-    """Read DCP's metadata without running anything it brings.
-
-    Raises:
-        CheckpointCorrupt: It is damaged, hostile, or lists something that is no tensor.
-    """
-    try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
-        _check_form(metadata)
-    except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        raise CheckpointCorrupt(f"{where} cannot be read: {error}.") from None
-    assert isinstance(metadata, Metadata)
-    return metadata
-
-
-def _check_form(metadata: Any) -> None:
-    """Look at everything that is used later: an unpickled object may have any attributes, or none."""
-    if not isinstance(metadata, Metadata):
-        raise TypeError(f"it holds a {type(metadata).__name__}, not DCP metadata")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"it lists {name}, which is no tensor: reading it would unpickle it")
-        numbers = [*entry.size, *(number for chunk in entry.chunks for number in (*chunk.offsets, *chunk.sizes))]
-        if set(map(type, numbers)) - {int}:
-            raise TypeError(f"the shape of {name} is damaged")
-        if any(not len(entry.size) == len(chunk.offsets) == len(chunk.sizes) for chunk in entry.chunks):
-            raise ValueError(f"a chunk of {name} has another number of dimensions")
-    _check_places(metadata)
-
-
-def _check_places(metadata: Metadata) -> None:
-    for index, info in (metadata.storage_data or {}).items():
-        if (type(index.fqn), type(info.offset), type(info.length)) != (str, int, int):
-            raise TypeError(f"the place of {index.fqn} is damaged")
-        if "/" in info.relative_path:
-            raise ValueError(f"it leads out of the checkpoint, to {info.relative_path}")
-
-
-def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the tensors of which DCP does not list, or did not store, exactly the chunks of the manifest.
-
-    DCP checks neither when it loads: memory that no chunk covers keeps what was in it.
-    """
-    stored = {(index.fqn, tuple(index.offset or ())) for index in metadata.storage_data or {}}
-    found = []
-    for name, entry in tensors.items():
-        listed: Any = metadata.state_dict_metadata.get(name)
-        there = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks} if listed else set()
-        wanted = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
-        there = {(offsets, sizes) for offsets, sizes in there if 0 not in sizes}  # a rank without rows may write none
-        if there != wanted or any((name, offsets) not in stored for offsets, _ in wanted):
-            found.append(name)
-    return found
-
-
-class _Bytes(io.RawIOBase):
-    """A file over bytes that are somebody else's: io.BytesIO would copy what is no `bytes` object."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self._position = 0
-
-    def readable(self) -> bool:
-        """Say that one can read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Say that one can seek."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as there are bytes."""
-        into = memoryview(buffer).cast("B")
-        part = self._data[self._position : self._position + len(into)]
-        into[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-
-def chunk_from(data: bytes | memoryview) -> Tensor | None:
-    """Return the tensor that DCP stored as these bytes, in memory of its own; None if they are none of its."""
-    try:
-        file: Any = _Bytes(data)
-        part: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 - damaged bytes raise whatever they like, and all of it means damage
-        return None
-    return part if isinstance(part, Tensor) else None
-
-
-def stored_chunk(storage: Storage, path: str, info: Any) -> Tensor | None:
-    """Return one stored chunk, `info` of DCP's metadata saying where in the file it is; None if it cannot be read."""
-    try:
-        return chunk_within(storage, path, info)
-    except OSError:
-        return None
-
-
-def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
-    """Return one stored chunk, as `stored_chunk`; what the file system says of the file is raised."""
-    if info.offset < 0 or info.length < 0:  # the latter would read all there is
-        return None
-    try:
-        with storage.open(path) as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-    except (ValueError, OverflowError, MemoryError):
-        return None
-    return chunk_from(data)
 
 
 def one_process_is_meant() -> None:

@@ -13,13 +13,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-from holdfast.checkpoint.dcp_files import METADATA, chunk_from, read_dcp_metadata
+from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
+from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.checkpoint.hashing import BLOCK, hash_bytes, hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Wanted
 from holdfast.checkpoint.snapshot import chunk_of, like
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.stored_chunks import chunk_from
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part
 
@@ -80,11 +82,11 @@ def _items(wanted: Mapping[str, Wanted], storage: Storage, name: str, manifest: 
     file = f"{DCP}/{METADATA}"
     try:
         data = storage.read(f"{name}/{file}")
-    except OSError as error:
+        if file not in manifest.files or hash_bytes(data) != manifest.files[file].hash:
+            raise _Differs
+        metadata = read_dcp_metadata(data, f"{storage.root}/{name}/{file}")
+    except (OSError, MemoryError, CheckpointUnreadable) as error:
         raise _Differs from error
-    if file not in manifest.files or hash_bytes(data) != manifest.files[file].hash:
-        raise _Differs
-    metadata = read_dcp_metadata(data, f"{storage.root}/{name}/{file}")
     stored: dict[tuple[str, tuple[int, ...]], Any] = {
         (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
     }
@@ -136,8 +138,8 @@ def _read(
         try:
             with storage.open(f"{name}/{file}") as stream:
                 for key, data in _chunks(stream, sorted(items.get(file, ())), digest):
-                    found[key] = like(wanted[key].live, _part(data, wanted[key]))
-        except OSError as error:
+                    found[key] = like(wanted[key].live, _part(data, wanted[key], f"{storage.root}/{name}/{file}"))
+        except (OSError, MemoryError, CheckpointUnreadable) as error:
             raise _Differs from error
         if digest is not None and digest.hexdigest() != manifest.files[file].hash:
             raise _Differs
@@ -185,8 +187,8 @@ def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
         size = None if size is None else size - len(data)
 
 
-def _part(data: memoryview, wanted: Wanted) -> Tensor:
-    part = chunk_from(data)
+def _part(data: memoryview, wanted: Wanted, where: str) -> Tensor:
+    part = chunk_from(data, where)
     if part is None or (part.shape, part.dtype) != (local_part(wanted.live).shape, wanted.dtype):
         raise _Differs
     if hash_tensor(part) != wanted.stored_hash:

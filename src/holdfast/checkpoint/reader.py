@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.chunks import VerifiedChunks, verified_metadata
 from holdfast.checkpoint.companions import Companion, companion_state, own_tensors, plan_companions, wanted_of
-from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant, without_chunks
+from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant
+from holdfast.checkpoint.dcp_metadata import without_chunks
 from holdfast.checkpoint.direct import read_parts
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, TensorsDiffer
 from holdfast.checkpoint.hashing import hash_tensor
@@ -34,6 +35,7 @@ from holdfast.checkpoint.matching import (
     poisoned,
     refusal,
 )
+from holdfast.checkpoint.memory import is_out_of_memory, no_memory_for
 from holdfast.checkpoint.snapshot import (
     AVERAGE,
     Snapshot,
@@ -50,8 +52,8 @@ from holdfast.checkpoint.verification import (
     check_names,
     damage,
     damaged_files,
-    damaged_tensors,
     read_manifest,
+    tensors_within,
     verified_bytes,
 )
 from holdfast.errors import HoldfastError
@@ -236,7 +238,7 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange, *, fr
     if damaged:
         tensors: list[str] = []
         with ranks.together():
-            tensors += damaged_tensors(storage, name, manifest, damaged) if ranks.rank == 0 else []
+            tensors += tensors_within(storage, name, manifest, damaged) if ranks.rank == 0 else []
         tensors = ranks.agree(tensors)
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest
@@ -256,9 +258,21 @@ def _tensors(
     if found is None:  # in doubt: every file is asked twice, and says what is wrong with it
         verified_manifest(storage, name, ranks)
         found = {}
-    other = {key: each.staging() for key, each in wanted.items() if key not in found}
+    other: dict[str, Tensor] = {}
+    with ranks.together():
+        try:
+            other |= {key: each.staging() for key, each in wanted.items() if key not in found}
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            parts = {key: each.live for key, each in wanted.items() if key not in found}
+            raise no_memory_for(f"{storage.root}/{name}", _local_bytes(parts)) from error
     _read(other, storage, name, manifest, ranks)
     return found | other
+
+
+def _local_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(local_part(tensor).nbytes for tensor in tensors.values())
 
 
 def check_read_back(
@@ -298,6 +312,8 @@ def _read(
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, HoldfastError):
             raise cause from error
+        if is_out_of_memory(cause):
+            raise no_memory_for(f"{storage.root}/{name}", _local_bytes(tensors)) from error
         raise CheckpointCorrupt(f"{storage.root}/{name} cannot be read on rank {rank}: {cause}.") from error
     with ranks.together():
         for key, tensor in tensors.items():

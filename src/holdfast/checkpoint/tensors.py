@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, stored_chunk
+from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.snapshot import AVERAGE, MODEL
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.stored_chunks import chunk_within
+from holdfast.checkpoint.verification import patiently
 from holdfast.models.conversion import Header
 
 
@@ -42,13 +44,15 @@ class StoredCheckpoint:
     @cached_property
     def _metadata(self) -> Metadata:
         name = f"{self.name}/{DCP}/{METADATA}"
-        return read_dcp_metadata(self.storage.read(name), f"{self.storage.root}/{name}")
+        where = f"{self.storage.root}/{name}"
+        return read_dcp_metadata(patiently(where, lambda: self.storage.read(name)), where)
 
     def read(self, key: str) -> Tensor:
         """Return a whole tensor by its name in the manifest.
 
         Raises:
             CheckpointCorrupt: Its bytes are not those that were saved.
+            CheckpointUnreadable: They cannot be read, also after some patience, or this machine is short of memory.
         """
         entry = self.manifest.tensors[key]
         whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -72,7 +76,10 @@ class StoredCheckpoint:
         return found
 
     def _read_chunk(self, info: Any) -> Tensor | None:
-        return None if info is None else stored_chunk(self.storage, f"{self.name}/{DCP}/{info.relative_path}", info)
+        if info is None:
+            return None
+        path = f"{self.name}/{DCP}/{info.relative_path}"
+        return patiently(f"{self.storage.root}/{path}", lambda: chunk_within(self.storage, path, info))
 
     def model_headers(self, dtype: torch.dtype | None) -> dict[str, Header]:
         """Return name and shape of every model tensor, with floating-point dtypes replaced by `dtype` if given."""

@@ -8,19 +8,21 @@ tensors  every chunk of every tensor, read through DCP   (`holdfast checkpoint v
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.checkpoint.dcp_files import METADATA, read_dcp_metadata, stored_chunk, without_chunks
+from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.foreign import describe_foreign
 from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
 from holdfast.checkpoint.layout import DCP, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.stored_chunks import chunk_within
 
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
 """Errors that a network file system may get over; they say nothing about the bytes."""
@@ -217,7 +219,7 @@ def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
     """
     damaged = damaged_files(storage, name, manifest, sorted(manifest.files))
     if damaged:
-        tensors = damaged_tensors(storage, name, manifest, damaged)
+        tensors = tensors_within(storage, name, manifest, damaged)
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
 
 
@@ -227,37 +229,50 @@ def damage(where: str, files: Sequence[str], tensors: Sequence[str]) -> str:
     return f"{where}/{files[0]} is damaged: its hash is not the manifest's{_more(files)}{holds}"
 
 
-def damaged_tensors(storage: Storage, name: str, manifest: Manifest, files: Sequence[str] | None = None) -> list[str]:
-    """Return the tensors of which some chunk reads back differently, or not at all.
+def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str]:
+    """Return the tensors of which some chunk is missing or reads back differently.
+
+    Raises:
+        CheckpointUnreadable: A file cannot be read, also after some patience, or this machine is short of memory.
+    """
+    try:
+        metadata = _metadata(storage, name)
+    except CheckpointCorrupt:
+        return sorted(manifest.tensors)
+    places = (metadata.storage_data or {}).items()
+    return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, places)})
+
+
+def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
+    """Return the tensors of which a chunk in damaged files reads back differently, as far as that is found out now.
 
     Args:
-        storage: Where checkpoints are.
-        name: The checkpoint.
-        manifest: Its manifest.
-        files: Only chunks in these files.
+        storage, name, manifest: The checkpoint.
+        files: Which of its files are damaged: that stands, whatever becomes of this look.
     """
-    if files is not None and f"{DCP}/{METADATA}" in files:
+    if f"{DCP}/{METADATA}" in files:
         return []  # a pickle that is known to be damaged may ask for any amount of memory
+    try:
+        stored = (_metadata(storage, name).storage_data or {}).items()
+        places = [(index, info) for index, info in stored if f"{DCP}/{info.relative_path}" in files]
+        return sorted({*_differing(storage, name, manifest, places)})
+    except (CheckpointCorrupt, CheckpointUnreadable):
+        return []
+
+
+def _metadata(storage: Storage, name: str) -> Metadata:
     path = f"{name}/{DCP}/{METADATA}"
     where = f"{storage.root}/{path}"
-    try:
-        metadata = read_dcp_metadata(patiently(where, lambda: storage.read(path)), where)
-    except CheckpointCorrupt:
-        return sorted(manifest.tensors) if files is None else []
-    damaged = without_chunks(metadata, manifest.tensors) if files is None else []
-    return sorted({*damaged, *_differing(storage, name, manifest, metadata, files)})
+    return read_dcp_metadata(patiently(where, lambda: storage.read(path)), where)
 
 
-def _differing(
-    storage: Storage, name: str, manifest: Manifest, metadata: Metadata, files: Sequence[str] | None
-) -> Iterator[str]:
-    """Yield the tensor of every stored chunk that reads back differently."""
+def _differing(storage: Storage, name: str, manifest: Manifest, places: Iterable[tuple[Any, Any]]) -> Iterator[str]:
+    """Yield the tensor of every stored chunk, of those at these places, that reads back differently."""
     wanted = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
-    for index, info in (metadata.storage_data or {}).items():
-        if files is not None and f"{DCP}/{info.relative_path}" not in files:
-            continue
+    for index, info in places:
         expected = wanted.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
-        chunk = stored_chunk(storage, f"{name}/{DCP}/{info.relative_path}", info)
+        path = f"{name}/{DCP}/{info.relative_path}"
+        chunk = patiently(f"{storage.root}/{path}", partial(chunk_within, storage, path, info))
         if chunk is None or hash_tensor(chunk) != expected:
             yield index.fqn
 

@@ -24,14 +24,8 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from holdfast.checkpoint.dcp_files import (
-    METADATA,
-    Writer,
-    one_process_is_meant,
-    read_dcp_metadata,
-    without_chunks,
-    without_crc32,
-)
+from holdfast.checkpoint.dcp_files import Writer, one_process_is_meant, without_crc32
+from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.errors import PlaceLost, SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, place_file, rank_file, step_name
 from holdfast.checkpoint.manifest import NAME, Chunk, FileEntry, Manifest, TensorEntry
