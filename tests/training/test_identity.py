@@ -133,3 +133,13 @@ def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path
     what = "weights" if changed == "model.safetensors" else "configuration and tokenizer"
     assert differences({"files": before}, {"files": after}) == {"files": [f"reward model scorer {what}"]}
     assert differences({"files": {}}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
+
+
+def test_a_checkpoint_from_before_images_were_read_goes_on() -> None:
+    now = {"data": {"rows of source 0": "a", "images of source 0": "b"}}
+
+    assert differences({"data": {"rows of source 0": "a"}}, now) == {}
+    assert differences({"data": {"rows of source 0": "a", "images of source 0": "c"}}, now) == {
+        "data": ["images of source 0"]
+    }
+    assert differences(now, {"data": {"rows of source 0": "a"}}) == {"data": ["images of source 0"]}

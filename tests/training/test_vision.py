@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_another_processor_is_another_run(place: Path, pools: Any, tmp_path: Pat
 
     assert kind == "CheckpointMismatch"
     assert "data.max_pixels" in message
+
+
+def test_other_pictures_under_the_same_names_are_another_run(place: Path, pools: Any, tmp_path: Path) -> None:
+    here = Path(shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("model")))
+    (here / "model").symlink_to(place / "model")
+    pools(1).run(run, tree(here, tmp_path, 2), str(here))
+    last = max((here / "pictures").iterdir(), key=lambda file: int(file.name.split("-")[0]))
+    last.write_bytes((here / "pictures/0-0.png").read_bytes())
+
+    ((kind, message),) = pools(1).errors(run, tree(here, tmp_path, 4), str(here))
+    declared = tree(here, tmp_path, 4, checkpoint={"every_steps": 2, "resume": {"changed": ["data"]}})
+    pools(1).run(run, declared, str(here))
+
+    assert kind == "CheckpointMismatch"
+    assert "(data: images of source 0). Nothing was changed" in message
+    assert list(steps_of(tmp_path)) == [1, 2, 3, 4]
 
 
 def test_the_export_holds_the_processor_byte_for_byte_and_computes_the_same(place: Path, straight: Path) -> None:

@@ -213,7 +213,7 @@ class ImageFiles:
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 if isinstance(image, Image.Image):
                     return image.convert("RGB")
-                opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self._path(image, where))
+                opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.path(image, where))
                 return ImageOps.exif_transpose(opened).convert("RGB")
         except (
             OSError,
@@ -228,7 +228,12 @@ class ImageFiles:
             what = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
             raise DataError(f"{where} ({what:.120}) cannot be read as an image: {error}.") from None
 
-    def _path(self, image: Any, where: str) -> Path:
+    def path(self, image: Any, where: str) -> Path:
+        """Return the file that a row names.
+
+        Raises:
+            DataError: There is none, or it is named in a way that no file is.
+        """
         if not isinstance(image, str | Path):
             raise DataError(
                 f"{where} is a {type(image).__name__}; an image is a path, the bytes of a file, or a PIL image."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from holdfast.data.candidates import CandidateReader, Candidates
 from holdfast.data.chat import S
 from holdfast.data.cutting import Rest, cut_windows
 from holdfast.data.exchange import Exchange
+from holdfast.data.rows import Source
 from holdfast.errors import DataError
 from holdfast.types import Example, MiniBatch
 
@@ -105,9 +106,14 @@ class BatchStream(ABC, Generic[S, T]):
         """Make a batch of its candidates."""
 
     @property
+    def sources(self) -> Sequence[Source]:
+        """The rows, by source."""
+        return self._rows.reader.sources
+
+    @property
     def fingerprint(self) -> list[str]:
         """Identity of the rows, for comparison at resume."""
-        return [source.fingerprint for source in self._rows.reader.sources]
+        return [source.fingerprint for source in self.sources]
 
     @property
     def rows_tokenised(self) -> int:

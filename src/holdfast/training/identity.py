@@ -19,6 +19,8 @@ from holdfast.config.preference import UserLossConfig
 from holdfast.config.reference import sync_of
 from holdfast.config.reward import UserRewardConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.data.image_marks import images_mark
+from holdfast.data.images import ImageFiles
 from holdfast.data.stream import BatchStream
 from holdfast.data.template_file import template_text
 from holdfast.models.build import Blueprint
@@ -39,6 +41,7 @@ _SAMPLED_BY = {
 }  # fmt: skip
 _OF_LATER = ("dora", "experts", "quantize", "any_base")
 """Keys of model.lora that runs of earlier versions had not: without them, a run is what it was."""
+_IMAGES = "images of source "
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -52,6 +55,7 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
         origin: The model and its tokenizer.
     """
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
+    data |= _image_files(config, base, stream, origin)
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
@@ -103,6 +107,17 @@ def _images(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
         bounds["video processor"] = hash_file(file)
     text = json.dumps(settings, sort_keys=True, default=str)
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
+
+
+def _image_files(
+    config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint
+) -> dict[str, str]:
+    """Return marks of the image files that rows name, for a model that sees them."""
+    if origin.image_processor is None:
+        return {}
+    files = ImageFiles(config.data.image_dir, base)
+    marks = {f"{_IMAGES}{index}": images_mark(source, files) for index, source in enumerate(stream.sources)}
+    return {what: mark for what, mark in marks.items() if mark is not None}
 
 
 def _loss(config: TrainingConfig) -> dict[str, str]:
@@ -169,11 +184,15 @@ def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
     found = {}
     for kind, values in now.items():
         before = then.get(kind, {})
-        known = {what for what in {*before, *values} if what in before or not is_new(what)}
+        known = {what for what in {*before, *values} if what in before or not _is_new(what)}
         changed = [what for what in sorted(known) if before.get(what) != values.get(what)]
         if changed:
             found[kind] = changed
     return found
+
+
+def _is_new(what: str) -> bool:
+    return is_new(what) or what.startswith(_IMAGES)
 
 
 def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:

@@ -1,0 +1,71 @@
+"""Marks of images: what a sample of rows holds, wherever in a row it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from PIL import Image
+
+from holdfast.data.image_marks import SAMPLED_ROWS, images_mark
+from holdfast.data.images import ImageFiles
+from holdfast.data.rows import from_rows
+
+
+def mark_of(rows: Any, folder: Path) -> str | None:
+    return images_mark(from_rows(rows, "rows"), ImageFiles(str(folder), folder))
+
+
+def by_hand(*contents: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(b"".join(b"%d:" % len(content) + content for content in contents))
+
+
+def test_images_are_found_in_columns_parts_and_videos_in_their_order(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).write_bytes(name.encode() * 3)
+    picture = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "path": "b"}]
+    rows = [
+        {"prompt": "a", "images": ["a", b"bytes"]},
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "image"}]},
+        {"videos": [["c", {"path": "d"}]], "prompt": "x"},
+        {"image": picture, "prompt": "x"},
+        {"image": "nowhere", "prompt": "x"},
+    ]
+
+    assert mark_of(rows, tmp_path) == by_hand(b"aaa", b"bytes", b"bbb", b"ccc", b"ddd", bytes(range(12)), b"no file")
+
+
+def test_rows_without_images_have_no_mark(tmp_path: Path) -> None:
+    assert mark_of([{"prompt": "a", "completion": "b"}, {"prompt": "image", "completion": ""}], tmp_path) is None
+
+
+@pytest.mark.parametrize("size", [1, 5, SAMPLED_ROWS, SAMPLED_ROWS + 1, 1000])
+def test_the_sample_is_spread_over_all_rows_and_holds_both_ends(size: int, tmp_path: Path) -> None:
+    read: list[int] = []
+
+    class Rows:
+        def __len__(self) -> int:
+            return size
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            read.append(index)
+            return {"prompt": "x", "image": str(index).encode()}
+
+    source = from_rows(Rows(), "rows")
+    read.clear()
+    images_mark(source, ImageFiles(None, tmp_path))
+
+    assert (read[0], read[-1], len(read)) == (0, size - 1, min(size, SAMPLED_ROWS))
+    assert max(np.diff(read), default=0) <= size / (SAMPLED_ROWS - 1) + 1
+
+
+def test_of_a_stream_the_first_rows_are_read(tmp_path: Path) -> None:
+    class Rows:
+        def __iter__(self) -> Any:
+            return iter([{"prompt": "x", "image": b"%d" % number} for number in range(100)])
+
+    assert mark_of(Rows(), tmp_path) == by_hand(*(b"%d" % number for number in range(SAMPLED_ROWS)))
