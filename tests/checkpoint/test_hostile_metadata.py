@@ -78,7 +78,7 @@ def test_a_hostile_metadata_is_never_unpickled(pools: Any, saved: Path, tmp_path
 
     assert {name for name, _ in errors} == {"CheckpointCorrupt"}
     assert all(".metadata cannot be read: it asks for" in message for _, message in errors)
-    with pytest.raises(CheckpointCorrupt):
+    with pytest.raises(CheckpointCorrupt, match=".metadata cannot be read: it asks for"):
         checkpoint.verify(str(copy))
     assert not target.exists()
     pickle.loads(data)

@@ -233,12 +233,10 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str
     """Return the tensors of which some chunk is missing or reads back differently.
 
     Raises:
+        CheckpointCorrupt: DCP's metadata is damaged or hostile, although its file is what the manifest says.
         CheckpointUnreadable: A file cannot be read, also after some patience, or this machine is short of memory.
     """
-    try:
-        metadata = _metadata(storage, name)
-    except CheckpointCorrupt:
-        return sorted(manifest.tensors)
+    metadata = _metadata(storage, name)
     places = (metadata.storage_data or {}).items()
     return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, places)})
 
