@@ -180,8 +180,8 @@ def plan_optimizer(
         return
     if manifest.optimizer["kind"] != qualified_name(optimizer):
         plan.refused.append(
-            f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}. Put optim back, "
-            "or start a new run from these weights with another run.name and checkpoint.init_from"
+            f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}. Put optim "
+            "back, or start a new run from these weights with another run.name and checkpoint.init_from"
         )
         return
     live, saved = groups_of(optimizer, names_of(optimizer, parameters)), saved_groups(manifest)
