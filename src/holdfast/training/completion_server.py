@@ -22,7 +22,7 @@ import numpy as np
 import tenacity
 from numpy.typing import NDArray
 
-from holdfast.config.reference import ServerReferenceConfig
+from holdfast.config.server import ServerConfig
 from holdfast.errors import ConfigError
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
@@ -67,20 +67,20 @@ class _Told(NamedTuple):
 class CompletionServer:
     """Asks one endpoint; safe to share between threads."""
 
-    section: ServerReferenceConfig
+    section: ServerConfig
     model: str
     key: str | None
     given_up: threading.Event = field(default_factory=threading.Event)
     """Set it, and requests that wait to be tried again are tried no more."""
 
     @classmethod
-    def of(cls, section: ServerReferenceConfig) -> CompletionServer:
-        """Return the endpoint that a section describes.
+    def of(cls, section: ServerConfig, name: str) -> CompletionServer:
+        """Return the endpoint that a section of this name describes.
 
         Raises:
             ConfigError: The variable of the key is not set.
         """
-        return cls(section, section.model or "", _key(section.api_key_variable))
+        return cls(section, section.model or "", _key(section.api_key_variable, name))
 
     def named(self, model: str) -> CompletionServer:
         """Return the same endpoint, asked for another of its models."""
@@ -240,14 +240,14 @@ def _cut(said: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _key(variable: str | None) -> str | None:
+def _key(variable: str | None, section: str) -> str | None:
     if variable is None:
         return None
     # The one secret that may not stand in a YAML; everything else about a run does.
     key = os.environ.get(variable)
     if not key:
         raise ConfigError(
-            f"reference.api_key_variable: the environment variable {variable} is not set. Export {variable}, or remove "
+            f"{section}.api_key_variable: the environment variable {variable} is not set. Export {variable}, or remove "
             "api_key_variable."
         )
     return key

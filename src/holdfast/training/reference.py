@@ -28,8 +28,9 @@ from holdfast.training.build import Live
 from holdfast.training.build_sharded import build_policy
 from holdfast.training.probe import probe_logprobs
 from holdfast.training.reference_place import chosen_place
-from holdfast.training.reference_server import ServerReference, connect
+from holdfast.training.reference_server import connect
 from holdfast.training.run import Evaluation
+from holdfast.training.scoring_server import ScoringServer
 from holdfast.training.together import first_rank_first
 from holdfast.types import Batch, LossSum, Scores
 
@@ -39,7 +40,7 @@ _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 
 LocalReference = Callable[..., LossSum | Scores]
 """(batch, temperature=...) -> scores, without gradients"""
-Reference = LocalReference | ServerReference
+Reference = LocalReference | ScoringServer
 
 
 @dataclass(frozen=True)

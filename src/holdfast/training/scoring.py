@@ -9,8 +9,8 @@ from torch import Tensor
 
 from holdfast.data.packing import to_device
 from holdfast.training.reference import Reference
-from holdfast.training.reference_server import ServerReference
 from holdfast.training.run import Evaluation
+from holdfast.training.scoring_server import ScoringServer
 from holdfast.types import Batch, MiniBatch, Scores
 
 
@@ -25,7 +25,7 @@ def scored(run: Evaluation, model: Reference, mini_batch: MiniBatch, name: str, 
         name: Of the column.
         entropy: Also add entropies.
     """
-    if isinstance(model, ServerReference):
+    if isinstance(model, ScoringServer):
         return model.scored(mini_batch, name)
     batches = []
     for micro_batch in mini_batch.micro_batches:

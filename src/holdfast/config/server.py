@@ -1,0 +1,46 @@
+"""A model behind an OpenAI-compatible endpoint, as a section of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+from urllib.parse import urlsplit
+
+from holdfast.config.base import Mistake, Positive, PositiveInt, Section
+
+
+class ServerConfig(Section):
+    """Where an endpoint is that tells the log-probabilities of given tokens, and how it is asked."""
+
+    kind: Literal["server"] = "server"
+    url: str
+    """Up to and including the version, as in http://localhost:8000/v1."""
+    model: str | None = None
+    """Name it is served under; default: the only one there."""
+    answers: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    """How it is asked: `prompt_logprobs` is vLLM's own form, which names every token by its id; `echo` is the older one
+    of /completions (`echo: true, logprobs: 0`), for servers without the first."""
+    api_key_variable: str | None = None
+    """Name of the environment variable that holds the key; a key itself never stands in a file."""
+    timeout_seconds: Positive = 60.0
+    """Longest wait for one whole answer."""
+    attempts: PositiveInt = 4
+    """Requests before the run stops; the connection, 408, 409, 429 and 5xx are tried again."""
+    requests: PositiveInt = 16
+    """Most requests of one rank at a time."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an address that is none, and a key in the place of its variable."""
+        yield from super().mistakes()
+        if not _is_address(self.url):
+            yield "url", f"{self.url!r} is no address; write it as in http://localhost:8000/v1"
+        if self.api_key_variable is not None and not self.api_key_variable.isidentifier():
+            yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
