@@ -101,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
             entries = [{str(token): {"logprob": value, "rank": 1}} for token, value in zip(named, said, strict=True)]
             choice["prompt_logprobs"] = [None, *entries[1:]]
         elif asked.get("echo"):
-            words = [f"token_id:{token}" for token in named]
+            words = ["x" if fault == "names-no-tokens" else f"token_id:{token}" for token in named]
             made = [] if fault == "short" else [(-1.0, "token_id:7")]
             choice["logprobs"] = {
                 "token_logprobs": [*said, *(value for value, _ in made)],

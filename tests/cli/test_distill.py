@@ -63,13 +63,36 @@ def test_a_run_writes_what_the_student_said_and_its_export_is_evaluated_alike(
         assert float(value) == pytest.approx(found[name], rel=1e-4, abs=1e-6), name
 
 
-def test_a_refused_teacher_leaves_nothing(warm: WarmPython, tmp_path: Path, taught: dict[str, Any]) -> None:
-    write_run(tmp_path / "run.yaml", taught | {"teacher": {"path": "nowhere"}})
+ASKED: dict[str, Any] = {
+    "teacher": {"kind": "server", "url": "http://127.0.0.1:9/v1", "attempts": 1},
+    "distill": {"loss": "sampled_reverse_kl"},
+    "rollout": {"max_new_tokens": 6},
+}
+AT_ANOTHER_TEMPERATURE = {
+    "distill": {"loss": "sampled_reverse_kl", "temperature": 0.8},
+    "rollout": {"max_new_tokens": 6, "temperature": 0.8},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"teacher": {"path": "nowhere"}}, "teacher.path nowhere: nowhere is no directory here"),
+        (ASKED, "teacher.url: http://127.0.0.1:9/v1 cannot be reached"),
+        (ASKED | {"distill": {"loss": "jsd"}}, "distill.loss: jsd takes the teacher's whole distribution"),
+        (ASKED | AT_ANOTHER_TEMPERATURE, "teacher.kind: a server tells log-probabilities at temperature 1"),
+    ],
+    ids=["no files", "no server", "a server for whole distributions", "a server at another temperature"],
+)
+def test_a_refused_teacher_leaves_nothing(
+    warm: WarmPython, tmp_path: Path, taught: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    write_run(tmp_path / "run.yaml", taught | change)
     before = everything_in(tmp_path)
 
     done = warm.run("-m", "holdfast.cli.main", "distill", "run.yaml", cwd=tmp_path)
 
     assert done.code == 2
-    assert "teacher.path nowhere: nowhere is no directory here" in done.err
+    assert done.err.count(words) == 1
     assert "Traceback" not in done.err
     assert everything_in(tmp_path) == before

@@ -16,6 +16,8 @@ from tests.config.json_schema import accepts
 LEAST: dict[str, Any] = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}, "teacher": {"path": "t"}}
 SCHEMA = DistillConfig.model_json_schema()
 SAMPLED = {"loss": "sampled_reverse_kl"}
+SERVED = {"teacher": {"kind": "server", "url": "http://host:8000/v1"}}
+ASKED = SERVED | {"distill": SAMPLED, "rollout": {}}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,8 @@ SAMPLED = {"loss": "sampled_reverse_kl"}
         {"distill": {"loss": "reverse_kl"}, "teacher": {"path": "t", "kind": "offloaded", "dtype": "bfloat16"}},
         {"rollout": {"share": 0.5, "max_new_tokens": 64}, "distill": {"sft_weight": 1.0}},
         {"rollout": {"temperature": 0.8}, "distill": SAMPLED | {"temperature": 0.8}},
+        ASKED,
+        ASKED | {"teacher": SERVED["teacher"] | {"model": "large", "answers": "echo", "requests": 4}},
     ],
 )
 def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
@@ -58,6 +62,38 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
         ({"rollout": {}, "data": {"path": "d", "packing": "wrapped"}}, "data.packing: wrapped cuts documents anywhere"),
         ({"rollout": {}, "data": {"path": "d", "overlong": "split"}}, "data.overlong: split cuts answers"),
         ({"rollout": {}, "data": {"path": "d", "train_on_prompt": True}}, "data.train_on_prompt: a rollout continues"),
+        *(
+            (
+                SERVED | {"distill": {"loss": kind}, "rollout": {}},
+                f"teacher.kind: a server tells log-probabilities of given tokens, and distill.loss: {kind} takes the "
+                "teacher's whole distribution; use distill.loss: sampled_reverse_kl with a rollout section, or a "
+                "teacher in memory (kind: sharded or offloaded)",
+            )
+            for kind in ("jsd", "forward_kl", "reverse_kl")
+        ),
+        (SERVED | {"distill": SAMPLED}, "and there is no rollout section; set rollout: {share: 1}"),
+        (
+            ASKED | {"distill": SAMPLED | {"temperature": 0.8}, "rollout": {"temperature": 0.8}},
+            "teacher.kind: a server tells log-probabilities at temperature 1, and distill.temperature=0.8; use a",
+        ),
+        (ASKED | {"rollout": {"temperature": 0.8}}, "at temperature 1, and rollout.temperature=0.8"),
+        (ASKED | {"teacher": {"kind": "server"}}, "teacher.url: required, and missing"),
+        (ASKED | {"teacher": {"kind": "server", "url": "host:8000"}}, "teacher.url: 'host:8000' is no address"),
+        (
+            ASKED | {"teacher": SERVED["teacher"] | {"path": "t"}},
+            "teacher.path: kind server has no such key; it belongs to kind sharded",
+        ),
+        (
+            {"teacher": {"path": "t", "url": "http://host/v1"}},
+            "teacher.url: kind sharded or offloaded has no such key; it belongs to kind server",
+        ),
+        ({"teacher": {"path": "t", "kind": "shared"}}, "there is no kind 'shared'. Did you mean sharded?"),
+        (
+            ASKED
+            | {"data": {"path": "d", "validation_split": 0.1}}
+            | {"checkpoint": {"export_best": {"metric": "eval/validation/divergence", "mode": "min"}}},
+            "checkpoint.export_best.metric: eval/validation/divergence takes whole distributions, which a teacher",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(change: dict[str, Any], words: str) -> None:

@@ -94,6 +94,22 @@ def abandoned(world: World, tree: dict[str, Any], rows: Any) -> tuple[dict[str, 
     return before, after, line["loss"]
 
 
+def measured(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
+    """Train and return the metrics of every step, those of an evaluation at the end, and the teacher's mark."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    lines = [distill_step(run) for _ in range(steps)]
+    return {"lines": lines, "evaluated": evaluate_distilled(run), "mark": run.identity["model"]["teacher"]}
+
+
+def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: str, fault: str) -> None:
+    """Make a step, spoil the teacher's server, and make another."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    distill_step(run)
+    run.exchange.gather(None)
+    Path(faults).write_text(fault)
+    distill_step(run)
+
+
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:
     """Run to the end as the command does."""
     return distill(run_from_mapping(tree), Path(), world, Live(rows=rows)).metrics

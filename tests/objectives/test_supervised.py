@@ -21,7 +21,7 @@ from holdfast.models.attention import PACKED, register
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Tokens, scored_tokens
-from holdfast.objectives.divergences import SampledReverseKL
+from holdfast.objectives.divergences import BothLikelihoods, SampledReverseKL
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood, supervised_sums
 from holdfast.types import Batch, Example, LossSum, Scores
 from tests.models.architectures import strong_model, twin
@@ -59,7 +59,7 @@ class WholeBatchVariance:
         return {}
 
 
-SEPARABLE = [NegativeLogLikelihood(), DynamicFineTuning(), ConfidencePenalty(), SampledReverseKL()]
+SEPARABLE = [NegativeLogLikelihood(), DynamicFineTuning(), ConfidencePenalty(), SampledReverseKL(), BothLikelihoods()]
 
 
 def tokens_of(weights: Tensor) -> Tokens:

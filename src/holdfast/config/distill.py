@@ -10,6 +10,7 @@ from pydantic import Field
 from holdfast.config.base import ByKind, Count, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.rollout import EngineConfig
 from holdfast.config.runs import TrainingConfig
+from holdfast.config.server import ServerConfig
 
 
 class TeacherConfig(Section):
@@ -27,6 +28,17 @@ class TeacherConfig(Section):
     """Storage of its parameters; `same` follows `model.dtype`."""
     trust_remote_code: bool = False
     """Run Python code that comes with its directory. Off: such a teacher is refused by name."""
+
+
+class ServerTeacherConfig(ServerConfig):
+    """A model behind an OpenAI-compatible endpoint, such as vLLM's, that tells the log-probabilities of given tokens:
+    all that `distill.loss: sampled_reverse_kl` asks for.
+
+    Before step 1 its tokenizer is compared with the student's, and it scores a text.
+    """
+
+
+Teacher = Annotated[TeacherConfig | ServerTeacherConfig, ByKind("sharded")]
 
 
 class JSDConfig(Section):
@@ -90,7 +102,7 @@ class DistillConfig(TrainingConfig):
     """Distillation of a teacher into a student, on rows, on the student's own completions, or on both."""
 
     verb = "distill"
-    teacher: TeacherConfig
+    teacher: Teacher
     distill: DistillLossConfig = DistillLossConfig()
     rollout: DistillRolloutConfig | None = None
     """Leave it out to train on the rows' answers alone."""
@@ -102,12 +114,41 @@ class DistillConfig(TrainingConfig):
             yield from self._of_samples()
         if self.rollout is not None:
             yield from self._of_rollouts(self.rollout)
+        if isinstance(self.teacher, ServerTeacherConfig):
+            yield from self._of_servers()
+
+    def _of_servers(self) -> Iterator[Mistake]:
+        for key, metric in self.metrics_of_best().items():
+            if metric.startswith("eval/") and metric.endswith(("/divergence", "/agreement")):
+                yield (
+                    key,
+                    f"{metric} takes whole distributions, which a teacher behind a server does not tell; use "
+                    "eval/SET/nll",
+                )
+        kind, temperature = self.distill.loss.kind, self.distill.temperature
+        if kind != "sampled_reverse_kl":
+            yield (
+                "teacher.kind",
+                f"a server tells log-probabilities of given tokens, and distill.loss: {kind} takes the teacher's whole "
+                "distribution; use distill.loss: sampled_reverse_kl with a rollout section, or a teacher in memory "
+                "(kind: sharded or offloaded)",
+            )
+        sampled = temperature if self.rollout is None else self.rollout.temperature
+        for key, value in (("distill.temperature", temperature), ("rollout.temperature", sampled)):
+            if value != 1:
+                yield (
+                    "teacher.kind",
+                    f"a server tells log-probabilities at temperature 1, and {key}={value:g}; use a teacher in memory "
+                    "(kind: sharded or offloaded), or temperature: 1.0 for both",
+                )
+                return
 
     def _of_samples(self) -> Iterator[Mistake]:
         key, kind, rollout = "distill.loss", self.distill.loss.kind, self.rollout
         if rollout is None or rollout.share < 1:
             where = "no rollout section" if rollout is None else f"rollout.share={rollout.share:g}"
-            yield key, f"{kind} is an estimate on tokens that the student sampled, and there is {where}; use reverse_kl"
+            fix = "set rollout: {share: 1}" if isinstance(self.teacher, ServerTeacherConfig) else "use reverse_kl"
+            yield key, f"{kind} is an estimate on tokens that the student sampled, and there is {where}; {fix}"
             return
         if rollout.temperature != self.distill.temperature:
             yield (

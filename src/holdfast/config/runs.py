@@ -130,14 +130,18 @@ class TrainingConfig(_Root):
                 "known; use an optimizer of Holdfast's, or freeze for the whole run",
             )
 
-    def _metrics(self) -> Iterator[Mistake]:
-        """Yield metrics of evaluation sets that do not exist: nothing would ever be kept or exported by them."""
+    def metrics_of_best(self) -> dict[str, str]:
+        """Return the metrics that checkpoints and exports are chosen by, each by the key that names it."""
         section = self.checkpoint
         named = {f"checkpoint.keep.best.{number}.metric": best.metric for number, best in enumerate(section.keep.best)}
         if section.export_best is not None:
             named["checkpoint.export_best.metric"] = section.export_best.metric
+        return named
+
+    def _metrics(self) -> Iterator[Mistake]:
+        """Yield metrics of evaluation sets that do not exist: nothing would ever be kept or exported by them."""
         sets = {*self.evaluation.sets, *(["validation"] if self.data.validation_split > 0 else [])}
-        for key, metric in named.items():
+        for key, metric in self.metrics_of_best().items():
             head, *rest = metric.split("/")
             if head == "eval" and not any(metric.startswith(f"eval/{name}/") for name in sets):
                 there = f"there are {', '.join(sorted(sets))}" if sets else "there is none"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from holdfast.objectives.base import Tokens, ratio
-from holdfast.objectives.supervised import supervised_sums
+from holdfast.objectives.supervised import NegativeLogLikelihood, supervised_sums
 from holdfast.types import Scores
 
 
@@ -90,9 +90,27 @@ class SampledReverseKL:
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
         """Return the mean estimate, and what supervised losses tell."""
-        teacher = tokens.per_token["teacher_logprobs"].to(scores.logprobs.dtype)
-        count = float(teacher.numel())
-        return supervised_sums(scores, tokens) | {
-            "divergence": ratio((scores.logprobs - teacher).sum(dtype=torch.float64), count),
-            "teacher/nll": ratio(-teacher.sum(dtype=torch.float64), count),
-        }
+        teacher = _teacher_logprobs(scores, tokens)
+        estimate = ratio((scores.logprobs - teacher).sum(dtype=torch.float64), float(teacher.numel()))
+        return supervised_sums(scores, tokens) | {"divergence": estimate, "teacher/nll": _teacher_nll(scores, tokens)}
+
+
+@dataclass(frozen=True)
+class BothLikelihoods(NegativeLogLikelihood):
+    """-log student at given tokens, beside -log teacher.
+
+    On tokens that the student did not sample, the difference of the two is no estimate of a divergence.
+    """
+
+    def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
+        """Return the teacher's mean, and what supervised losses tell."""
+        return supervised_sums(scores, tokens) | {"teacher/nll": _teacher_nll(scores, tokens)}
+
+
+def _teacher_logprobs(scores: Scores, tokens: Tokens) -> Tensor:
+    return tokens.per_token["teacher_logprobs"].to(scores.logprobs.dtype)
+
+
+def _teacher_nll(scores: Scores, tokens: Tokens) -> Tensor:
+    teacher = _teacher_logprobs(scores, tokens)
+    return ratio(-teacher.sum(dtype=torch.float64), float(teacher.numel()))

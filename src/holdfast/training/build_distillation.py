@@ -13,8 +13,10 @@ from holdfast.data.chat import RowTokeniser, Tokenised
 from holdfast.data.prompts import prompt_tokeniser
 from holdfast.data.rows import Row
 from holdfast.errors import DataError
+from holdfast.models.policy import PolicyModel
 from holdfast.models.student import Taught
-from holdfast.objectives.divergences import Distillation, SampledReverseKL
+from holdfast.objectives.base import Objective
+from holdfast.objectives.divergences import BothLikelihoods, Distillation, SampledReverseKL
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
@@ -24,6 +26,7 @@ from holdfast.training.engines import open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.identity import Identity
 from holdfast.training.run import Evaluation
+from holdfast.training.scoring_server import ScoringServer
 from holdfast.training.sources import (
     OpenedData,
     SetReading,
@@ -34,7 +37,7 @@ from holdfast.training.sources import (
     row_tokeniser,
     training_stream,
 )
-from holdfast.training.teacher import build_teacher
+from holdfast.training.teacher import Teacher, build_teacher
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Example
 
@@ -62,12 +65,8 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     parts["identity"] = _with_teacher(parts["identity"], student)
     if config.rollout is None:
         return DistillRun(**parts)
-    of_samples = (
-        SampledReverseKL()
-        if config.distill.loss.kind == "sampled_reverse_kl"
-        else Taught(replace(student.of_rows.loss, sft_weight=0.0), student.teacher.model)
-    )
     engine = open_engine(student, config.rollout)
+    of_samples = _of_samples(config, student.teacher)
     return SampledDistillRun(**parts, engine=engine, rollout=config.rollout, layout=layout, of_samples=of_samples)
 
 
@@ -95,16 +94,35 @@ def _student(  # noqa: PLR0913 - the borders of a run
         lambda: SetReading(evaluation_tokenisers(tokenizer, config.data, base, data, _BLIND), row_filter(config, base)),
     )
     sets = evaluation_sets(config, data, reading, exchange, layout_of(measured, _BLIND))
-    section = config.distill
-    loss = Distillation(_beta(config), section.temperature, section.sft_weight)
-    of_rows = Taught(loss, teacher.model)
+    of_rows = _of_rows(config, teacher)
     parts: dict[str, Any] = vars(measured) | {
         "config": config,
         "objective": of_rows,
         "evaluation_sets": sets,
-        "temperature": section.temperature,
+        "temperature": config.distill.temperature,
     }
     return DistillEvaluation(**parts, teacher=teacher, of_rows=of_rows)
+
+
+def _of_rows(config: DistillConfig, teacher: Teacher) -> Objective:
+    """Return the comparison on the answers of rows."""
+    match teacher.model:
+        case ScoringServer():
+            return BothLikelihoods()
+        case model:
+            return Taught(_divergence(config), model)
+
+
+def _of_samples(config: DistillConfig, teacher: Teacher) -> Objective:
+    """Return the comparison on what the student wrote."""
+    if config.distill.loss.kind == "sampled_reverse_kl":
+        return SampledReverseKL()
+    assert isinstance(teacher.model, PolicyModel), "the configuration refuses a server that would tell distributions"
+    return Taught(replace(_divergence(config), sft_weight=0.0), teacher.model)
+
+
+def _divergence(config: DistillConfig) -> Distillation:
+    return Distillation(_beta(config), config.distill.temperature, config.distill.sft_weight)
 
 
 def _beta(config: DistillConfig) -> float:

@@ -13,9 +13,8 @@ from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates
 from holdfast.data.packing import unpack
 from holdfast.data.vision import going_on
-from holdfast.models.student import Taught
 from holdfast.objectives.base import Objective
-from holdfast.objectives.divergences import SampledReverseKL
+from holdfast.objectives.divergences import BothLikelihoods, SampledReverseKL
 from holdfast.rollout.sampling import mixed
 from holdfast.training.divergence import known_of
 from holdfast.training.evaluate import evaluate, split_at_answer
@@ -35,7 +34,7 @@ class DistillEvaluation(Evaluation):
 
     config: DistillConfig
     teacher: Teacher
-    of_rows: Taught
+    of_rows: Objective
     """Compares on the answers of rows: in training, and in every evaluation."""
 
 
@@ -91,9 +90,13 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     return replace(made, metrics={**mini_batch.metrics, **made.metrics, **length_metrics(facts)})
 
 
-def compared(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
-    """Add the teacher's log-probabilities where the loss takes no others; all ranks call this together."""
-    if not isinstance(run.of_samples, SampledReverseKL):
+def compared(run: DistillEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+    """Add the teacher's log-probabilities where the objective takes no others; all ranks call this together.
+
+    Raises:
+        RunStopped: The teacher's server does not answer, or cannot be used; the same on all ranks.
+    """
+    if not isinstance(run.objective, SampledReverseKL | BothLikelihoods):
         return mini_batch
     with run.phase("teacher"):
         return scored(run, run.teacher.model, mini_batch, "teacher_logprobs")
@@ -102,9 +105,12 @@ def compared(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
 def evaluate_distilled(
     run: DistillEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Return eval/<set>/<metric>, as `evaluate`: the divergence from the teacher on rows, and their likelihood."""
+    """Return eval/<set>/<metric>, as `evaluate`: the divergence from the teacher on rows, and their likelihood.
+
+    Of a teacher behind a server the likelihoods alone.
+    """
     run.objective = run.of_rows
-    return evaluate(run, label, interrupted)
+    return evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch))
 
 
 def _prompts(run: SampledDistillRun, mini_batch: MiniBatch) -> list[Prompt]:

@@ -1,4 +1,7 @@
-"""The teacher of a distillation: another model of the student's tokens, frozen, and built like the student itself."""
+"""The teacher of a distillation: another model of the student's tokens, frozen.
+
+It is built like the student itself, or stands behind an endpoint (training/teacher_server.py).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.distill import DistillConfig
+from holdfast.config.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError, ModelError
 from holdfast.models.build import Blueprint, blueprint
@@ -17,17 +20,19 @@ from holdfast.training.identity import weights_mark
 from holdfast.training.positions import check_positions
 from holdfast.training.reference import check_place
 from holdfast.training.run import Evaluation
+from holdfast.training.scoring_server import ScoringServer
+from holdfast.training.teacher_server import connect
 from holdfast.training.together import first_rank_first, together
 from holdfast.training.weights_marks import mark_once
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A built teacher."""
+    """A teacher that is ready to be asked."""
 
-    model: PolicyModel
+    model: PolicyModel | ScoringServer
     mark: str
-    """What tells its weights from others."""
+    """What tells its weights from others: of files their hash, behind an endpoint the name they are served under."""
 
 
 def build_teacher(student: Evaluation, base: Path) -> Teacher:
@@ -35,18 +40,28 @@ def build_teacher(student: Evaluation, base: Path) -> Teacher:
 
     Raises:
         ModelError: It has other tokens than the student, its files do not fit, or it is not where its plan puts it.
-        ConfigError: It cannot read the student's batches.
+        ConfigError: It cannot read the student's batches, or its server cannot be used.
     """
-    config, world, exchange = student.config, student.world, student.exchange
+    config = student.config
     assert isinstance(config, DistillConfig)
-    twin = _configuration(config, student)
-    tokenizer = first_rank_first(exchange, lambda: _tokenizer(config, twin.model, base))
-    together(exchange, lambda: check_tokens(student.origin.tokenizer, tokenizer, config.teacher.path))
+    match config.teacher:
+        case ServerTeacherConfig() as section:
+            server = connect(student, section)
+            return Teacher(server, f"server {server.server.model}")
+        case section:
+            return _in_memory(student, config, section, base)
+
+
+def _in_memory(student: Evaluation, config: DistillConfig, section: TeacherConfig, base: Path) -> Teacher:
+    world, exchange = student.world, student.exchange
+    twin = _configuration(config, section, student)
+    tokenizer = first_rank_first(exchange, lambda: _tokenizer(section, twin.model, base))
+    together(exchange, lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
     origin = first_rank_first(exchange, lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
     note = together(exchange, lambda: _checked(twin, origin, student))
     if world.is_first:
         where = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
-        print(f"teacher: {config.teacher.path}, {where}; its plan:", flush=True)
+        print(f"teacher: {section.path}, {where}; its plan:", flush=True)
         if note:
             print(note, flush=True)
     model, plan = build_policy(twin, origin, world, exchange, trained=False)
@@ -57,9 +72,9 @@ def build_teacher(student: Evaluation, base: Path) -> Teacher:
     return Teacher(model, weights_mark(origin, config.seed))
 
 
-def _configuration(config: DistillConfig, student: Evaluation) -> DistillConfig:
+def _configuration(config: DistillConfig, section: TeacherConfig, student: Evaluation) -> DistillConfig:
     """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
-    section, own = config.teacher, config.model
+    own = config.model
     model = ModelConfig(
         path=section.path,
         revision=section.revision,
@@ -81,12 +96,12 @@ def _configuration(config: DistillConfig, student: Evaluation) -> DistillConfig:
     return config.model_copy(update=changed)
 
 
-def _tokenizer(config: DistillConfig, model: ModelConfig, base: Path) -> Any:
+def _tokenizer(section: TeacherConfig, model: ModelConfig, base: Path) -> Any:
     try:
         return load_tokenizer(model, base)
     except ModelError as error:
         raise ModelError(
-            f"teacher.path {config.teacher.path}: {error} Of the teacher, the key is teacher.tokenizer: its tokens "
+            f"teacher.path {section.path}: {error} Of the teacher, the key is teacher.tokenizer: its tokens "
             "must be known to be the student's."
         ) from error
 
@@ -129,7 +144,7 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str
     if not origin.packed and not student.policy.padded:
         why = origin.family.why_not_packed or "model.attention says so"
         raise ConfigError(
-            f"The teacher {twin.teacher.path} ({origin.family.name}) reads one sequence per row, since {why}, and the "
+            f"The teacher {twin.model.path} ({origin.family.name}) reads one sequence per row, since {why}, and the "
             "student reads several. Set data.packing: none."
         )
     rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.origin, origin)]
