@@ -209,6 +209,10 @@ def with_a_word_more(teacher: Path) -> None:
     tokenizer.save_pretrained(teacher)
 
 
+def with_a_smaller_head(teacher: Path) -> None:
+    tiny_directory(teacher, "starcoder2", **(TEACHER | {"vocab_size": 62}))
+
+
 def without_weights(teacher: Path) -> None:
     (teacher / "model.safetensors").unlink()
 
@@ -224,6 +228,7 @@ def without_weights(teacher: Path) -> None:
             "the key is teacher.tokenizer: its tokens",
         ),
         (without_weights, {}, "safetensors"),
+        (with_a_smaller_head, {"rollout": {"max_new_tokens": 9}}, "may write a token that the teacher says nothing of"),
         (None, {"teacher": {"path": "nowhere"}}, "nowhere is no directory here"),
         (None, {"rollout": {"max_new_tokens": 9, "engine": "inprocess"}, "data": {"packing": "none"}}, "inprocess"),
     ],

@@ -140,6 +140,7 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str
 
     Raises:
         ConfigError: It reads one sequence per row, and the student reads packs; or sequences are too long for it.
+        ModelError: The student may write a token that the teacher's head has no row for.
     """
     if not origin.packed and not student.policy.padded:
         why = origin.family.why_not_packed or "model.attention says so"
@@ -149,6 +150,12 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str
         )
     rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.origin, origin)]
     notes = [check_positions(twin, origin)]
+    if twin.rollout is not None and rows[0] > rows[1]:
+        raise ModelError(
+            f"The student's head has {rows[0]} rows and that of the teacher {twin.model.path} {rows[1]}: the student "
+            "may write a token that the teacher says nothing of. Leave out the rollout section, to compare on rows, "
+            "or cut the student's head and embeddings to the teacher's size before the run."
+        )
     if rows[0] != rows[1]:
         notes.append(
             f"note: the student's head has {rows[0]} rows and the teacher's {rows[1]}; both are compared over the "
