@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple
 
@@ -54,6 +55,11 @@ class Candidates(Generic[S]):
     def tokens(self) -> int:
         """Tokens of all sequences."""
         return sum(sequence.tokens for sequence in self.known)
+
+    def of_part(self, part: int) -> Candidates[S]:
+        """Return the sequences that come as this one of their row, with nothing counted."""
+        mine = {place: sequence for place, sequence in self.mine.items() if place[1] == part}
+        return Candidates(mine, [sequence for sequence in self.known if sequence.part == part])
 
     @property
     def counts(self) -> Counter[str]:
@@ -162,27 +168,38 @@ class CandidateReader(Generic[S]):
         return total
 
     def _read(self, draw: int, found: Candidates[S]) -> _Told:
-        row: Row = {}
         try:
             source, name, row = self.reader.read(draw)
             if self._accept is not None and not self._accept(row):
                 return _Fact([], {"filtered": 1})
             self.rows_tokenised += 1
-            sequences = self._tokenise(row, draw, source.name, name)
+            with broken_text_named(row, name):
+                sequences = self._tokenise(row, draw, source.name, name)
         except (EndOfStream, UserError) as told:
             return told
-        except (TypeError, UnicodeEncodeError):
-            if (broken := _unwritable(row)) is None:
-                raise
-            return DataError(
-                f"{name}: column {broken!r} holds half of a UTF-16 pair (\\ud800 to \\udfff on its own), which is no "
-                "text. Write the file anew with whole characters, or leave the row out by data.filter."
-            )
         found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
         lengths = [
             (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
         ]
         return _Fact(lengths, sequences.counts, sequences.head)
+
+
+@contextmanager
+def broken_text_named(row: Row, name: str) -> Iterator[None]:
+    """Say which column of a row is no text, where tokenising the row fails in the block for that.
+
+    Raises:
+        DataError: One holds half of a UTF-16 pair.
+    """
+    try:
+        yield
+    except (TypeError, UnicodeEncodeError) as error:
+        if (broken := _unwritable(row)) is None:
+            raise
+        raise DataError(
+            f"{name}: column {broken!r} holds half of a UTF-16 pair (\\ud800 to \\udfff on its own), which is no "
+            "text. Write the file anew with whole characters, or leave the row out by data.filter."
+        ) from error
 
 
 def _unwritable(row: Row) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from holdfast.data.rows import Row, Source
 from holdfast.errors import DataError
 
 _HASHED_AT_ONCE = 65_536
+_GOLDEN = 0.6180339887498949
 
 
 class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
@@ -124,13 +126,23 @@ class RowReader:
         """
         place = self.order.place(draw)
         source = self.sources[place.source]
-        if source.size is None:
-            number, row = self._streams[place.source].row(place.turn)
-        else:
+        if source.size is not None:
             assert place.row is not None
-            row = source.row(place.row)
-            number = source.number(place.row) if isinstance(source, HeldOut) else place.row
+            return _at(source, place.row)
+        number, row = self._streams[place.source].row(place.turn)
         return Found(source, f"{source.name} row {number}", row)
+
+    def others(self, draw: int) -> Iterator[Found]:
+        """Yield the other rows of a draw's source, each once, in an order that follows from the row's number alone.
+
+        Each lies `stride(rows)` rows behind the one before it, and behind the last row comes the first. Only for a
+        source with an index.
+        """
+        place = self.order.place(draw)
+        source = self.sources[place.source]
+        assert source.size is not None and place.row is not None
+        step = stride(source.size)
+        return (_at(source, (place.row + turn * step) % source.size) for turn in range(1, source.size))
 
     def learn_size(self, source: int, size: int) -> None:
         """Note the size of a stream whose end was met; from there on it is passed over again and again.
@@ -141,6 +153,22 @@ class RowReader:
         if size == 0:
             raise DataError(f"{self.sources[source].name} has no rows.")
         self.order.sizes[source] = size
+
+
+def _at(source: Source, index: int) -> Found:
+    number = source.number(index) if isinstance(source, HeldOut) else index
+    return Found(source, f"{source.name} row {number}", source.row(index))
+
+
+def stride(rows: int) -> int:
+    """Return a step that meets every row of a ring once: 0.618 of their number, or the next without a common divisor.
+
+    Steps of the golden ratio leave neighbours, and the rows of any period in the file, behind at once.
+    """
+    step = max(1, round(rows * _GOLDEN))
+    while gcd(step, rows) > 1:
+        step += 1
+    return step
 
 
 class _BlockStream:
