@@ -191,15 +191,27 @@ def by_hand(  # noqa: PLR0913 - a model that sees needs one more
 
 
 def kto_by_hand(  # noqa: PLR0913 - a model that sees needs one more
-    model: Any, rows: Sequence[dict[str, Any]], beta: float, lr: float, batch: int = 4, seen: Seen | None = None
+    model: Any,
+    rows: Sequence[dict[str, Any]],
+    beta: float,
+    lr: float,
+    batch: int = 4,
+    seen: Seen | None = None,
+    others: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Make KTO's updates in the same way; z0 is measured with each prompt before the next row's answer."""
+    """Make KTO's updates in the same way; z0 is measured with each prompt before the answer of another row.
+
+    That is the row which `others` names; without, the next one of the batch.
+    """
     reference = copy.deepcopy(model)
     sequences = [examples[0] for examples in sequences_of(rows, seen)]
     losses, divergences, gradients = [], [], []
     for start in range(0, len(rows), batch):
         members, labels = sequences[start : start + batch], [row["label"] for row in rows[start : start + batch]]
-        z0 = mismatched_kl(model, reference, members, seen)
+        next_ones = members[1:] + members[:1]
+        if others is not None:
+            next_ones = [sequences[other] for other in others[start : start + batch]]
+        z0 = mismatched_kl(model, reference, list(zip(members, next_ones, strict=True)), seen)
         total, linear = 0.0, torch.zeros((), dtype=torch.float64)
         for example, label in zip(members, labels, strict=True):
             images = images_of(example, example.tokens, seen)
@@ -216,10 +228,12 @@ def kto_by_hand(  # noqa: PLR0913 - a model that sees needs one more
 
 
 @torch.no_grad()
-def mismatched_kl(model: Any, reference: Any, members: Sequence[Example], seen: Seen | None = None) -> float:
+def mismatched_kl(
+    model: Any, reference: Any, pairs: Sequence[tuple[Example, Example]], seen: Seen | None = None
+) -> float:
+    """Return z0 of the first ones' prompts with the second ones' answers."""
     ratios = []
-    for place, example in enumerate(members):
-        other = members[(place + 1) % len(members)]
+    for example, other in pairs:
         prompt = example.tokens[: int(example.loss_mask.argmax())]
         answer = other.tokens[int(other.loss_mask.argmax()) :]
         tokens = np.concatenate([prompt, answer])[: MAX_LENGTH if seen is None else seen.max_length]

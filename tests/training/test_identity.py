@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
@@ -30,6 +31,20 @@ def test_replayed_experts_are_told_and_their_absence_is_as_before() -> None:
 
     assert "replay_routing" not in plain
     assert replayed == plain[:-1] + ',"replay_routing":true}'
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [("dpo", False), ("kto", True)])
+def test_of_kto_it_is_told_whether_the_reference_was_asked_before(loss: str, is_told: bool) -> None:
+    """Z0 is then measured on other answers; the losses of pairs have the same numbers either way."""
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl"}, "preference": {"loss": loss}}
+
+    live, asked = (
+        _loss(from_mapping({**tree, "reference": {"precompute": precompute}}, DPOConfig))
+        for precompute in (False, True)
+    )
+
+    assert "reference.precompute" not in live
+    assert (live != asked) is is_told
 
 
 def test_how_tokens_are_decoded_is_no_part_of_a_run() -> None:

@@ -50,6 +50,12 @@ class DPOConfig(TrainingConfig):
     preference: PreferenceConfig
     reference: PairReference = PairReferenceConfig()
 
+    @property
+    def mismatches_once(self) -> bool:
+        """Whether KTO's z0 is measured on answers of fixed rows, since the reference is asked before the first step."""
+        preference = self.preference
+        return self.reference.precompute and preference.needs_reference and not preference.takes_pairs
+
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""
         yield from super().mistakes()
@@ -69,12 +75,6 @@ class DPOConfig(TrainingConfig):
             if reference.kind == "adapter_off" and (lora is None or lora.train or lora.path is not None):
                 why = "model.lora is not set" if lora is None else "more is trained, or adapters start trained"
                 yield "reference.kind", f"adapter_off is not the model at start, since {why}; use sharded"
-            if reference.precompute and not self.preference.takes_pairs:
-                yield (
-                    "reference.precompute",
-                    f"{losses} measures the KL divergence on answers of other rows, and those differ in every batch, "
-                    "so the reference has to be there; leave precompute out",
-                )
             return
         asked = {"kind": reference.kind not in {"auto", "none"}, "precompute": reference.precompute}
         asked["sync"] = sync_of(reference) is not None

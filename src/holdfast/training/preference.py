@@ -36,10 +36,12 @@ class PreferenceRun(PreferenceEvaluation, Run):
 
 def compared(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
-    if run.reference is None:
+    if run.reference is None and not mini_batch.mismatched:
         return mini_batch
     with run.phase("reference"):
-        result = scored(run, run.reference, mini_batch, "reference_logprobs")
+        result = mini_batch
+        if run.reference is not None:
+            result = scored(run, run.reference, mini_batch, "reference_logprobs")
         if run.config.preference.takes_pairs:
             return result
         kl = divergence(run, run.reference, mini_batch, run.layout)

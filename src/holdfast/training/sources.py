@@ -218,6 +218,11 @@ def prompt_stream(
 def _training_rows(
     config: TrainingConfig, data: OpenedData, tokenise: Tokenise[S], exchange: Exchange, base: Path
 ) -> CandidateReader[S]:
+    return CandidateReader(training_reader(config, data), tokenise, exchange, row_filter(config, base))
+
+
+def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
+    """Return the training rows by draw."""
     order = DrawOrder(
         [source.size for source in data.training],
         data.weights,
@@ -225,7 +230,7 @@ def _training_rows(
         shuffle=config.data.shuffle,
         block=config.data.shuffle_buffer,
     )
-    return CandidateReader(RowReader(data.training, order), tokenise, exchange, row_filter(config, base))
+    return RowReader(data.training, order)
 
 
 def _training_limits(config: TrainingConfig) -> Limits:
