@@ -111,7 +111,7 @@ class KTOLossConfig(_Loss):
 
     weight (1 - sigmoid(beta (r - z0))) for a desirable answer, and with the sign turned for another. z0 is the KL
     divergence of the policy from its reference, measured on prompts with answers of other rows before each update, over
-    all ranks.
+    all ranks: of the next row of the update, or with reference.precompute of a row that is settled before the run.
     """
 
     takes_pairs = False
