@@ -25,9 +25,9 @@ from tests.oracle import preference as oracle
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS, LABELLED = pairs_of(12), labelled_of(12)
-TWINS = [row | {"prompt": LABELLED[0]["prompt"]} if number == 7 else row for number, row in enumerate(LABELLED)]
-"""Rows 0 and 7 ask the same."""
-OTHERS = [2, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6]
+TWINS = [*LABELLED[:11], LABELLED[11] | {"prompt": LABELLED[4]["prompt"]}]
+"""Rows 4 and 11 ask the same."""
+OTHERS = [7, 8, 9, 10, 6, 0, 1, 2, 3, 4, 5, 6]
 """Whose answer each of these rows' prompts gets for good: 7 rows on, and on again where that one asks the same."""
 
 
@@ -285,12 +285,13 @@ def test_whose_answer_a_prompt_gets_does_not_depend_on_the_order(
     """A pairing of other rows would not be found in the file; the second pass is shuffled otherwise."""
     data = {"shuffle": True, "batch_size": 5, "allow_partial": True}
     tree = once(directory, tmp_path / "said", model={"dtype": dtype}, data=data, steps=6)
+    tree["optim"] |= {"lr": 0.5}
 
     one, two = (pools(ranks).run(train, tree, TWINS, 6)[0]["lines"] for ranks in (1, 2))
 
     for name in ("loss", "kto/kl", "grad_norm"):
         expected = [line[name] for line in one]
-        tolerance = {"float32": 1e-5, "float64": 1e-10}[dtype]
+        tolerance = {"float32": 1e-6, "float64": 1e-10}[dtype]
         np.testing.assert_allclose([line[name] for line in two], expected, rtol=tolerance, atol=tolerance)
     assert max(line["kto/kl"] for line in one) > 0.1
 
