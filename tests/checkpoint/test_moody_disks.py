@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.manifest import NAME
 from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.verification import verify
+from holdfast.checkpoint.tensors import StoredCheckpoint
+from holdfast.checkpoint.verification import read_manifest, verify
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step
-from tests.crash.faulty import FlippingStorage, ForgetfulStorage, MoodyStorage
+from tests.crash.faulty import FlippingStorage, ForgetfulStorage, MoodyStorage, UnopenableStorage
 from tests.crash.runs import values_of
 from tests.training.cases import run as train
 
@@ -153,6 +155,19 @@ def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(run: Pa
         listing.failures = 0
 
     assert sorted(path.name for path in run.iterdir()) == [f"step-0000000{number}" for number in (1, 2, 3)]
+
+
+def a_tensor_of(storage: LocalStorage) -> object:
+    manifest = read_manifest(storage, NEWEST)
+    return StoredCheckpoint(storage, NEWEST, manifest).read("model.blocks.0.trained.weight")
+
+
+@pytest.mark.parametrize("look", [lambda storage: verify(storage, NEWEST), a_tensor_of], ids=["verify", "export"])
+def test_a_shard_that_cannot_be_opened_is_not_called_damaged(run: Path, look: Callable[[LocalStorage], object]) -> None:
+    look(UnopenableStorage(run, ".distcp", failures=1))
+
+    with pytest.raises(CheckpointUnreadable, match=r"distcp cannot be read: Input/output error\. Nothing is known"):
+        look(UnopenableStorage(run, ".distcp", failures=100))
 
 
 def choose_with_a_fault_on_rank_0(world: World, run: str, question: str, what: str) -> None:

@@ -149,6 +149,14 @@ class MoodyStorage(LocalStorage):
         super().rename(old, new)
 
 
+class UnopenableStorage(MoodyStorage):
+    """Files that cannot be opened for a while, although all of them can be hashed."""
+
+    def open(self, path: str) -> IO[bytes]:
+        self._fail(path)
+        return super().open(path)
+
+
 class SlowStorage(LocalStorage):
     """Waits before each shard, or other files, and tells when: a save that a test can catch in flight."""
 

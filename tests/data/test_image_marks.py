@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from PIL import Image
 
-from holdfast.data.image_marks import SAMPLED_ROWS, images_mark
+from holdfast.data.image_marks import IMAGES_OF_A_ROW, SAMPLED_ROWS, images_mark
 from holdfast.data.images import ImageFiles
 from holdfast.data.rows import from_rows
 
@@ -23,24 +23,48 @@ def by_hand(*contents: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(b"%d:" % len(content) + content for content in contents))
 
 
-def test_images_are_found_in_columns_parts_and_videos_in_their_order(tmp_path: Path) -> None:
+def test_images_are_found_in_columns_parts_and_videos(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / name).write_bytes(name.encode() * 3)
     picture = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
     parts = [{"type": "text", "text": "a"}, {"type": "image", "path": "b"}]
-    rows = [
-        {"prompt": "a", "images": ["a", b"bytes"]},
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "images": ["a", b"bytes"], "url": "a", "path": "~nobody/a"},
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "image"}]},
         {"videos": [["c", {"path": "d"}]], "prompt": "x"},
         {"image": picture, "prompt": "x"},
+        {"image": {"bytes": b"held", "path": "a"}, "prompt": "x"},
         {"image": "nowhere", "prompt": "x"},
+        {"image": "~nobody/a", "prompt": "x"},
+        {"image": "a", "images": ["b"], "prompt": "both, which training refuses"},
     ]
 
-    assert mark_of(rows, tmp_path) == by_hand(b"aaa", b"bytes", b"bbb", b"ccc", b"ddd", bytes(range(12)), b"no file")
+    pixels = b"RGB (2, 2) " + bytes(range(12))
+    assert mark_of(rows, tmp_path) == by_hand(
+        b"aaa", b"bytes", b"bbb", b"ccc", b"ddd", pixels, b"held", b"unreadable", b"unreadable"
+    )
+
+
+def test_pictures_of_the_same_pixels_and_other_shape_have_other_marks(tmp_path: Path) -> None:
+    pixels = np.arange(36, dtype=np.uint8)
+    marks = {
+        mark_of([{"prompt": "x", "image": Image.fromarray(pixels.reshape(shape))}], tmp_path)
+        for shape in ((3, 4, 3), (4, 3, 3), (2, 6, 3), (6, 6))
+    }
+
+    assert len(marks) == 4
+
+
+def test_of_a_row_with_many_images_the_first_are_read(tmp_path: Path) -> None:
+    frames = [b"%d" % number for number in range(20)]
+
+    assert mark_of([{"prompt": "x", "images": frames}], tmp_path) == by_hand(*frames[:IMAGES_OF_A_ROW])
 
 
 def test_rows_without_images_have_no_mark(tmp_path: Path) -> None:
-    assert mark_of([{"prompt": "a", "completion": "b"}, {"prompt": "image", "completion": ""}], tmp_path) is None
+    rows = [{"prompt": "a", "completion": "b", "url": "https://x"}, {"prompt": "image", "completion": "", "path": "a"}]
+
+    assert mark_of(rows, tmp_path) is None
 
 
 @pytest.mark.parametrize("size", [1, 5, SAMPLED_ROWS, SAMPLED_ROWS + 1, 1000])

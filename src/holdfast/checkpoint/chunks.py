@@ -25,7 +25,7 @@ def verified_metadata(storage: Storage, name: str, manifest: Manifest) -> Metada
 
     Raises:
         CheckpointCorrupt: It is missing, damaged or hostile.
-        CheckpointUnreadable: It cannot be read, also after some patience.
+        CheckpointUnreadable: It cannot be read, also after some patience, or this machine is short of memory.
     """
     file = f"{DCP}/{METADATA}"
     if file not in manifest.files:

@@ -36,6 +36,9 @@ _CLASSES = {
     ("pathlib._local", "PosixPath"),
 }
 
+_NUMBERED = {"PUT", "LONG_BINPUT"}
+"""Opcodes that grow the table of what is remembered up to a number."""
+
 
 class _Unpickler(pickle.Unpickler):
     """Knows the classes of DCP's metadata and nothing else."""
@@ -60,19 +63,21 @@ def read_dcp_metadata(data: bytes, where: str) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
         _check_form(metadata)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        if is_out_of_memory(error) and _is_modest(data):
+        if is_out_of_memory(error) and _pickle_is_modest(data):
             raise no_memory_for(where, len(data)) from error
         raise CheckpointCorrupt(f"{where} cannot be read: {str(error) or type(error).__name__}.") from None
     assert isinstance(metadata, Metadata)
     return metadata
 
 
-def _is_modest(data: bytes) -> bool:
+def _pickle_is_modest(data: bytes) -> bool:
     """Return whether a pickle asks for no more memory than goes with its own length."""
     try:
-        numbers = [number for opcode, number, _ in pickletools.genops(data) if opcode.name == "LONG_BINPUT"]
+        numbers = [number for opcode, number, _ in pickletools.genops(data) if opcode.name in _NUMBERED]
     except ValueError:  # a text longer than what is left, or no pickle at all
         return False
+    except MemoryError:  # this takes less than the pickle did
+        return True
     return all(number is not None and number <= len(data) for number in numbers)
 
 

@@ -28,7 +28,7 @@ class TensorsDiffer(CheckpointCorrupt):
 
 
 class CheckpointUnreadable(CheckpointError):
-    """A file could not be read, which says nothing about its bytes: the disk or the network may get over it."""
+    """A file could not be read, which says nothing about its bytes: the disk, the network or memory was at fault."""
 
 
 class NoCheckpoint(UserError):

@@ -144,7 +144,7 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
 
     Args:
         path: As in `save`.
-        level: names (and sizes), files (their hashes), or tensors (every chunk, read through DCP).
+        level: names (and sizes), files (their hashes), or tensors (every chunk, as DCP stored it).
 
     Raises:
         NoCheckpoint: There is none.

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from holdfast.checkpoint.errors import CheckpointUnreadable
+
+_WORDS = ("DefaultCPUAllocator", "std::bad_alloc", "bad allocation", ": allocation failed")
+"""Of torch's allocator, of C++ below it, and of its reader of archives: a RuntimeError each."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory was not given: Python's own, or that of torch's allocator."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    """Return whether an error says that memory was not given, by Python or by torch."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
-def no_memory_for(where: str, size: int) -> CheckpointUnreadable:
+def no_memory_for(where: str, size: int | None = None) -> CheckpointUnreadable:
     """Return the error for what could not be read into memory.
 
     Args:
-        where: The file.
-        size: Of what was read of it, in bytes.
+        where: The file or checkpoint.
+        size: Of what was to be read of it, in bytes, if that is known.
     """
+    what = "it" if size is None else f"{size / 2**20:,.1f} MiB of it"
     return CheckpointUnreadable(
-        f"{where} cannot be read: this machine has no memory left for {size / 2**20:,.1f} MiB of it. Nothing is known "
-        "of its bytes; free memory, raise the limit of the job, or use more ranks."
+        f"{where} cannot be read: {os.uname().nodename} has no memory left for {what}. Nothing is known of its bytes; "
+        "free memory, raise the limit of the job, or use more ranks."
     )
+
+
+@contextmanager
+def memory_for(where: str, size: int | None = None) -> Iterator[None]:
+    """Raise CheckpointUnreadable where memory runs out; arguments as `no_memory_for`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise no_memory_for(where, size) from error

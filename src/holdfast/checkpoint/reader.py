@@ -23,7 +23,7 @@ from holdfast.checkpoint.companions import Companion, companion_state, own_tenso
 from holdfast.checkpoint.dcp_files import Reader, one_process_is_meant
 from holdfast.checkpoint.dcp_metadata import without_chunks
 from holdfast.checkpoint.direct import read_parts
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, TensorsDiffer
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP, RANK, TRAINER, place_file, rank_file
 from holdfast.checkpoint.manifest import Manifest
@@ -35,7 +35,7 @@ from holdfast.checkpoint.matching import (
     poisoned,
     refusal,
 )
-from holdfast.checkpoint.memory import is_out_of_memory, no_memory_for
+from holdfast.checkpoint.memory import is_out_of_memory, memory_for, no_memory_for
 from holdfast.checkpoint.snapshot import (
     AVERAGE,
     Snapshot,
@@ -112,7 +112,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         check: Raises if the state beside the tensors is none that the caller can use.
 
     Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable: On all ranks; nothing was touched.
     """
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
@@ -259,20 +259,12 @@ def _tensors(
         verified_manifest(storage, name, ranks)
         found = {}
     other: dict[str, Tensor] = {}
-    with ranks.together():
-        try:
-            other |= {key: each.staging() for key, each in wanted.items() if key not in found}
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            parts = {key: each.live for key, each in wanted.items() if key not in found}
-            raise no_memory_for(f"{storage.root}/{name}", _local_bytes(parts)) from error
+    left = {key: each for key, each in wanted.items() if key not in found}
+    size = sum(local_part(each.live).nbytes for each in left.values())
+    with ranks.together(), memory_for(f"{storage.root}/{name}", size):
+        other |= {key: each.staging() for key, each in left.items()}
     _read(other, storage, name, manifest, ranks)
     return found | other
-
-
-def _local_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors.values())
 
 
 def check_read_back(
@@ -282,8 +274,13 @@ def check_read_back(
 
     Raises:
         CheckpointCorrupt: Something was not read, or reads back differently; the tensor is named, on all ranks.
+        CheckpointUnreadable: A rank is short of memory; on all ranks.
     """
-    staging = {key: like(live, poisoned(local_part(live).shape, live.dtype)) for key, live in snapshot.tensors.items()}
+    staging: dict[str, Tensor] = {}
+    size = sum(local_part(live).nbytes for live in snapshot.tensors.values())
+    with ranks.together(), memory_for(f"{storage.root}/{name}", size):
+        for key, live in snapshot.tensors.items():
+            staging[key] = like(live, poisoned(local_part(live).shape, live.dtype))
     _read(staging, storage, name, manifest, ranks)
     with ranks.together():
         for key, live in snapshot.tensors.items():
@@ -313,7 +310,10 @@ def _read(
         if isinstance(cause, HoldfastError):
             raise cause from error
         if is_out_of_memory(cause):
-            raise no_memory_for(f"{storage.root}/{name}", _local_bytes(tensors)) from error
+            raise CheckpointUnreadable(
+                f"{storage.root}/{name} cannot be read: rank {rank} has no memory left. Nothing is known of its bytes; "
+                "free memory, raise the limit of the job, or use more ranks."
+            ) from error
         raise CheckpointCorrupt(f"{storage.root}/{name} cannot be read on rank {rank}: {cause}.") from error
     with ranks.together():
         for key, tensor in tensors.items():
@@ -353,6 +353,7 @@ def _check_small(
 
     Raises:
         CheckpointCorrupt: What is wrong with it.
+        CheckpointUnreadable: There is no memory to look at it.
     """
     whose = TRAINER
     try:
@@ -364,6 +365,8 @@ def _check_small(
             check_random_state(rank_state["random"])
             check(shared, rank_state)
     except _WRONG as error:
+        if is_out_of_memory(error):
+            raise no_memory_for(where) from error
         told = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
         raise CheckpointCorrupt(
             f"{where}: {whose} of step {manifest.step} is not what was written there, although its hash fits: {told}. "

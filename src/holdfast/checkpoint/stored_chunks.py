@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.memory import is_out_of_memory, no_memory_for
+from holdfast.checkpoint.memory import is_out_of_memory, memory_for, no_memory_for
 from holdfast.checkpoint.storage import Storage
 
 
@@ -38,6 +38,13 @@ class _Bytes(io.RawIOBase):
         self._position = max(0, start + offset)
         return self._position
 
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes: as many as there are, and no memory for more."""
+        end = len(self._data) if size < 0 else min(len(self._data), self._position + size)
+        part = bytes(self._data[self._position : end])
+        self._position += len(part)
+        return part
+
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer as far as there are bytes."""
         into = memoryview(buffer).cast("B")
@@ -61,13 +68,13 @@ def chunk_from(data: bytes | memoryview, where: str) -> Tensor | None:
         file: Any = _Bytes(data)
         part: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - damaged bytes raise whatever they like, and the rest of it means damage
-        if is_out_of_memory(error) and _is_modest(data):
+        if is_out_of_memory(error) and _archive_is_modest(data):
             raise no_memory_for(where, len(data)) from error
         return None
     return part if isinstance(part, Tensor) else None
 
 
-def _is_modest(data: bytes | memoryview) -> bool:
+def _archive_is_modest(data: bytes | memoryview) -> bool:
     """Return whether an archive asks for no more memory than its own bytes take."""
     try:
         file: Any = _Bytes(data)
@@ -75,6 +82,8 @@ def _is_modest(data: bytes | memoryview) -> bool:
             return sum(entry.file_size for entry in archive.infolist()) <= len(data)
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return False
+    except MemoryError:  # for the few bytes that this takes: what went wrong before was no archive's fault
+        return True
 
 
 def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
@@ -90,8 +99,6 @@ def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
         if not 0 <= info.offset <= info.offset + info.length <= end:  # an allocation that damage asks for
             return None
         file.seek(info.offset)
-        try:
+        with memory_for(where, info.length):
             data = file.read(info.length)
-        except MemoryError as error:
-            raise no_memory_for(where, info.length) from error
     return chunk_from(data, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, No
 from holdfast.checkpoint.hashing import hash_tensor
 from holdfast.checkpoint.layout import DCP
 from holdfast.checkpoint.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.memory import memory_for
 from holdfast.checkpoint.snapshot import AVERAGE, MODEL
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.stored_chunks import chunk_within
@@ -55,7 +57,9 @@ class StoredCheckpoint:
             CheckpointUnreadable: They cannot be read, also after some patience, or this machine is short of memory.
         """
         entry = self.manifest.tensors[key]
-        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        with memory_for(self.path, math.prod(entry.shape) * dtype.itemsize):
+            whole = torch.empty(entry.shape, dtype=dtype)
         stored = {tuple(index.offset or ()): info for index, info in self._stored(key)}
         for chunk in entry.chunks:
             part = self._read_chunk(stored.get(chunk.offsets))

@@ -2,7 +2,7 @@
 
 names    the manifest is whole, every listed file is there in its size, and no other
 files    every file's hash                               (before every resume)
-tensors  every chunk of every tensor, read through DCP   (`holdfast checkpoint verify`, default)
+tensors  every chunk of every tensor, as DCP stored it   (`holdfast checkpoint verify`, default)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from holdfast.checkpoint.foreign import describe_foreign
 from holdfast.checkpoint.hashing import hash_bytes, hash_tensor
 from holdfast.checkpoint.layout import DCP, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.memory import memory_for
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.stored_chunks import chunk_within
 
@@ -106,10 +107,11 @@ def patiently(where: str, ask: Callable[[], T]) -> T:
     """Return what the file system answers, asking again while it says that it is only in trouble.
 
     Raises:
-        CheckpointUnreadable: It gives no answer, also after some patience.
+        CheckpointUnreadable: It gives no answer, also after some patience, or there is no memory for it.
     """
     try:
-        return _again(ask)
+        with memory_for(where):
+            return _again(ask)
     except OSError as error:
         raise _unreadable(where, error) from error
 
@@ -216,6 +218,7 @@ def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
 
     Raises:
         CheckpointCorrupt: A file differs.
+        CheckpointUnreadable: As `damaged_files`.
     """
     damaged = damaged_files(storage, name, manifest, sorted(manifest.files))
     if damaged:
@@ -280,6 +283,7 @@ def check_tensors(storage: Storage, name: str, manifest: Manifest) -> None:
 
     Raises:
         CheckpointCorrupt: The first damaged tensor is named.
+        CheckpointUnreadable: As `damaged_tensors`.
     """
     damaged = damaged_tensors(storage, name, manifest)
     if damaged:
@@ -294,6 +298,7 @@ def verify(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
     Raises:
         NoCheckpoint: There is none.
         CheckpointCorrupt: Something differs; the file or tensor is named.
+        CheckpointUnreadable: Nobody can look, also after some patience, or this machine is short of memory.
     """
     manifest = read_manifest(storage, name)
     check_names(storage, name, manifest)

@@ -5,23 +5,22 @@ Reading all of them would take as long as a pass over the data, so a sample is r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from holdfast.data.images import ImageFiles
+from holdfast.data.images import ImageFiles, held_images
 from holdfast.data.rows import Row, Source
 from holdfast.errors import DataError
 
 SAMPLED_ROWS = 32
 """Rows of a source whose images are read: spread evenly over a source with an index, the first ones of a stream."""
 
-_HOLDERS = {"image", "images", "videos", "video", "frames", "path", "url", "bytes", "image_url"}
-"""Columns of rows, and keys of the parts of messages, that may hold an image."""
+IMAGES_OF_A_ROW = 8
+"""Of each of these rows, its first images or frames."""
 
 
 def images_mark(source: Source, files: ImageFiles) -> str | None:
@@ -36,11 +35,11 @@ def images_mark(source: Source, files: ImageFiles) -> str | None:
     """
     digest, found = xxhash.xxh3_128(), 0
     for row in _sampled(source):
-        for image in _images(row):
-            data = _bytes_of(image, files)
+        for image in _images(row, source.name)[:IMAGES_OF_A_ROW]:
+            content = _content(image, files)
             found += 1
-            digest.update(f"{len(data)}:".encode())
-            digest.update(data)
+            digest.update(f"{len(content)}:".encode())
+            digest.update(content)
     return str(digest.hexdigest()) if found else None
 
 
@@ -52,30 +51,15 @@ def _sampled(source: Source) -> Iterator[Row]:
         yield source.row(int(index))
 
 
-def _images(value: Any, *, held: bool = False) -> Iterator[Any]:
-    """Yield what may be an image below a value of a row, in the row's order.
-
-    Args:
-        value: A row, or part of one.
-        held: It stands where an image may.
-    """
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _images(each, held=key in _HOLDERS)
-    elif isinstance(value, str | bytes | Path) or not isinstance(value, Sequence):
-        if held and (isinstance(value, str | bytes | Path) or hasattr(value, "tobytes")):
-            yield value
-    else:
-        for each in value:
-            yield from _images(each, held=held)
-
-
-def _bytes_of(image: Any, files: ImageFiles) -> bytes:
-    if isinstance(image, bytes):
-        return image
-    if not isinstance(image, str | Path):
-        return bytes(image.tobytes())
+def _images(row: Row, where: str) -> list[Any]:
     try:
-        return files.path(image, "").read_bytes()
-    except (DataError, OSError):  # if it is to be an image, the row that holds it will say what is wrong
-        return b"no file"
+        return list(held_images(row, where))
+    except DataError:  # the row says what is wrong with it when it is trained on
+        return []
+
+
+def _content(image: Any, files: ImageFiles) -> bytes:
+    try:
+        return files.content(image)
+    except (DataError, OSError, ValueError, RuntimeError):  # as above
+        return b"unreadable"

@@ -11,7 +11,7 @@ import io
 import re
 import struct
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +71,21 @@ def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str]
     messages = _parsed(content.messages, where, inside, named)
     places = [part["type"] for message in messages for part in _parts(message) if _is_image(part)]
     return replace(content, messages=messages), places, inside
+
+
+def held_images(row: Row, where: str) -> Iterator[Any]:
+    """Yield what a row holds or names of images, then of the frames of videos: in its columns, and in messages.
+
+    Raises:
+        DataError: As `place_images`.
+    """
+    held: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    for value in row.values():
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            _parsed([each for each in value if isinstance(each, Mapping)], where, held, ())
+    yield from held["image"]
+    for video in _opened_later(held["video"], "video", where):
+        yield from video.frames
 
 
 def _opened_later(held: Sequence[Any], kind: str, where: str) -> list[Any]:
@@ -206,8 +221,7 @@ class ImageFiles:
             from PIL import Image, ImageOps
         except ImportError:
             raise DataError(f"{where}: reading images needs a package: pip install 'holdfast[vlm]'.") from None
-        if isinstance(image, Mapping):
-            image = image.get("bytes") or image.get("path")
+        image = _named(image)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -227,6 +241,20 @@ class ImageFiles:
         ) as error:
             what = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
             raise DataError(f"{where} ({what:.120}) cannot be read as an image: {error}.") from None
+
+    def content(self, image: Any) -> bytes:
+        """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
+
+        Raises:
+            DataError: It is no image, or there is no such file.
+            OSError, ValueError, RuntimeError: It cannot be read.
+        """
+        from PIL import Image
+
+        image = _named(image)
+        if isinstance(image, Image.Image):
+            return f"{image.mode} {image.size} ".encode() + image.convert("RGB").tobytes()
+        return image if isinstance(image, bytes) else self.path(image, "an image").read_bytes()
 
     def path(self, image: Any, where: str) -> Path:
         """Return the file that a row names.
@@ -255,3 +283,8 @@ class ImageFiles:
                 "data.image_dir."
             )
         return found
+
+
+def _named(image: Any) -> Any:
+    """Return the bytes or the path of an image that is a mapping of them, as `datasets` has it."""
+    return image.get("bytes") or image.get("path") if isinstance(image, Mapping) else image

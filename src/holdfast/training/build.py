@@ -16,7 +16,7 @@ from holdfast.data.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import check_sinks
 from holdfast.metrics.throughput import peak_flops
-from holdfast.models.build import blueprint
+from holdfast.models.build import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.collectives import ProcessExchange
@@ -25,7 +25,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.build_sharded import build_policy, image_side_of
 from holdfast.training.directory import check_writable, run_directory
 from holdfast.training.engines import pad_token
-from holdfast.training.identity import identity
+from holdfast.training.identity import Identity, identity, image_marks
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.optimizers import averages_of, optimizer_of
@@ -135,8 +135,17 @@ def parts_of_run(
         "peak_flops": _peak_flops(config, world),
         "source_names": tuple(source.name for source in started.data.training),
         "observers": started.observers,
-        "identity": together(exchange, lambda: identity(config, base, stream, measured.origin)),
+        "identity": _identity(config, base, exchange, stream, measured.origin),
     }
+
+
+def _identity(
+    config: TrainingConfig, base: Path, exchange: ProcessExchange, stream: BatchStream[Any, Any], origin: Blueprint
+) -> Identity:
+    """Return what a resumed run must find unchanged; images are read by rank 0 alone, for all."""
+    marks = together(exchange, lambda: image_marks(config, base, stream, origin) if exchange.rank == 0 else {})
+    marks = exchange.agree(marks)
+    return together(exchange, lambda: identity(config, base, stream, origin, marks))
 
 
 def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:

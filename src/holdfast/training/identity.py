@@ -45,7 +45,13 @@ _IMAGES = "images of source "
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
-def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint) -> Identity:
+def identity(
+    config: TrainingConfig,
+    base: Path,
+    stream: BatchStream[Any, Any],
+    origin: Blueprint,
+    marks: Mapping[str, str],
+) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
     Args:
@@ -53,9 +59,10 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
         base: The YAML's directory.
         stream: The training rows.
         origin: The model and its tokenizer.
+        marks: Of images, as `image_marks` returns them.
     """
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
-    data |= _image_files(config, base, stream, origin)
+    data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
@@ -71,7 +78,7 @@ def identity(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], 
     return {
         "data": data,
         "files": user_files(config, base) | reward_model_hashes(config, base),
-        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _images(config, origin),
+        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin),
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
@@ -92,7 +99,7 @@ def _starts_from_files(config: TrainingConfig) -> bool:
     return packed or config.checkpoint.frozen == "skip" or _has_reference(config)
 
 
-def _images(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
+def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
     """Return what decides how images become tokens."""
     if origin.image_processor is None:
         return {}
@@ -109,10 +116,8 @@ def _images(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 
 
-def _image_files(
-    config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint
-) -> dict[str, str]:
-    """Return marks of the image files that rows name, for a model that sees them."""
+def image_marks(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
+    """Return marks of the images that rows hold or name, for a model that sees them; reads files."""
     if origin.image_processor is None:
         return {}
     files = ImageFiles(config.data.image_dir, base)
