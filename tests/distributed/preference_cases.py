@@ -211,7 +211,7 @@ def kto_by_hand(  # noqa: PLR0913 - a model that sees needs one more
         next_ones = members[1:] + members[:1]
         if others is not None:
             next_ones = [sequences[other] for other in others[start : start + batch]]
-        z0 = mismatched_kl(model, reference, list(zip(members, next_ones, strict=True)), seen)
+        z0 = kl_of_other_answers(model, reference, list(zip(members, next_ones, strict=True)), seen)
         total, linear = 0.0, torch.zeros((), dtype=torch.float64)
         for example, label in zip(members, labels, strict=True):
             images = images_of(example, example.tokens, seen)
@@ -228,7 +228,7 @@ def kto_by_hand(  # noqa: PLR0913 - a model that sees needs one more
 
 
 @torch.no_grad()
-def mismatched_kl(
+def kl_of_other_answers(
     model: Any, reference: Any, pairs: Sequence[tuple[Example, Example]], seen: Seen | None = None
 ) -> float:
     """Return z0 of the first ones' prompts with the second ones' answers."""

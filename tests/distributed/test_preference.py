@@ -13,9 +13,9 @@ import pytest
 from tests.distributed.preference_cases import (
     by_hand,
     evaluate,
+    kl_of_other_answers,
     kto_by_hand,
     labelled_of,
-    mismatched_kl,
     pairs_of,
     sequences_of,
     settings,
@@ -247,7 +247,7 @@ def kto_once() -> dict[str, Any]:
     expected = kto_by_hand(model, TWINS, 0.3, lr=2.0, others=OTHERS)
     members = [examples[0] for examples in sequences_of(TWINS)]
     pairs = [(example, members[other]) for example, other in zip(members, OTHERS, strict=True)]
-    expected["held"] = np.mean([mismatched_kl(model, fresh(), pairs[start : start + 4]) for start in (0, 4, 8)])
+    expected["held"] = np.mean([kl_of_other_answers(model, fresh(), pairs[start : start + 4]) for start in (0, 4, 8)])
     return expected
 
 
@@ -323,12 +323,12 @@ def other_unusable(place: Path, tree: dict[str, Any]) -> None:
     ("spoil", "words"),
     [
         (lambda place, _: damaged(place), "is not a whole file of reference log-probabilities (its hash is not that"),
-        (other_filter, "of a reference that this run does not have: mismatched answers differ. Delete it"),
-        (other_unusable, "of a reference that this run does not have: mismatched answers differ. Delete it"),
+        (other_filter, "of a reference that this run does not have: other answers differ. Delete it"),
+        (other_unusable, "of a reference that this run does not have: other answers differ. Delete it"),
     ],
     ids=["damaged", "another filter", "rows may be left out"],
 )
-def test_a_file_of_other_mismatched_answers_is_refused(
+def test_a_file_of_other_rows_answers_is_refused(
     pools: Any, directory: Path, tmp_path: Path, spoil: Any, words: str
 ) -> None:
     (tmp_path / "keep.py").write_text("def keep(row):\n    return True\n")

@@ -51,7 +51,7 @@ class DPOConfig(TrainingConfig):
     reference: PairReference = PairReferenceConfig()
 
     @property
-    def mismatches_once(self) -> bool:
+    def fixes_other_answers(self) -> bool:
         """Whether KTO's z0 is measured on answers of fixed rows, since the reference is asked before the first step."""
         preference = self.preference
         return self.reference.precompute and preference.needs_reference and not preference.takes_pairs

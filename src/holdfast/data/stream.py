@@ -360,11 +360,11 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         self._layout = layout or Layout()
 
     def _batch_of(self, found: Candidates[Example]) -> MiniBatch:
-        if not self._layout.mismatched:
+        if not self._layout.brings_other_answers:
             return assemble(found, self._exchange, self._config, self._layout)
         own = replace(found.of_part(0), counted=found.counted)
         batch, beside = (assemble(part, self._exchange, self._config, self._layout) for part in (own, found.of_part(1)))
-        return replace(batch, mismatched=beside.micro_batches)
+        return replace(batch, other_answers=beside.micro_batches)
 
     def _windows(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
         return cut_windows(found, self._exchange, offset=offset, goal=goal, window=self._config.max_length)

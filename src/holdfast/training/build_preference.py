@@ -21,7 +21,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.build_sharded import image_side_of
 from holdfast.training.losses import preference_objective
-from holdfast.training.precomputed import Parts, refuse_without_mismatch, with_table
+from holdfast.training.precomputed import Parts, refuse_without_other_answers, with_table
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
 from holdfast.training.reference import Reference, build_reference, following_of
 from holdfast.training.reference_server import NO_IMAGES
@@ -50,7 +50,7 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
     live = live or Live()
     started = begin(config, base, world, live)
     exchange, data = started.exchange, started.data
-    together(exchange, lambda: refuse_without_mismatch(config, data))
+    together(exchange, lambda: refuse_without_other_answers(config, data))
     objective = live.objective or together(exchange, lambda: preference_objective(config.preference, base))
     measured = build_model(config, base, world, exchange, live, objective)
     policy, tokenise = _compared_policy(config, base, measured, data, live)
@@ -93,7 +93,9 @@ def _compared_policy(
     if config.preference.needs_reference and config.reference.precompute:
         parts = Parts(config, base, measured, data, live, layout, plain, accept)
         tokenise, of_sets = with_table(parts)
-        layout = replace(layout, columns={**layout.columns, COLUMN: np.float64}, mismatched=config.mismatches_once)
+        layout = replace(
+            layout, columns={**layout.columns, COLUMN: np.float64}, brings_other_answers=config.fixes_other_answers
+        )
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(measured, base, live, config.reference, why=why)

@@ -1,10 +1,10 @@
 """KTO's z0: how far the policy is from its reference, on prompts with answers that belong to other rows.
 
 Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4: z0 = max(0, mean of log policy(y' | x) - log reference(y' | x)
-over mismatched pairs (x, y') of the batch), without a gradient. Here the batch is the whole update, over all ranks:
-z0 is known before its first forward pass, so it does not depend on how that is split. Every prompt is followed by the
-answer of the next row in draw order; where the reference was asked before the run, by that of the row that
-`data/mismatch.py` has chosen for good. Deviation: the authors' code takes z0 per micro-batch.
+over pairs (x, y') of the batch, y' an answer to another prompt), without a gradient. Here the batch is the whole
+update, over all ranks: z0 is known before its first forward pass, so it does not depend on how that is split. Every
+prompt is followed by the answer of the next row in draw order; where the reference was asked before the run, by that of
+the row that `data/other_answers.py` has chosen for good. Deviation: the authors' code takes z0 per micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
-from holdfast.data.mismatch import Answer, answer_of, with_answer
+from holdfast.data.other_answers import Answer, answer_of, with_answer
 from holdfast.data.packing import to_device, unpack
 from holdfast.objectives.answers import answers_of
 from holdfast.objectives.base import ratio, scored_tokens
@@ -36,7 +36,7 @@ def divergence(run: Evaluation, reference: Reference | None, mini_batch: MiniBat
     """
     was_training = run.policy.training
     run.policy.eval()
-    batches = _mismatched(run, reference, mini_batch, layout)
+    batches = _with_other_answers(run, reference, mini_batch, layout)
     sums = {"kl": torch.zeros(2, dtype=torch.float64, device=run.world.device)}
     for batch in batches:
         scores = run.policy(batch, temperature=run.temperature)
@@ -50,20 +50,22 @@ def divergence(run: Evaluation, reference: Reference | None, mini_batch: MiniBat
     return max(0.0, float(total / count))
 
 
-def _mismatched(run: Evaluation, reference: Reference | None, mini_batch: MiniBatch, layout: Layout) -> Sequence[Batch]:
+def _with_other_answers(
+    run: Evaluation, reference: Reference | None, mini_batch: MiniBatch, layout: Layout
+) -> Sequence[Batch]:
     """Return prompts with other answers and what the reference says of them; nothing where there is one row alone."""
-    if mini_batch.mismatched:
-        return [to_device(batch, run.world.device) for batch in mini_batch.mismatched]
+    if mini_batch.other_answers:
+        return [to_device(batch, run.world.device) for batch in mini_batch.other_answers]
     assert reference is not None, "without a reference, rows bring what it said"
     mine = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
-    found = mismatch(mine, run.exchange, run.config.data.max_length)
+    found = with_next_answers(mine, run.exchange, run.config.data.max_length)
     if len(found.known) < 2:
         return []
     batches = assemble(found, run.exchange, run.config.data, replace(layout, columns={}))
     return scored(run, reference, batches, "reference_logprobs").micro_batches
 
 
-def mismatch(mine: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:
+def with_next_answers(mine: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:
     """Give every prompt the answer of the next row, the last one that of the first; all ranks call this together.
 
     Args:

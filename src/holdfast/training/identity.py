@@ -132,7 +132,7 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         loss["objective"] = config.objective.model_dump_json()
     if isinstance(config, DPOConfig):
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
-        loss |= _mismatch(config)
+        loss |= _other_answers(config)
     sync = sync_of(config.reference) if isinstance(config, DPOConfig | GRPOConfig) else None
     if sync is not None:  # checkpoints from before a reference could follow go on
         loss["reference.sync"] = sync.model_dump_json()
@@ -150,9 +150,9 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     return loss
 
 
-def _mismatch(config: DPOConfig) -> dict[str, str]:
+def _other_answers(config: DPOConfig) -> dict[str, str]:
     """Return whose answers KTO's z0 is measured on, where those are not of the batch."""
-    return {"reference.precompute": "answers of fixed rows"} if config.mismatches_once else {}
+    return {"reference.precompute": "answers of fixed rows"} if config.fixes_other_answers else {}
 
 
 def _has_reference(config: TrainingConfig) -> bool:

@@ -16,7 +16,7 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.reference import ServerReferenceConfig
 from holdfast.data.assembly import Layout
 from holdfast.data.candidates import CandidateReader, Tokenise
-from holdfast.data.mismatch import MismatchTokeniser
+from holdfast.data.other_answers import OtherAnswerTokeniser
 from holdfast.data.reading import RowReader
 from holdfast.data.stream import SampleStream
 from holdfast.errors import ConfigError
@@ -46,18 +46,18 @@ class Parts:
 
     def scored_by(self, reader: RowReader, accept: Accept | None) -> Tokenise[Example]:
         """Return the function that turns rows into all sequences that the reference is asked about."""
-        if not self.config.mismatches_once:
+        if not self.config.fixes_other_answers:
             return self.tokenise
-        return MismatchTokeniser(self.tokenise, reader, accept, self.config.data.max_length)
+        return OtherAnswerTokeniser(self.tokenise, reader, accept, self.config.data.max_length)
 
 
-def refuse_without_mismatch(config: DPOConfig, data: OpenedData) -> None:
+def refuse_without_other_answers(config: DPOConfig, data: OpenedData) -> None:
     """Refuse sources in which no row can be given the answer of another one for good.
 
     Raises:
         ConfigError: One is streamed, or has a single row.
     """
-    if not config.mismatches_once:
+    if not config.fixes_other_answers:
         return
     for source in (*data.training, *data.evaluation.values()):
         if source.size is not None and source.size > 1:
@@ -149,10 +149,10 @@ def _about(parts: Parts, mark: str) -> dict[str, str]:
         "rows": hash_bytes(json.dumps(rows).encode()),
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),
     }
-    if config.mismatches_once:  # whose answer a prompt gets depends on which rows are left out
+    if config.fixes_other_answers:  # whose answer a prompt gets depends on which rows are left out
         filters = [mark for mark in user_files(config, parts.base).items() if mark[0].startswith("data.filter ")]
         left_out = [config.data.unusable, config.data.filter, sorted(filters)]
-        found["mismatched answers"] = hash_bytes(json.dumps(left_out).encode())
+        found["other answers"] = hash_bytes(json.dumps(left_out).encode())
     return found
 
 

@@ -36,7 +36,7 @@ class PreferenceRun(PreferenceEvaluation, Run):
 
 def compared(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
-    if run.reference is None and not mini_batch.mismatched:
+    if run.reference is None and not mini_batch.other_answers:
         return mini_batch
     with run.phase("reference"):
         result = mini_batch

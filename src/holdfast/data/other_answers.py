@@ -43,7 +43,7 @@ def with_answer(asked: Example, answer: Answer, max_length: int) -> Example:
 
 
 @dataclass(frozen=True)
-class MismatchTokeniser:
+class OtherAnswerTokeniser:
     """Turns a row into its sequence, and its prompt with the answer of another row.
 
     Whose answer that is depends on the rows of the source alone, and on nothing that orders or batches them: of the

@@ -11,8 +11,8 @@ import pytest
 from holdfast.config.dpo import PairDataConfig
 from holdfast.data.characters import character_tokenizer
 from holdfast.data.chat import RowTokeniser
-from holdfast.data.mismatch import MismatchTokeniser
 from holdfast.data.order import DrawOrder
+from holdfast.data.other_answers import OtherAnswerTokeniser
 from holdfast.data.preferences import LabelTokeniser
 from holdfast.data.reading import HeldOut, RowReader, stride
 from holdfast.data.rows import Row, Source, from_rows
@@ -31,14 +31,14 @@ def numbered(count: int, name: str = "rows") -> Source:
     return rows_of(*(f"ask {name} {number}={number}" for number in range(count)), name=name)
 
 
-def mismatched(
+def with_others(
     sources: Sequence[Source], order: DrawOrder, accept: Callable[[Row], bool] | None = None, **options: Any
 ) -> Callable[[int], list[str]]:
     """Return a function from a draw to the texts of its sequences."""
     config = PairDataConfig(path="rows", **({"max_length": 64} | options))
     plain = LabelTokeniser(RowTokeniser(character_tokenizer(), config, Path.cwd()), config)
     reader = RowReader(sources, order)
-    tokenise = MismatchTokeniser(plain, reader, accept, config.max_length)
+    tokenise = OtherAnswerTokeniser(plain, reader, accept, config.max_length)
 
     def texts(draw: int) -> list[str]:
         source, name, row = reader.read(draw)
@@ -61,7 +61,7 @@ def test_a_stride_meets_every_row_once(rows: int) -> None:
 
 def test_the_answer_lies_0_618_of_the_rows_on() -> None:
     source = numbered(12)
-    texts = mismatched([source], in_order(source))
+    texts = with_others([source], in_order(source))
 
     assert [texts(draw)[1] for draw in range(12)] == [f"ask rows {row}={(row + 7) % 12}<eos>" for row in range(12)]
 
@@ -70,7 +70,7 @@ def test_it_is_the_same_in_every_order_pass_and_mixture() -> None:
     sources = [numbered(12, "one"), numbered(5, "two")]
     alone = {}
     for source in sources:
-        texts = mismatched([source], in_order(source))
+        texts = with_others([source], in_order(source))
         alone |= dict(texts(draw) for draw in range(source.size or 0))
 
     for order in (
@@ -78,7 +78,7 @@ def test_it_is_the_same_in_every_order_pass_and_mixture() -> None:
         DrawOrder([12, 5], [0.3, 0.7], seed=4),
         DrawOrder([12, 5], shuffle=False),
     ):
-        texts = mismatched(sources, order)
+        texts = with_others(sources, order)
         for draw in range(60):
             own, other = texts(draw)
             assert alone[own] == other
@@ -88,7 +88,7 @@ def test_rows_that_ask_the_same_or_are_left_out_are_passed_over() -> None:
     """Of six rows, those 5, 10, 15, 20 and 25 on are looked at: of row 0 that is 5, 4, 3, 2 and 1."""
     source = rows_of("same=a", "other=b", "long prompt=c", "no=d", "empty=", "same=e")
     options = {"unusable": "drop", "overlong": "drop", "max_length": 10}
-    texts = mismatched([source], in_order(source), lambda row: row["prompt"] != "no=", **options)
+    texts = with_others([source], in_order(source), lambda row: row["prompt"] != "no=", **options)
 
     found = {draw: texts(draw) for draw in (0, 1, 2, 4, 5)}
 
@@ -105,7 +105,7 @@ def test_a_longer_answer_is_cut_and_columns_are_those_of_the_row() -> None:
     source = rows_of("a long prompt=x", "b=0123456789")
     config = PairDataConfig(path="rows", max_length=16)
     plain = LabelTokeniser(RowTokeniser(character_tokenizer(), config, Path.cwd()), config)
-    tokenise = MismatchTokeniser(plain, RowReader([source], in_order(source)), None, 16)
+    tokenise = OtherAnswerTokeniser(plain, RowReader([source], in_order(source)), None, 16)
 
     own, other = tokenise(source.row(0), 0, "rows", "row").examples
 
@@ -123,7 +123,7 @@ def test_a_validation_split_keeps_to_itself() -> None:
     for keep in (True, False):
         split = HeldOut(source, 0.3, keep=keep)
         numbers = {str(split.number(index)) for index in range(split.size or 0)}
-        texts = mismatched([split], in_order(split))
+        texts = with_others([split], in_order(split))
 
         answers = {texts(draw)[1].partition("=")[2].removesuffix("<eos>") for draw in range(split.size or 0)}
 
@@ -140,7 +140,7 @@ def test_a_validation_split_keeps_to_itself() -> None:
     ids=["one prompt", "a filter that takes one row", "one row"],
 )
 def test_where_no_other_row_asks_something_else_the_row_is_refused(source: Source, accept: Any) -> None:
-    texts = mismatched([source], in_order(source), accept)
+    texts = with_others([source], in_order(source), accept)
 
     with pytest.raises(DataError) as caught:
         texts(0)
@@ -152,7 +152,7 @@ def test_where_no_other_row_asks_something_else_the_row_is_refused(source: Sourc
 def test_another_row_that_is_broken_is_named_by_its_own_number() -> None:
     rows = [{"prompt": "a=", "completion": "b", "label": True}, {"prompt": "c=", "completion": "\ud800", "label": True}]
     source = from_rows(rows, "rows")
-    texts = mismatched([source], in_order(source))
+    texts = with_others([source], in_order(source))
 
     with pytest.raises(DataError, match="rows row 1: column 'completion' holds half of a UTF-16 pair"):
         texts(0)
