@@ -78,7 +78,7 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
-    """Train and return metrics, gradients, final parameters, and how often models were called."""
+    """Train and return metrics, gradients, final parameters, how often models were called, and the phases timed."""
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     gradients = recorded_gradients(run)
     calls = {"policy": 0, "reference": 0}
@@ -93,7 +93,8 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         lines.append(metrics)
         forwards.append({name: calls[name] - before[name] for name in calls})
     final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
-    return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards}
+    timed = {name.removeprefix("timing/") for name in run.clock.read()}
+    return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards, "timed": timed}
 
 
 def evaluate(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, float]:

@@ -141,6 +141,7 @@ def test_kto_measures_its_divergence_over_the_whole_update(
     for found in pools(ranks).run(train, tree, LABELLED):
         assert_same(found, expected)
         np.testing.assert_allclose([line["kto/kl"] for line in found["lines"]], expected["kl"], rtol=1e-9, atol=1e-12)
+        assert {"reference", "divergence"} <= found["timed"]
     assert expected["kl"][0] == 0.0 < max(expected["kl"]), "some step must have a divergence to subtract"
 
 
@@ -273,6 +274,7 @@ def test_kto_s_reference_asked_before_the_run_has_spoken_of_other_rows_answers_t
         assert_same(outcome, kto_once)
         np.testing.assert_allclose([line["kto/kl"] for line in outcome["lines"]], kto_once["kl"], rtol=1e-9, atol=1e-12)
         assert [calls["reference"] for calls in outcome["forwards"]] == [0] * 3
+        assert outcome["timed"] & {"reference", "divergence"} == {"divergence"}
     assert made[0]["forwards"] == [{"policy": 2, "reference": 0}] * 3
     in_batch = kto_by_hand(fresh(), TWINS, 0.3, lr=2.0)["kl"]
     assert abs(kto_once["kl"][2] - in_batch[2]) > 1e-3, "answers of fixed rows give another z0 than those of the batch"

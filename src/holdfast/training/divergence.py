@@ -9,10 +9,12 @@ the row that `data/other_answers.py` has chosen for good. Deviation: the authors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
@@ -29,40 +31,53 @@ from holdfast.types import Batch, Example, MiniBatch, Scores
 
 
 @torch.no_grad()
-def divergence(run: Evaluation, reference: Reference | None, mini_batch: MiniBatch, layout: Layout) -> float:
+def divergence(run: Evaluation, others: Sequence[Batch]) -> float:
     """Return z0 of an update in nats per answer, the same on every rank; all ranks call this together.
 
-    With a single row and no answer of another one, z0 is 0.
+    Where the update has one row and the batch brings no other answer, z0 is 0.
+
+    Args:
+        run: The policy.
+        others: The update's prompts with answers of other rows and what the reference says of them; as many batches on
+            every rank.
     """
-    was_training = run.policy.training
-    run.policy.eval()
-    batches = _with_other_answers(run, reference, mini_batch, layout)
-    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=run.world.device)}
-    for batch in batches:
-        scores = run.policy(batch, temperature=run.temperature)
-        assert isinstance(scores, Scores)
-        answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
-        sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
-    run.policy.train(was_training)
-    if not batches:
+    if not others:
         return 0.0
+    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=run.world.device)}
+    with _measured(run.policy):
+        for other in others:
+            batch = to_device(other, run.world.device)
+            scores = run.policy(batch, temperature=run.temperature)
+            assert isinstance(scores, Scores)
+            answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
+            sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
     total, count = reduce_sums(sums, run.world.device)["kl"].tolist()
     return max(0.0, float(total / count))
 
 
-def _with_other_answers(
-    run: Evaluation, reference: Reference | None, mini_batch: MiniBatch, layout: Layout
+def answered_by_next_rows(
+    run: Evaluation, reference: Reference, mini_batch: MiniBatch, layout: Layout
 ) -> Sequence[Batch]:
-    """Return prompts with other answers and what the reference says of them; nothing where there is one row alone."""
-    if mini_batch.other_answers:
-        return [to_device(batch, run.world.device) for batch in mini_batch.other_answers]
-    assert reference is not None, "without a reference, rows bring what it said"
+    """Return prompts with the next row's answer and what the reference says of them; none where there is one row.
+
+    All ranks call this together.
+    """
     mine = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
     found = with_next_answers(mine, run.exchange, run.config.data.max_length)
     if len(found.known) < 2:
         return []
     batches = assemble(found, run.exchange, run.config.data, replace(layout, columns={}))
-    return scored(run, reference, batches, "reference_logprobs").micro_batches
+    with _measured(run.policy):  # which may be the reference, too
+        return scored(run, reference, batches, "reference_logprobs").micro_batches
+
+
+@contextmanager
+def _measured(policy: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block."""
+    was_training = policy.training
+    policy.eval()
+    yield
+    policy.train(was_training)
 
 
 def with_next_answers(mine: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:

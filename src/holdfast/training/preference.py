@@ -9,7 +9,7 @@ import torch
 
 from holdfast.config.dpo import DPOConfig
 from holdfast.data.assembly import Layout
-from holdfast.training.divergence import divergence
+from holdfast.training.divergence import answered_by_next_rows, divergence
 from holdfast.training.evaluate import evaluate
 from holdfast.training.reference import Reference
 from holdfast.training.run import Evaluation, Run
@@ -36,23 +36,30 @@ class PreferenceRun(PreferenceEvaluation, Run):
 
 def compared(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
-    if run.reference is None and not mini_batch.other_answers:
+    if run.layout.brings_other_answers:
+        with run.phase("divergence"):
+            return _with_divergence(mini_batch, divergence(run, mini_batch.other_answers))
+    if run.reference is None:
         return mini_batch
     with run.phase("reference"):
-        result = mini_batch
-        if run.reference is not None:
-            result = scored(run, run.reference, mini_batch, "reference_logprobs")
-        if run.config.preference.takes_pairs:
-            return result
-        kl = divergence(run, run.reference, mini_batch, run.layout)
+        result = scored(run, run.reference, mini_batch, "reference_logprobs")
+    if run.config.preference.takes_pairs:
+        return result
+    with run.phase("divergence"):
+        others = answered_by_next_rows(run, run.reference, mini_batch, run.layout)
+        return _with_divergence(result, divergence(run, others))
+
+
+def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
+    """Let every token carry z0."""
     return replace(
-        result,
+        mini_batch,
         micro_batches=tuple(
             replace(
                 batch,
                 per_token={**batch.per_token, "kl": torch.full_like(batch.weights, kl, dtype=torch.float64)},
             )
-            for batch in result.micro_batches
+            for batch in mini_batch.micro_batches
         ),
     )
 
