@@ -363,7 +363,9 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         if not self._layout.brings_other_answers:
             return assemble(found, self._exchange, self._config, self._layout)
         own = replace(found.of_part(0), counted=found.counted)
-        batch, beside = (assemble(part, self._exchange, self._config, self._layout) for part in (own, found.of_part(1)))
+        # Both move sequences between all ranks, so every rank makes these calls in this order.
+        batch = assemble(own, self._exchange, self._config, self._layout)
+        beside = assemble(found.of_part(1), self._exchange, self._config, self._layout)
         return replace(batch, other_answers=beside.micro_batches)
 
     def _windows(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
