@@ -39,6 +39,7 @@ class Cursor:
     epoch_first_draw: int = 0
     batches_in_epoch: int = 0
     sequences_in_epoch: int = 0
+    """All that its rows gave: two of a pair, and two where a row brings its prompt with another row's answer."""
     offset: int = 0
     """Tokens of the next row that windows have used already (packing: wrapped)."""
 
@@ -96,7 +97,7 @@ class BatchStream(ABC, Generic[S, T]):
         self._kept: int | None = None
         """Rows of a pass that are trained on, where somebody counted."""
         self._seen = (0, 0)
-        """Rows and tokens read so far: how long a row is on average."""
+        """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
         self._ahead: tuple[T | None, Cursor, tuple[int, int]] | None = None
         """A batch that was read early, and where the stream stands after it."""
         self._refuse_what_cannot_be()
