@@ -163,7 +163,8 @@ def _at(source: Source, index: int) -> Found:
 def stride(rows: int) -> int:
     """Return a step that meets every row of a ring once: 0.618 of their number, or the next without a common divisor.
 
-    Steps of the golden ratio leave neighbours, and the rows of any period in the file, behind at once.
+    Steps of the golden ratio spread evenly over the ring, so they leave neighbours behind at once. What repeats in the
+    file with a period that divides the step is met again, so callers look further.
     """
     step = max(1, round(rows * _GOLDEN))
     while gcd(step, rows) > 1:
