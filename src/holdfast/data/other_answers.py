@@ -53,13 +53,20 @@ class OtherAnswerTokeniser:
     tokenise: Tokenise[Example]
     """Gives one sequence of a row, or none."""
     reader: RowReader
-    """Rows by sample id; all sources have an index."""
+    """The same rows in the same order as the reader whose rows are tokenised: a sample id is a draw of it, and decides
+    whose answer it is. All sources have an index."""
     accept: Callable[[Row], bool] | None
     """Row filter; None takes every row."""
     max_length: int
 
     def __call__(self, row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
         """Tokenise a row.
+
+        Args:
+            row: What `reader` reads at this draw.
+            sample_id: The draw.
+            source: The name of the row's source.
+            name: The row's name for messages.
 
         Raises:
             DataError: It is malformed, or the row whose answer it asks for; or no other row has another prompt.
@@ -68,7 +75,7 @@ class OtherAnswerTokeniser:
         if not found.examples:
             return found
         (own,) = found.examples
-        other = with_answer(own, self._other_answer(own, name), self.max_length)
+        other = with_answer(own, self._other_answer(own, sample_id, name), self.max_length)
         # Sequences of one pack carry the same columns; nothing reads these.
         blank = {
             column: np.zeros((other.tokens.size, *values.shape[1:]), values.dtype)
@@ -76,12 +83,12 @@ class OtherAnswerTokeniser:
         }
         return replace(found, examples=(own, replace(other, per_token=blank)))
 
-    def _other_answer(self, own: Example, name: str) -> Answer:
-        for source, other_name, row in self.reader.others(own.sample_id):
+    def _other_answer(self, own: Example, sample_id: int, name: str) -> Answer:
+        for source, other_name, row in self.reader.others(sample_id):
             if self.accept is not None and not self.accept(row):
                 continue
             with broken_text_named(row, other_name):
-                others = self.tokenise(row, own.sample_id, source.name, other_name).examples
+                others = self.tokenise(row, sample_id, source.name, other_name).examples
             if others and not _same_prompt(own, others[0]):
                 return answer_of(others[0])
         raise DataError(

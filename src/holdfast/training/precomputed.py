@@ -45,7 +45,13 @@ class Parts:
     """The filter of training rows."""
 
     def scored_by(self, reader: RowReader, accept: Accept | None) -> Tokenise[Example]:
-        """Return the function that turns rows into all sequences that the reference is asked about."""
+        """Return the function that turns rows into all sequences that the reference is asked about.
+
+        Args:
+            reader: Of the same sources in the same order as the stream that the rows come from, whose draws are the
+                function's sample ids.
+            accept: The filter of those rows.
+        """
         if not self.config.fixes_other_answers:
             return self.tokenise
         return OtherAnswerTokeniser(self.tokenise, reader, accept, self.config.data.max_length)
