@@ -149,6 +149,27 @@ def test_where_no_other_row_asks_something_else_the_row_is_refused(source: Sourc
     assert "Add such rows, or leave reference.precompute out." in str(caught.value)
 
 
+def asking_otherwise_after(turns: int) -> Callable[[int], list[str]]:
+    """Return texts of 1500 rows that ask the same, but for the one that row 0 looks at as the turns-th."""
+    pairs = [f"same={number}" for number in range(1500)]
+    pairs[turns * stride(1500) % 1500] = "other=b"
+    source = rows_of(*pairs)
+    return with_others([source], in_order(source))
+
+
+def test_the_thousandth_row_that_is_looked_at_will_do() -> None:
+    texts = asking_otherwise_after(1000)
+
+    assert texts(0) == ["same=0<eos>", "same=b<eos>"]
+
+
+def test_behind_a_thousand_rows_none_is_looked_at() -> None:
+    texts = asking_otherwise_after(1001)
+
+    with pytest.raises(DataError, match="none of the 1,000 rows that were looked at has another prompt and can be"):
+        texts(0)
+
+
 def test_another_row_that_is_broken_is_named_by_its_own_number() -> None:
     rows = [{"prompt": "a=", "completion": "b", "label": True}, {"prompt": "c=", "completion": "\ud800", "label": True}]
     source = from_rows(rows, "rows")

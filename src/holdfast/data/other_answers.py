@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,10 @@ from holdfast.data.rows import Row
 from holdfast.data.vision import going_on
 from holdfast.errors import DataError
 from holdfast.types import Example
+
+ROWS_LOOKED_AT = 1_000
+"""So many rows may ask the same, or give no sequence, before a row is refused: every row looks for itself, so without a
+bound, rows that nearly all ask the same would be read as often as there are pairs of them."""
 
 
 class Answer(NamedTuple):
@@ -47,7 +52,8 @@ class OtherAnswerTokeniser:
     """Turns a row into its sequence, and its prompt with the answer of another row.
 
     Whose answer that is depends on the rows of the source alone, and on nothing that orders or batches them: of the
-    rows that `RowReader.others` yields, the first that is taken, gives a sequence and asks something else.
+    rows that `RowReader.others` yields first, `ROWS_LOOKED_AT` at most, it is the first that is taken, gives a sequence
+    and asks something else.
     """
 
     tokenise: Tokenise[Example]
@@ -69,7 +75,7 @@ class OtherAnswerTokeniser:
             name: The row's name for messages.
 
         Raises:
-            DataError: It is malformed, or the row whose answer it asks for; or no other row has another prompt.
+            DataError: It is malformed, or a row that is looked at for its answer; or none of those has another prompt.
         """
         found = self.tokenise(row, sample_id, source, name)
         if not found.examples:
@@ -84,7 +90,9 @@ class OtherAnswerTokeniser:
         return replace(found, examples=(own, replace(other, per_token=blank)))
 
     def _other_answer(self, own: Example, sample_id: int, name: str) -> Answer:
-        for source, other_name, row in self.reader.others(sample_id):
+        looked_at = 0
+        for source, other_name, row in islice(self.reader.others(sample_id), ROWS_LOOKED_AT):
+            looked_at += 1
             if self.accept is not None and not self.accept(row):
                 continue
             with broken_text_named(row, other_name):
@@ -93,8 +101,8 @@ class OtherAnswerTokeniser:
                 return answer_of(others[0])
         raise DataError(
             f"{name}: with reference.precompute, kto puts the answer of another row of {own.source} behind this row's "
-            "prompt, and there is no row with another prompt that can be used. Add such rows, or leave "
-            "reference.precompute out."
+            f"prompt, and none of the {looked_at:,} rows that were looked at has another prompt and can be used. Add "
+            "such rows, or leave reference.precompute out."
         )
 
 
