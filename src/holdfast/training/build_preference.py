@@ -21,7 +21,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.build import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.build_sharded import image_side_of
 from holdfast.training.losses import preference_objective
-from holdfast.training.precomputed import Parts, refuse_without_other_answers, with_table
+from holdfast.training.precomputed import TableInputs, refuse_without_other_answers, with_table
 from holdfast.training.preference import PreferenceEvaluation, PreferenceRun
 from holdfast.training.reference import Reference, build_reference, following_of
 from holdfast.training.reference_server import NO_IMAGES
@@ -91,8 +91,8 @@ def _compared_policy(
     of_sets: dict[str, Tokenise[Example]] = dict.fromkeys(data.evaluation, plain)
     reference: Reference | None = None
     if config.preference.needs_reference and config.reference.precompute:
-        parts = Parts(config, base, measured, data, live, layout, plain, accept)
-        tokenise, of_sets = with_table(parts)
+        inputs = TableInputs(config, base, measured, data, live, layout, plain, accept)
+        tokenise, of_sets = with_table(inputs)
         layout = replace(
             layout, columns={**layout.columns, COLUMN: np.float64}, brings_other_answers=config.fixes_other_answers
         )

@@ -31,8 +31,8 @@ from holdfast.types import Example
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a policy is joined with its reference from."""
+class TableInputs:
+    """What a table of the reference's numbers is made from, and looked up by."""
 
     config: DPOConfig
     base: Path
@@ -44,7 +44,7 @@ class Parts:
     accept: Accept | None
     """The filter of training rows."""
 
-    def scored_by(self, reader: RowReader, accept: Accept | None) -> Tokenise[Example]:
+    def tokeniser_of(self, reader: RowReader, accept: Accept | None) -> Tokenise[Example]:
         """Return the function that turns rows into all sequences that the reference is asked about.
 
         Args:
@@ -78,18 +78,20 @@ def refuse_without_other_answers(config: DPOConfig, data: OpenedData) -> None:
         )
 
 
-def with_table(parts: Parts) -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
+def with_table(inputs: TableInputs) -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
     """Return what makes sequences of training rows, and of each evaluation set's, with what the reference said.
 
     Raises:
-        ConfigError: As `_table`.
+        ConfigError: The table's file is damaged, is another run's or cannot be written; or the model has no file of its
+            own.
+        UserError: A row is malformed, or the reference cannot be built.
     """
-    config, data = parts.config, parts.data
+    config, data = inputs.config, inputs.data
     place = Path(config.reference.cache or Path(config.run.dir) / f".{config.run.name}.reference")
-    table = _table(parts, place)
-    training = parts.scored_by(training_reader(config, data), parts.accept)
+    table = _table(inputs, place)
+    training = inputs.tokeniser_of(training_reader(config, data), inputs.accept)
     of_sets = {
-        name: parts.scored_by(RowReader([source], in_order(source)), filter_of(source, parts.accept))
+        name: inputs.tokeniser_of(RowReader([source], in_order(source)), filter_of(source, inputs.accept))
         for name, source in data.evaluation.items()
     }
     return with_reference(training, table, place), {
@@ -97,29 +99,29 @@ def with_table(parts: Parts) -> tuple[Tokenise[Example], dict[str, Tokenise[Exam
     }
 
 
-def _table(parts: Parts, place: Path) -> ReferenceTable:
+def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
     """Return what the reference says of all rows: from the file if it is there, else by asking it once.
 
     Raises:
         ConfigError: The file is not this run's, or the model has no file of its own.
     """
-    config, measured = parts.config, parts.measured
+    config, measured = inputs.config, inputs.measured
     exchange, first = measured.exchange, measured.world.is_first
-    if parts.live.model is not None:
+    if inputs.live.model is not None:
         raise ConfigError(
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
     mark = weights_mark(measured.origin, config.seed)
-    about, earlier = (_about(parts, each) for each in (mark, mark.split("-")[0]))
+    about, earlier = (_about(inputs, each) for each in (mark, mark.split("-")[0]))
     known = exchange.agree(place.exists())
     if known:
         table = exchange.agree(together(exchange, lambda: load_table(place, about, earlier) if first else None))
         assert table is not None
     else:
         why = "all rows, once"
-        reference = build_reference(measured, parts.base, parts.live, config.reference, why=why)
-        table = tabulate(measured, reference, _all_rows(parts))
+        reference = build_reference(measured, inputs.base, inputs.live, config.reference, why=why)
+        table = tabulate(measured, reference, _all_rows(inputs))
         del reference
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
         together(exchange, lambda: save_table(table, place, about) if first and not config.dry_run else None)
@@ -129,24 +131,24 @@ def _table(parts: Parts, place: Path) -> ReferenceTable:
     return table
 
 
-def _all_rows(parts: Parts) -> Iterator[SampleStream]:
-    exchange = parts.measured.exchange
-    filters = [(source, parts.accept) for source in parts.data.training]
-    filters += [(source, filter_of(source, parts.accept)) for source in parts.data.evaluation.values()]
+def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
+    exchange = inputs.measured.exchange
+    filters = [(source, inputs.accept) for source in inputs.data.training]
+    filters += [(source, filter_of(source, inputs.accept)) for source in inputs.data.evaluation.values()]
     for source, wanted in filters:
         reader = RowReader([source], in_order(source))
-        rows = CandidateReader(reader, parts.scored_by(reader, wanted), exchange, wanted)
-        yield one_pass(parts.config, rows, exchange, parts.layout)
+        rows = CandidateReader(reader, inputs.tokeniser_of(reader, wanted), exchange, wanted)
+        yield one_pass(inputs.config, rows, exchange, inputs.layout)
 
 
-def _about(parts: Parts, mark: str) -> dict[str, str]:
+def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     """Return hashes of all that the numbers depend on, given the mark of the weights."""
-    config, data, origin = parts.config, parts.data, parts.measured.origin
+    config, data, origin = inputs.config, inputs.data, inputs.measured.origin
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
-    precision += adapter_mark(config, parts.base)
+    precision += adapter_mark(config, inputs.base)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     found = {
@@ -156,7 +158,7 @@ def _about(parts: Parts, mark: str) -> dict[str, str]:
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),
     }
     if config.fixes_other_answers:  # whose answer a prompt gets depends on which rows are left out
-        filters = [mark for mark in user_files(config, parts.base).items() if mark[0].startswith("data.filter ")]
+        filters = [mark for mark in user_files(config, inputs.base).items() if mark[0].startswith("data.filter ")]
         left_out = [config.data.unusable, config.data.filter, sorted(filters)]
         found["other answers"] = hash_bytes(json.dumps(left_out).encode())
     return found
