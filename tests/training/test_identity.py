@@ -11,7 +11,7 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
-from holdfast.training.identity import _loss, differences, user_files
+from holdfast.training.identity import _loss, differences, filter_hashes, user_files
 from holdfast.training.reward_files import reward_model_hashes
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -125,6 +125,7 @@ def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_pa
     (tmp_path / "pack" / "inner.py").write_text("changed = 1\n")
     after = user_files(config, tmp_path)
 
+    assert filter_hashes(config, tmp_path) == after, "what a table of reference numbers compares is the same"
     imported = ("helper.py", "other.py", "pack/__init__.py", "pack/deep.py", "pack/inner.py", "unused.py")
     assert sorted(before) == ["data.filter mine.py", *(f"data.filter mine.py imports {name}" for name in imported)]
     assert differences({"files": before}, {"files": after}) == {"files": ["data.filter mine.py imports pack/inner.py"]}

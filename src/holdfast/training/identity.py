@@ -208,13 +208,10 @@ def _is_new(what: str) -> bool:
 
 def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:
     """Return the hashes of the user's files, of what they import from beside them, and of a template in place."""
-    hashes = {}
+    hashes: dict[str, str] = {}
     for key, name in _code_files(config):
-        file = name.rpartition(":")[0]
-        found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
-        if found is not None:  # a class of an installed package lies in none
-            hashes[f"{key} {file}"] = hash_file(found)
-            hashes |= helper_hashes(f"{key} {file}", found)
+        hashes |= _code_hashes(key, name, base)
+    hashes |= filter_hashes(config, base)
     for key in ("data.format", "data.chat_template"):
         value = getattr(config.data, key.removeprefix("data."))
         if value:
@@ -223,8 +220,22 @@ def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:
     return hashes
 
 
+def filter_hashes(config: TrainingConfig, base: Path) -> dict[str, str]:
+    """Return the hashes of the file that says which rows are taken, and of what it imports from beside it."""
+    return {} if config.data.filter is None else _code_hashes("data.filter", config.data.filter, base)
+
+
+def _code_hashes(key: str, name: str, base: Path) -> dict[str, str]:
+    """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
+    file = name.rpartition(":")[0]
+    found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if found is None:  # a class of an installed package lies in none
+        return {}
+    return {f"{key} {file}": hash_file(found)} | helper_hashes(f"{key} {file}", found)
+
+
 def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
-    """Return the keys that name code of the user's, with what they name."""
+    """Return the keys that name code of the user's, but for the filter of rows, with what they name."""
     named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
     if isinstance(config, SFTConfig | GRPOConfig) and isinstance(config.objective, UserObjectiveConfig):
         named.append(("objective.path", config.objective.path))
@@ -234,8 +245,6 @@ def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
         named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if isinstance(config.optim, UserOptimizerConfig):
         named.append(("optim.path", config.optim.path))
-    if config.data.filter is not None:
-        named.append(("data.filter", config.data.filter))
     return named
 
 

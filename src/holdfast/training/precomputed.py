@@ -21,7 +21,7 @@ from holdfast.data.reading import RowReader
 from holdfast.data.stream import SampleStream
 from holdfast.errors import ConfigError
 from holdfast.training.build import Live
-from holdfast.training.identity import adapter_mark, tokenizer_hash, user_files, weights_mark
+from holdfast.training.identity import adapter_mark, filter_hashes, tokenizer_hash, weights_mark
 from holdfast.training.reference import build_reference
 from holdfast.training.reference_table import ReferenceTable, load_table, save_table, tabulate, with_reference
 from holdfast.training.run import Evaluation
@@ -112,8 +112,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
-    mark = weights_mark(measured.origin, config.seed)
-    about, earlier = (_about(inputs, each) for each in (mark, mark.split("-")[0]))
+    about, earlier = together(exchange, lambda: _about_now_and_earlier(inputs))
     known = exchange.agree(place.exists())
     if known:
         table = exchange.agree(together(exchange, lambda: load_table(place, about, earlier) if first else None))
@@ -141,6 +140,12 @@ def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
         yield one_pass(inputs.config, rows, exchange, inputs.layout)
 
 
+def _about_now_and_earlier(inputs: TableInputs) -> tuple[dict[str, str], dict[str, str]]:
+    """Return hashes of all that the numbers depend on, and the same as earlier versions wrote them; reads files."""
+    mark = weights_mark(inputs.measured.origin, inputs.config.seed)
+    return _about(inputs, mark), _about(inputs, mark.split("-")[0])
+
+
 def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     """Return hashes of all that the numbers depend on, given the mark of the weights."""
     config, data, origin = inputs.config, inputs.data, inputs.measured.origin
@@ -158,8 +163,8 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),
     }
     if config.fixes_other_answers:  # whose answer a prompt gets depends on which rows are left out
-        filters = [mark for mark in user_files(config, inputs.base).items() if mark[0].startswith("data.filter ")]
-        left_out = [config.data.unusable, config.data.filter, sorted(filters)]
+        filters = sorted(filter_hashes(config, inputs.base).items())
+        left_out = [config.data.unusable, config.data.filter, filters]
         found["other answers"] = hash_bytes(json.dumps(left_out).encode())
     return found
 
