@@ -25,6 +25,7 @@ from holdfast.recipes.dpo import dpo_step
 from holdfast.training.build import Live
 from holdfast.training.build_preference import build_preference_run
 from holdfast.training.preference import evaluate_preferences
+from holdfast.training.scoring import scored
 from holdfast.types import Example
 from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle
@@ -95,6 +96,22 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
     timed = {name.removeprefix("timing/") for name in run.clock.read()}
     return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards, "timed": timed}
+
+
+def scored_while_training(world: World, tree: dict[str, Any], rows: Any) -> dict[str, np.ndarray]:
+    """Return what the policy and its reference say of the first update's tokens, the policy twice."""
+    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    assert run.policy.training
+    mini_batch = run.stream.next(1)
+    assert mini_batch is not None
+    models = {"policy": run.policy, "again": run.policy, "reference": run.reference}
+    found = {}
+    for name, model in models.items():
+        assert model is not None
+        batches = scored(run, model, mini_batch, "said").micro_batches
+        found[name] = np.concatenate([batch.per_token["said"].flatten().numpy() for batch in batches])
+    assert run.policy.training
+    return found
 
 
 def evaluate(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, float]:

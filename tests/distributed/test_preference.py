@@ -17,6 +17,7 @@ from tests.distributed.preference_cases import (
     kto_by_hand,
     labelled_of,
     pairs_of,
+    scored_while_training,
     sequences_of,
     settings,
     train,
@@ -369,3 +370,17 @@ def test_pairs_are_told_apart_better_and_better(pools: Any, directory: Path) -> 
 
     assert np.mean([line["rewards/accuracies"] for line in lines[-3:]]) == 1.0
     assert lines[-1]["loss"] < 0.3
+
+
+def test_a_reference_without_adapters_says_the_same_with_dropout_as_without(pools: Any, directory: Path) -> None:
+    model = {"lora": {"rank": 2}, "config_override": {"residual_dropout": 0.5}}
+    trees = {
+        dropout: settings(str(directory), model=model | {"dropout": dropout}, reference={"kind": "adapter_off"})
+        for dropout in (False, True)
+    }
+
+    plain, noisy = (pools(1).run(scored_while_training, trees[dropout], ROWS)[0] for dropout in (False, True))
+
+    assert np.abs(noisy["policy"] - noisy["again"]).max() > 0.01, "there is no dropout, so the test shows nothing"
+    assert np.array_equal(noisy["reference"], plain["reference"])
+    assert np.array_equal(plain["reference"], plain["policy"])

@@ -6,8 +6,8 @@ touched outside it finds shards where it expects a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -228,6 +228,17 @@ class PolicyModel(nn.Module):
     def _head(self) -> Head:
         layer = output_layer_of(self.language_model)
         return Head(layer.weight, getattr(layer, "bias", None))  # type: ignore[arg-type]  # a parameter
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def predictors(batch: Batch) -> Tensor:

@@ -9,18 +9,17 @@ the row that `data/other_answers.py` has chosen for good. Deviation: the authors
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.exchange import Exchange
 from holdfast.data.other_answers import Answer, answer_of, with_answer
 from holdfast.data.packing import to_device, unpack
+from holdfast.models.policy import without_dropout
 from holdfast.objectives.answers import answers_of
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.parallel.collectives import reduce_sums
@@ -44,7 +43,7 @@ def divergence(run: Evaluation, others: Sequence[Batch]) -> float:
     if not others:
         return 0.0
     sums = {"kl": torch.zeros(2, dtype=torch.float64, device=run.world.device)}
-    with _measured(run.policy):
+    with without_dropout(run.policy):
         for other in others:
             batch = to_device(other, run.world.device)
             scores = run.policy(batch, temperature=run.temperature)
@@ -67,17 +66,7 @@ def answered_by_next_rows(
     if len(found.known) < 2:
         return []
     batches = assemble(found, run.exchange, run.config.data, replace(layout, columns={}))
-    with _measured(run.policy):  # which may be the reference, too
-        return scored(run, reference, batches, "reference_logprobs").micro_batches
-
-
-@contextmanager
-def _measured(policy: nn.Module) -> Iterator[None]:
-    """Leave dropout out within the block."""
-    was_training = policy.training
-    policy.eval()
-    yield
-    policy.train(was_training)
+    return scored(run, reference, batches, "reference_logprobs").micro_batches
 
 
 def with_next_answers(mine: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:

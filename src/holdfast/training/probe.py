@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holdfast.data.packing import pack, to_device
 from holdfast.data.weights import Share
-from holdfast.models.policy import PolicyModel
+from holdfast.models.policy import PolicyModel, without_dropout
 from holdfast.types import Example, Scores
 
 
@@ -18,9 +18,7 @@ def probe_logprobs(model: PolicyModel, tokens: NDArray[np.int64], device: torch.
     """Return [L - 1] log-probabilities of all tokens but the first; all ranks call this together."""
     example = Example(0, 0, tokens, np.arange(tokens.size) > 0)
     batch = to_device(pack([example], [Share(1.0, 1.0)], padded=model.padded), device)
-    was_training = model.training
-    model.eval()
-    scores = model(batch)
-    model.train(was_training)
+    with without_dropout(model):
+        scores = model(batch)
     assert isinstance(scores, Scores)
     return scores.logprobs

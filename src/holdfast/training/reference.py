@@ -19,7 +19,7 @@ from holdfast.errors import ModelError
 from holdfast.models.adapters import adapters_of, adapters_off
 from holdfast.models.build import blueprint
 from holdfast.models.expert_choices import COLUMN
-from holdfast.models.policy import PolicyModel
+from holdfast.models.policy import PolicyModel, without_dropout
 from holdfast.optim.following import Following
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import sharded_parameters
@@ -45,7 +45,7 @@ Reference = LocalReference | ScoringServer
 
 @dataclass(frozen=True)
 class AdapterOff:
-    """The policy as it would be without its adapters."""
+    """The policy as it would be without its adapters, and without dropout."""
 
     policy: PolicyModel
 
@@ -53,7 +53,7 @@ class AdapterOff:
         """Score a batch."""
         own = {name: values for name, values in batch.per_token.items() if name != COLUMN}  # routed by its own routers
         batch = replace(batch, per_token=own)
-        with adapters_off(self.policy):
+        with adapters_off(self.policy), without_dropout(self.policy):
             scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
         return scores
 
