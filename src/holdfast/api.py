@@ -155,7 +155,7 @@ def distill(
     """Distil a teacher into a student in this process; under torchrun, as one of its ranks.
 
     Args:
-        config: As in `sft`; `teacher.path` names the teacher's directory.
+        config: As in `sft`; `teacher` names the teacher's directory, or the server that it stands behind.
         rows: As in `sft`; with `rollout.share: 1` they need no answers.
         model: The student, as in `sft`.
         tokenizer: As in `sft`.
