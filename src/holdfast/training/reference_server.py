@@ -6,7 +6,6 @@ import numpy as np
 
 from holdfast.config.reference import ServerReferenceConfig
 from holdfast.errors import ModelError
-from holdfast.training.probe import probe_logprobs
 from holdfast.training.run import Evaluation
 from holdfast.training.scoring_server import Role, ScoringServer, meet
 
@@ -29,8 +28,7 @@ def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> 
     """
     found = meet(policy, section, _ROLE, section.bound)
     probe, model = found.probe, found.server.model
-    said = probe_logprobs(policy.policy, np.array(probe.tokens), policy.world.device).cpu().double().numpy()
-    difference = max(policy.exchange.gather(float(np.abs(said - probe.logprobs).max())))
+    difference = max(policy.exchange.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:
         raise ModelError(
             f"reference: {model} at {section.url} is not the model at start: of one text their log-probabilities "

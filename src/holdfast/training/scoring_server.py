@@ -22,6 +22,7 @@ from holdfast.data.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training.completion_server import CompletionServer, ServedModel, ServerRefuses, ServerUnwell
+from holdfast.training.probe import probe_logprobs
 from holdfast.training.run import Evaluation
 from holdfast.training.together import together
 from holdfast.types import Batch, MiniBatch
@@ -52,6 +53,10 @@ class Probe:
     tokens: tuple[int, ...]
     logprobs: NDArray[np.float64]
     """[L - 1], of all tokens but the first"""
+
+    def told_by(self, trained: Evaluation) -> NDArray[np.float64]:
+        """Return [L - 1], what the model that is trained says of it now; all ranks call this together."""
+        return probe_logprobs(trained.policy, np.array(self.tokens), trained.world.device).cpu().double().numpy()
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from holdfast.config.distill import ServerTeacherConfig
 from holdfast.errors import ModelError
-from holdfast.training.probe import probe_logprobs
 from holdfast.training.run import Evaluation
 from holdfast.training.scoring_server import Role, ScoringServer, meet
 
@@ -30,7 +27,7 @@ def connect(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
             "to be the student's. Use a server that names tokens by their ids, as vLLM does "
             "(teacher.answers: prompt_logprobs), or a teacher in memory (teacher.kind: sharded)."
         )
-    own = probe_logprobs(student.policy, np.array(probe.tokens), student.world.device).cpu().double().numpy()
+    own = probe.told_by(student)
     if student.world.is_first:
         print(
             f"teacher: {model} at {section.url}, with the student's tokenizer; a token of one text takes it "
