@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.verbs import run_from_mapping
-from holdfast.data.packing import unpack
+from holdfast.data.packing import pack, unpack
 from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
@@ -21,6 +21,8 @@ from holdfast.training.build import Live
 from holdfast.training.build_distillation import build_distillation_run
 from holdfast.training.distillation import evaluate_distilled
 from holdfast.training.run import StepAbandoned
+from holdfast.training.scoring_server import ScoringServer
+from holdfast.types import MiniBatch
 from tests.distributed.cases import recorded_gradients
 from tests.distributed.preference_cases import descend, parameters_of
 from tests.oracle import distillation as oracle
@@ -108,6 +110,13 @@ def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: 
     run.exchange.gather(None)
     Path(faults).write_text(fault)
     distill_step(run)
+
+
+def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
+    """Let the teacher's server score a batch that holds nothing on any rank."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    assert isinstance(run.teacher.model, ScoringServer)
+    run.teacher.model.scored(MiniBatch((pack([], []),), 0.0, 0, 0, 0), "teacher_logprobs")
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.data.characters import character_tokenizer
 from tests.distributed.cases import rows_of
-from tests.distributed.distill_cases import finished, measured, settings, spoiled_after_a_step, texts_of
+from tests.distributed.distill_cases import finished, idle, measured, settings, spoiled_after_a_step, texts_of
 from tests.distributed.test_reference_server import fewer_tokens, other_words
 from tests.logprob_server import LONGEST, Served, served
 from tests.oracle import distillation as oracle
@@ -27,6 +27,9 @@ SAMPLED = {
     "rollout": {"max_new_tokens": 9, "group_size": 2},
     "model": {"dtype": "float32"},
 }
+
+OF_START = 2 * 4
+"""Requests of two ranks before step 1."""
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +189,16 @@ def test_a_failure_in_the_middle_of_a_run_is_one_error_on_all_ranks(
     assert message.startswith(f"The teacher at {server.url('teacher')} ")
     assert words in message
     assert second == (kind, message)
+
+
+def test_every_batch_asks_whether_the_model_is_still_the_same_also_one_without_texts(
+    pools: Any, student: Path, server: Served
+) -> None:
+    before = len(server.asked())
+
+    pools(2).run(idle, asking(student, server), ROWS)
+
+    assert len(server.asked()) - before == OF_START + 1
 
 
 def test_a_run_does_not_go_on_with_a_teacher_of_another_kind_unless_that_is_declared(

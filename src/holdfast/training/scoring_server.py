@@ -102,13 +102,13 @@ class ScoringServer:
                 if length:
                     asked.append((number, row, place, tokens[row, place].tolist()[:length], mask))
         texts = [tokens for _, _, _, tokens, _ in asked]
-        if self.exchange.rank == 0 and texts:
+        if self.exchange.rank == 0:  # also of a batch whose sequences are all other ranks'
             texts.append(list(self.probe.tokens))
         told = self._ask(texts)
-        if len(told) > len(asked):
-            self._check_drift(told[-1])
+        if self.exchange.rank == 0:
+            self._check_drift(told.pop())
         columns = [torch.zeros(batch.tokens.shape, dtype=batch.weights.dtype) for batch in batches]
-        for (number, row, place, tokens_, mask), values in zip(asked, told, strict=False):
+        for (number, row, place, tokens_, mask), values in zip(asked, told, strict=True):
             own = np.zeros(mask.size)
             own[: len(tokens_)] = np.where(mask[: len(tokens_)], values, 0.0)
             columns[number][row, place] = torch.from_numpy(own).to(columns[number].dtype)
