@@ -26,7 +26,7 @@ def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> 
         ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
         ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
     """
-    found = meet(policy, section, _ROLE, section.bound)
+    found, compared = meet(policy, section, _ROLE, section.bound)
     probe, model = found.probe, found.server.model
     difference = max(policy.exchange.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:
@@ -37,7 +37,7 @@ def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> 
             "precision is lower."
         )
     if policy.world.is_first:
-        note = "" if found.names_tokens else "; it names no tokens, so its tokenizer could not be compared"
+        note = "" if compared else "; its tokenizer could not be compared, since it named no tokens"
         print(
             f"reference policy: {model} at {section.url}, for {why}; of one text its log-probabilities differ "
             f"from the policy's by at most {difference:.1e} nats{note}",

@@ -70,8 +70,6 @@ class ScoringServer:
     probe: Probe
     drift: float
     """Largest change in nats of what it says of the probe."""
-    names_tokens: bool
-    """Whether it says which tokens a text has. Otherwise its tokenizer could not be compared."""
 
     def scored(self, mini_batch: MiniBatch, name: str) -> MiniBatch:
         """Add its log-probabilities to every trained token as a column; all ranks call this together.
@@ -143,7 +141,15 @@ class ScoringServer:
             )
 
 
-def meet(trained: Evaluation, section: ServerConfig, role: Role, drift: float | None = None) -> ScoringServer:
+class Met(NamedTuple):
+    """A server before step 1."""
+
+    server: ScoringServer
+    compared: bool
+    """Whether its tokenizer was compared; it cannot be where the endpoint does not say which tokens a text has."""
+
+
+def meet(trained: Evaluation, section: ServerConfig, role: Role, drift: float | None = None) -> Met:
     """Return the model behind an endpoint, with the tokens of the trained one; all ranks call this together.
 
     Args:
@@ -160,7 +166,7 @@ def meet(trained: Evaluation, section: ServerConfig, role: Role, drift: float | 
     return together(trained.exchange, lambda: _met(trained, section, role, drift or _DRIFT))
 
 
-def _met(trained: Evaluation, section: ServerConfig, role: Role, drift: float) -> ScoringServer:
+def _met(trained: Evaluation, section: ServerConfig, role: Role, drift: float) -> Met:
     """Return the endpoint with its model chosen and checked; one rank's part of `meet`."""
     tokenizer, longest = trained.origin.tokenizer, trained.config.data.max_length
     server = CompletionServer.of(section, role.section)
@@ -168,7 +174,7 @@ def _met(trained: Evaluation, section: ServerConfig, role: Role, drift: float) -
         offered = server.models()
         server = server.named(_chosen(offered, section, role))
         _check_length(next(model for model in offered if model.name == server.model), longest, section, role)
-        names_tokens = _check_tokenizer(server, tokenizer, role)
+        compared = _check_tokenizer(server, tokenizer, role)
         tokens = tuple(tokenizer.encode(_TEXT, add_special_tokens=False))[:_PROBE_TOKENS][:longest]
         probe = Probe(tokens, server.logprobs(tokens)[1:])
         _check_vocabulary(server, _vocabulary(trained), longest, role)
@@ -177,7 +183,7 @@ def _met(trained: Evaluation, section: ServerConfig, role: Role, drift: float) -
             f"{role.section}.url: {section.url} {error}. See that the server runs, and that it is vLLM or answers like "
             f"it ({role.section}.answers)."
         ) from error
-    return ScoringServer(role, server, trained.exchange, trained.world.device, probe, drift, names_tokens)
+    return Met(ScoringServer(role, server, trained.exchange, trained.world.device, probe, drift), compared)
 
 
 def _chosen(offered: Sequence[ServedModel], section: ServerConfig, role: Role) -> str:
@@ -200,18 +206,19 @@ def _check_length(model: ServedModel, longest: int, section: ServerConfig, role:
 
 
 def _check_tokenizer(server: CompletionServer, tokenizer: Any, role: Role) -> bool:
-    """Compare the tokens of a text, and of words from all over the vocabulary; return whether they are told.
+    """Compare the tokens of a text, and of words from all over the vocabulary; return whether any were.
 
     Raises:
         ModelError: They differ.
     """
+    compared = False
     for text in (_TEXT, tokenizer.decode(_spread(len(tokenizer)), skip_special_tokens=True)):
         ours = tokenizer.encode(text, add_special_tokens=False)
         if len(ours) < 2:
             continue
         theirs = server.tokens_of(text)
-        if not any(token is not None for token in theirs):
-            return False
+        if all(token is None for token in theirs):
+            continue
         same = len(ours) == len(theirs) and all(
             named in {None, token} for token, named in zip(ours, theirs, strict=True)
         )
@@ -221,7 +228,8 @@ def _check_tokenizer(server: CompletionServer, tokenizer: Any, role: Role) -> bo
                 f"{role.trained}: of {text[:40]!r} it makes {len(theirs)} tokens ({_first(theirs)}), the "
                 f"{role.trained} {len(ours)} ({_first(ours)}). Serve a model with the {role.trained}'s tokenizer."
             )
-    return True
+        compared = True
+    return compared
 
 
 def _first(tokens: Sequence[int | None]) -> str:

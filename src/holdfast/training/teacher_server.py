@@ -18,10 +18,10 @@ def connect(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
             log-probability; the same on all ranks.
         ModelError: Its tokenizer or its vocabulary is not the student's, or it cannot be known to be.
     """
-    found = meet(student, section, _ROLE)
+    found, compared = meet(student, section, _ROLE)
     probe, model = found.probe, found.server.model
     # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
-    if not all(student.exchange.gather(found.names_tokens)):
+    if not all(student.exchange.gather(compared)):
         raise ModelError(
             f"teacher: {model} at {section.url} does not say which tokens it makes of a text, so they cannot be known "
             "to be the student's. Use a server that names tokens by their ids, as vLLM does "
