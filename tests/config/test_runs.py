@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig, planned_steps
+from holdfast.config.runs import SFTConfig, TrainingConfig, planned_steps
+from holdfast.config.verbs import ROOTS
 
 LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -53,3 +54,10 @@ def test_checking_a_configuration_imports_neither_torch_nor_transformers() -> No
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=list(ROOTS))
+def test_every_verb_says_whether_what_it_trains_writes_texts(root: type[TrainingConfig]) -> None:
+    writes = "rollout" in root.model_fields
+
+    assert root.samples is writes

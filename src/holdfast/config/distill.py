@@ -102,6 +102,7 @@ class DistillConfig(TrainingConfig):
     """Distillation of a teacher into a student, on rows, on the student's own completions, or on both."""
 
     verb = "distill"
+    samples = True
     teacher: Teacher
     distill: DistillLossConfig = DistillLossConfig()
     rollout: DistillRolloutConfig | None = None

@@ -46,6 +46,7 @@ class DPOConfig(TrainingConfig):
     """Training on preferences: DPO and its kin."""
 
     verb = "dpo"
+    samples = False
     data: PairDataConfig
     preference: PreferenceConfig
     reference: PairReference = PairReferenceConfig()

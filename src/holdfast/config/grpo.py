@@ -37,6 +37,7 @@ class GRPOConfig(TrainingConfig):
     """
 
     verb = "grpo"
+    samples = True
     data: PromptDataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: Annotated[list[Reward], Field(min_length=1), OneOrSeveral()]

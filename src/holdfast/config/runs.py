@@ -93,6 +93,8 @@ class TrainingConfig(_Root):
 
     verb: ClassVar[str]
     """What the command line calls it."""
+    samples: ClassVar[bool]
+    """Whether what is trained may write texts itself, with every token that its head has a row for."""
     scores: ClassVar[bool] = False
     """Whether what is trained scores whole texts; else it predicts tokens."""
     values: ClassVar[bool] = False
@@ -221,6 +223,7 @@ class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
     verb = "sft"
+    samples = False
     objective: SupervisedObjective = NLLConfig()
     """The loss that is summed over trained tokens."""
 

@@ -38,6 +38,7 @@ class Taught:
 
     separable = True
     needs_entropy = False
+    needs_teacher_logprobs = False
 
     def __init__(self, loss: Distillation, teacher: PolicyModel) -> None:
         self.loss = loss

@@ -14,14 +14,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from holdfast.objectives.base import Tokens, ratio
+from holdfast.objectives.base import Objective, Tokens, ratio
 from holdfast.objectives.supervised import NegativeLogLikelihood, supervised_sums
 from holdfast.types import Scores
+
+
+class Comparison(Objective, Protocol):
+    """A loss that compares a student with its teacher."""
+
+    @property
+    def needs_teacher_logprobs(self) -> bool:
+        """Whether it reads the column `teacher_logprobs`; else it asks the teacher itself."""
+        ...
 
 
 class Divergence(NamedTuple):
@@ -81,6 +90,7 @@ class SampledReverseKL:
 
     separable: bool = True
     needs_entropy: bool = False
+    needs_teacher_logprobs: bool = True
 
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
         """Return [n] estimates of the divergence, in nats; a single one may be negative."""
@@ -101,6 +111,8 @@ class BothLikelihoods(NegativeLogLikelihood):
 
     On tokens that the student did not sample, the difference of the two is no estimate of a divergence.
     """
+
+    needs_teacher_logprobs: bool = True
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
         """Return the teacher's mean, and what supervised losses tell."""

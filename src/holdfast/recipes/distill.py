@@ -34,7 +34,7 @@ def distill_step(run: DistillRun) -> dict[str, float] | None:
     run.objective = run.of_rows
     with run.phase("data"):
         mini_batch = run.stream.next(run.state.step)
-    return None if mini_batch is None else train_step(run, mini_batch)
+    return None if mini_batch is None else train_step(run, compared(run, mini_batch))
 
 
 def sampled_step(run: SampledDistillRun) -> dict[str, float] | None:

@@ -15,8 +15,7 @@ from holdfast.data.rows import Row
 from holdfast.errors import DataError
 from holdfast.models.policy import PolicyModel
 from holdfast.models.student import Taught
-from holdfast.objectives.base import Objective
-from holdfast.objectives.divergences import BothLikelihoods, Distillation, SampledReverseKL
+from holdfast.objectives.divergences import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
@@ -104,7 +103,7 @@ def _student(  # noqa: PLR0913 - the borders of a run
     return DistillEvaluation(**parts, teacher=teacher, of_rows=of_rows)
 
 
-def _of_rows(config: DistillConfig, teacher: Teacher) -> Objective:
+def _of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
     """Return the comparison on the answers of rows."""
     match teacher.model:
         case ScoringServer():
@@ -113,7 +112,7 @@ def _of_rows(config: DistillConfig, teacher: Teacher) -> Objective:
             return Taught(_divergence(config), model)
 
 
-def _of_samples(config: DistillConfig, teacher: Teacher) -> Objective:
+def _of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
     """Return the comparison on what the student wrote."""
     if config.distill.loss.kind == "sampled_reverse_kl":
         return SampledReverseKL()

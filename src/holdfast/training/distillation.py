@@ -13,8 +13,7 @@ from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates
 from holdfast.data.packing import unpack
 from holdfast.data.vision import going_on
-from holdfast.objectives.base import Objective
-from holdfast.objectives.divergences import BothLikelihoods, SampledReverseKL
+from holdfast.objectives.divergences import Comparison
 from holdfast.rollout.sampling import mixed
 from holdfast.training.divergence import known_of
 from holdfast.training.evaluate import evaluate, split_at_answer
@@ -33,8 +32,9 @@ class DistillEvaluation(Evaluation):
     """A student, and the teacher it is compared with."""
 
     config: DistillConfig
+    objective: Comparison
     teacher: Teacher
-    of_rows: Objective
+    of_rows: Comparison
     """Compares on the answers of rows: in training, and in every evaluation."""
 
 
@@ -50,7 +50,7 @@ class SampledDistillRun(DistillRun, SamplingEvaluation):
     rollout: DistillRolloutConfig
     layout: Layout
     """How texts are packed."""
-    of_samples: Objective
+    of_samples: Comparison
     """Compares on what the student wrote."""
 
     @property
@@ -91,12 +91,12 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
 
 
 def compared(run: DistillEvaluation, mini_batch: MiniBatch) -> MiniBatch:
-    """Add the teacher's log-probabilities where the objective takes no others; all ranks call this together.
+    """Add the teacher's log-probabilities where the objective reads them; all ranks call this together.
 
     Raises:
         RunStopped: The teacher's server does not answer, or cannot be used; the same on all ranks.
     """
-    if not isinstance(run.objective, SampledReverseKL | BothLikelihoods):
+    if not run.objective.needs_teacher_logprobs:
         return mini_batch
     with run.phase("teacher"):
         return scored(run, run.teacher.model, mini_batch, "teacher_logprobs")

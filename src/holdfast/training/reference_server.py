@@ -26,7 +26,7 @@ def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> 
         ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
         ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
     """
-    found, compared = meet(policy, section, _ROLE, section.bound)
+    found, compared = meet(policy, section, _ROLE, samples=policy.config.samples, drift=section.bound)
     probe, model = found.probe, found.server.model
     difference = max(policy.exchange.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from holdfast.config.distill import DistillConfig
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.server import ServerConfig
 from holdfast.data.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
@@ -149,13 +147,14 @@ class Met(NamedTuple):
     """Whether its tokenizer was compared; it cannot be where the endpoint does not say which tokens a text has."""
 
 
-def meet(trained: Evaluation, section: ServerConfig, role: Role, drift: float | None = None) -> Met:
+def meet(trained: Evaluation, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None) -> Met:
     """Return the model behind an endpoint, with the tokens of the trained one; all ranks call this together.
 
     Args:
         trained: Freshly built.
         section: Where the endpoint is.
         role: What is expected there.
+        samples: Whether it is asked for texts that the trained model writes: that may have tokens which no text has.
         drift: Largest change in nats of what it says of one text in the course of the run; default: 0.1.
 
     Raises:
@@ -163,10 +162,12 @@ def meet(trained: Evaluation, section: ServerConfig, role: Role, drift: float | 
             ranks.
         ModelError: Its tokenizer or its vocabulary is not that of the trained model.
     """
-    return together(trained.exchange, lambda: _met(trained, section, role, drift or _DRIFT))
+    return together(
+        trained.exchange, lambda: _met(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
+    )
 
 
-def _met(trained: Evaluation, section: ServerConfig, role: Role, drift: float) -> Met:
+def _met(trained: Evaluation, section: ServerConfig, role: Role, size: int, drift: float) -> Met:
     """Return the endpoint with its model chosen and checked; one rank's part of `meet`."""
     tokenizer, longest = trained.origin.tokenizer, trained.config.data.max_length
     server = CompletionServer.of(section, role.section)
@@ -177,7 +178,7 @@ def _met(trained: Evaluation, section: ServerConfig, role: Role, drift: float) -
         compared = _check_tokenizer(server, tokenizer, role)
         tokens = tuple(tokenizer.encode(_TEXT, add_special_tokens=False))[:_PROBE_TOKENS][:longest]
         probe = Probe(tokens, server.logprobs(tokens)[1:])
-        _check_vocabulary(server, _vocabulary(trained), longest, role)
+        _check_vocabulary(server, size, longest, role)
     except (ServerRefuses, ServerUnwell) as error:
         raise ConfigError(
             f"{role.section}.url: {section.url} {error}. See that the server runs, and that it is vLLM or answers like "
@@ -236,9 +237,8 @@ def _first(tokens: Sequence[int | None]) -> str:
     return ", ".join("?" if token is None else str(token) for token in tokens[:6])
 
 
-def _vocabulary(trained: Evaluation) -> int:
+def _vocabulary(trained: Evaluation, *, samples: bool) -> int:
     """Return how many tokens an endpoint may be asked for: a model samples also those that no text has."""
-    samples = isinstance(trained.config, GRPOConfig | DistillConfig)
     known = int(trained.origin.skeleton.config.get_text_config().vocab_size)
     return known if samples else min(known, len(trained.origin.tokenizer))
 

@@ -18,7 +18,7 @@ def connect(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
             log-probability; the same on all ranks.
         ModelError: Its tokenizer or its vocabulary is not the student's, or it cannot be known to be.
     """
-    found, compared = meet(student, section, _ROLE)
+    found, compared = meet(student, section, _ROLE, samples=True)
     probe, model = found.probe, found.server.model
     # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
     if not all(student.exchange.gather(compared)):
