@@ -2,9 +2,9 @@
 
     python tests/logprob_server.py FAULT_FILE MODEL_DIRECTORY...
 
-The model in the directory NAME is served as `tiny` at /NAME/v1, and the port is printed. What stands in FAULT_FILE
-spoils answers, read anew at every request: `WORD`, or `WORD AFTER` to begin with the request of that number. Every
-request leaves a line in FAULT_FILE.log.
+The model in the directory NAME is served at /NAME/v1 as `tiny`, or as its file `served_as` says; the port is printed.
+What stands in FAULT_FILE spoils answers, read anew at every request: `WORD`, or `WORD AFTER` to begin with the request
+of that number. Every request leaves a line in FAULT_FILE.log.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Server(ThreadingHTTPServer):
             )
             for place in directories
         }
+        files = {place.name: place / "served_as" for place in directories}
+        self.names = {name: file.read_text() if file.exists() else "tiny" for name, file in files.items()}
         self.faults, self.lock, self.asked = faults, threading.Lock(), 0
 
     def fault(self) -> str:
@@ -61,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self._send(200, {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": LONGEST}]})
+        name = self.server.names[self.path.split("/")[1]]
+        self._send(200, {"object": "list", "data": [{"id": name, "object": "model", "max_model_len": LONGEST}]})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ SAMPLED = {
 OF_START = 2 * 4
 """Requests of two ranks before step 1."""
 
+MEASURED = ("loss", "grad_norm", "divergence", "teacher/nll", "nll")
+
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,8 +49,10 @@ def teacher(student: Path) -> Path:
 def process(student: Path, teacher: Path) -> Iterator[Served]:
     for make in (fewer_tokens, other_words):
         make(student.with_name(make.__name__))
+    moved, renamed = (shutil.copytree(teacher, student.with_name(name)) for name in ("moved", "renamed"))
+    (renamed / "served_as").write_text("large")
     names = [student.with_name(make.__name__) for make in (fewer_tokens, other_words)]
-    with served(sys.executable, student.with_name("fault"), teacher, *names) as server:
+    with served(sys.executable, student.with_name("fault"), teacher, moved, renamed, *names) as server:
         yield server
 
 
@@ -76,7 +81,7 @@ def test_it_makes_the_updates_that_the_same_teacher_in_memory_makes(  # noqa: PL
     outcomes = pools(ranks).run(measured, asked, ROWS, 3)
 
     for found in outcomes:
-        for name in ("loss", "grad_norm", "divergence", "teacher/nll", "nll"):
+        for name in MEASURED:
             values = [line[name] for line in expected]
             assert [line[name] for line in found["lines"]] == pytest.approx(values, rel=1e-5, abs=1e-5), name
             assert min(map(abs, values)) > 1e-2, name
@@ -201,17 +206,33 @@ def test_every_batch_asks_whether_the_model_is_still_the_same_also_one_without_t
     assert len(server.asked()) - before == OF_START + 1
 
 
-def test_a_run_does_not_go_on_with_a_teacher_of_another_kind_unless_that_is_declared(
-    pools: Any, student: Path, teacher: Path, server: Served, tmp_path: Path
+def test_a_run_goes_on_with_its_teacher_at_another_address(
+    pools: Any, student: Path, server: Served, tmp_path: Path
+) -> None:
+    def metrics(steps: int, at: str, run: str) -> dict[str, float]:
+        tree = asking(student, server, at, run={"dir": str(tmp_path), "name": run}, steps=steps)
+        return dict(pools(2).run(finished, tree, ROWS)[0])
+
+    metrics(1, "teacher", "moves")
+    moved = metrics(2, "moved", "moves")
+    straight = metrics(2, "teacher", "straight")
+
+    assert {name: moved[name] for name in MEASURED} == {name: straight[name] for name in MEASURED}
+
+
+@pytest.mark.parametrize("other", ["in memory", "under another name"])
+def test_a_run_does_not_go_on_with_another_teacher_unless_that_is_declared(  # noqa: PLR0913, PLR0917 - a case's parts
+    pools: Any, student: Path, teacher: Path, server: Served, tmp_path: Path, other: str
 ) -> None:
     def tree(steps: int, **sections: Any) -> dict[str, Any]:
         return asking(student, server, run={"dir": str(tmp_path), "name": "r"}, steps=steps, **sections)
 
+    renamed = {"kind": "server", "url": server.url("renamed")}
+    another = {"teacher": {"path": str(teacher)} if other == "in memory" else renamed}
     pools(2).run(finished, tree(1), ROWS)
-    in_memory = {"teacher": {"path": str(teacher)}}
-    errors = pools(2).errors(finished, tree(2) | in_memory, ROWS)
+    errors = pools(2).errors(finished, tree(2) | another, ROWS)
     declared = {"checkpoint": {"resume": {"changed": ["model"]}}}
-    metrics = pools(2).run(finished, tree(2, **declared) | in_memory, ROWS)[0]
+    metrics = pools(2).run(finished, tree(2, **declared) | another, ROWS)[0]
 
     for kind, message in errors:
         assert kind == "CheckpointMismatch"
