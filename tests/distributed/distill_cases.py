@@ -112,6 +112,14 @@ def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: 
     distill_step(run)
 
 
+def evaluated_twice(world: World, tree: dict[str, Any], rows: Any) -> list[dict[str, float]]:
+    """Return the metrics of evaluations before and after a step."""
+    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    before = evaluate_distilled(run)
+    distill_step(run)
+    return [before, evaluate_distilled(run)]
+
+
 def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
     """Let the teacher's server score a batch that holds nothing on any rank."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))

@@ -14,7 +14,15 @@ import torch
 
 from holdfast.data.characters import character_tokenizer
 from tests.distributed.cases import rows_of
-from tests.distributed.distill_cases import finished, idle, measured, settings, spoiled_after_a_step, texts_of
+from tests.distributed.distill_cases import (
+    evaluated_twice,
+    finished,
+    idle,
+    measured,
+    settings,
+    spoiled_after_a_step,
+    texts_of,
+)
 from tests.distributed.test_reference_server import fewer_tokens, other_words
 from tests.logprob_server import LONGEST, Served, served
 from tests.oracle import distillation as oracle
@@ -108,6 +116,23 @@ def test_evaluation_sets_tell_the_likelihoods_of_both_and_no_divergence(
         assert found["eval/held/nll"] == pytest.approx(own, rel=1e-9)
         assert found["eval/held/teacher/nll"] == pytest.approx(theirs, rel=1e-9)
     assert abs(own - theirs) > 1e-2
+
+
+def test_rows_of_evaluation_sets_are_asked_for_once_and_what_is_sampled_every_time(
+    pools: Any, student: Path, server: Served, tmp_path: Path
+) -> None:
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(f'{{"prompt": "{row["prompt"]}", "completion": "{row["completion"]}"}}\n' for row in HELD))
+    tree = asking(student, server, evaluation={"sets": {"held": {"path": str(held)}}})
+    before = len(server.asked())
+
+    first, second = pools(2).run(evaluated_twice, tree, ROWS)[0]
+
+    batches, completions = 2, 4 * 2
+    of_evaluations = len(HELD) + batches + batches
+    assert len(server.asked()) - before == OF_START + of_evaluations + completions + 1
+    assert second["eval/held/teacher/nll"] == first["eval/held/teacher/nll"]
+    assert second["eval/held/nll"] != first["eval/held/nll"]
 
 
 def nll_of(model: Any, texts: Any) -> float:

@@ -18,6 +18,7 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.divergence import known_of
 from holdfast.training.evaluate import evaluate, split_at_answer
 from holdfast.training.policy import SamplingEvaluation, rest
+from holdfast.training.reference import Reference
 from holdfast.training.rollout_metrics import length_metrics
 from holdfast.training.rollouts import CompletionFact, GroupFact, sample_groups
 from holdfast.training.run import Evaluation, Run
@@ -90,8 +91,13 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     return replace(made, metrics={**mini_batch.metrics, **made.metrics, **length_metrics(facts)})
 
 
-def compared(run: DistillEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+def compared(run: DistillEvaluation, mini_batch: MiniBatch, teacher: Reference | None = None) -> MiniBatch:
     """Add the teacher's log-probabilities where the objective reads them; all ranks call this together.
+
+    Args:
+        run: Of which the objective is the one that comes next.
+        mini_batch: What is compared.
+        teacher: Who is asked; default: the teacher of steps.
 
     Raises:
         RunStopped: The teacher's server does not answer, or cannot be used; the same on all ranks.
@@ -99,7 +105,7 @@ def compared(run: DistillEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     if not run.objective.needs_teacher_logprobs:
         return mini_batch
     with run.phase("teacher"):
-        return scored(run, run.teacher.model, mini_batch, "teacher_logprobs")
+        return scored(run, run.teacher.model if teacher is None else teacher, mini_batch, "teacher_logprobs")
 
 
 def evaluate_distilled(
@@ -110,7 +116,7 @@ def evaluate_distilled(
     Of a teacher behind a server the likelihoods alone.
     """
     run.objective = run.of_rows
-    return evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch))
+    return evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch, run.teacher.of_sets))
 
 
 def _prompts(run: SampledDistillRun, mini_batch: MiniBatch) -> list[Prompt]:

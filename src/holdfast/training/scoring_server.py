@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from holdfast.config.server import ServerConfig
@@ -68,6 +69,12 @@ class ScoringServer:
     probe: Probe
     drift: float
     """Largest change in nats of what it says of the probe."""
+    kept: dict[bytes, NDArray[np.float64]] | None = None
+    """What it said of sequences, by their hash, where that is kept."""
+
+    def remembering(self) -> ScoringServer:
+        """Return the same endpoint, which a rank asks for each sequence once; of a token 8 bytes are kept."""
+        return replace(self, kept={})
 
     def scored(self, mini_batch: MiniBatch, name: str) -> MiniBatch:
         """Add its log-probabilities to every trained token as a column; all ranks call this together.
@@ -97,18 +104,30 @@ class ScoringServer:
                 length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
                 if length:
                     asked.append((number, row, place, tokens[row, place].tolist()[:length], mask))
-        texts = [tokens for _, _, _, tokens, _ in asked]
-        if self.exchange.rank == 0:  # also of a batch whose sequences are all other ranks'
-            texts.append(list(self.probe.tokens))
-        told = self._ask(texts)
-        if self.exchange.rank == 0:
-            self._check_drift(told.pop())
+        told = self._told([tokens for _, _, _, tokens, _ in asked])
         columns = [torch.zeros(batch.tokens.shape, dtype=batch.weights.dtype) for batch in batches]
         for (number, row, place, tokens_, mask), values in zip(asked, told, strict=True):
             own = np.zeros(mask.size)
             own[: len(tokens_)] = np.where(mask[: len(tokens_)], values, 0.0)
             columns[number][row, place] = torch.from_numpy(own).to(columns[number].dtype)
         return columns
+
+    def _told(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
+        """Return the log-probabilities of sequences, of those that are kept without asking."""
+        if self.kept is None:
+            return self._told_now(texts)
+        keys = [xxhash.xxh3_128_digest(np.array(tokens, np.int64).tobytes()) for tokens in texts]
+        wanted = {key: tokens for key, tokens in zip(keys, texts, strict=True) if key not in self.kept}
+        self.kept.update(zip(wanted, self._told_now(list(wanted.values())), strict=True))
+        return [self.kept[key] for key in keys]
+
+    def _told_now(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
+        """Ask for sequences, and see that the model is still the same, whichever rank has the texts of a batch."""
+        if self.exchange.rank != 0:
+            return self._ask(texts)
+        *told, of_probe = self._ask([*texts, list(self.probe.tokens)])
+        self._check_drift(of_probe)
+        return told
 
     def _ask(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
         """Return the log-probabilities of sequences, several at a time; the first failure ends all of them."""

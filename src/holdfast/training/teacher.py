@@ -31,6 +31,8 @@ class Teacher:
     """A teacher that is ready to be asked."""
 
     model: PolicyModel | ScoringServer
+    of_sets: PolicyModel | ScoringServer
+    """The same for evaluation sets, whose rows come again and again: a server is asked for each of them once."""
     mark: str
     """What tells its weights from others: of files their hash, behind an endpoint the name they are served under."""
 
@@ -47,7 +49,7 @@ def build_teacher(student: Evaluation, base: Path) -> Teacher:
     match config.teacher:
         case ServerTeacherConfig() as section:
             server = connect(student, section)
-            return Teacher(server, f"server {server.server.model}")
+            return Teacher(server, server.remembering(), f"server {server.server.model}")
         case section:
             return _in_memory(student, config, section, base)
 
@@ -69,7 +71,7 @@ def _in_memory(student: Evaluation, config: DistillConfig, section: TeacherConfi
     with exchange.together():
         check_place(model, plan, world.device, "teacher")
     mark_once(origin.directory, exchange)
-    return Teacher(model, weights_mark(origin, config.seed))
+    return Teacher(model, model, weights_mark(origin, config.seed))
 
 
 def _configuration(config: DistillConfig, section: TeacherConfig, student: Evaluation) -> DistillConfig:
