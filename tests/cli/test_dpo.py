@@ -224,7 +224,10 @@ BAD = [
         asked_once_of([f"add {n}=" for n in range(12)], streaming=True),
         "and rows is streamed, so its rows cannot be read by number. Set streaming: false for it, or leave",
     ),
-    (asked_once_of_a_set_of_one, "and held has a single row. Add rows to it, or leave reference.precompute out"),
+    (
+        asked_once_of_a_set_of_one,
+        "and the evaluation set held has a single row. Add rows to it, or leave reference.precompute out",
+    ),
     (shared_but_padded, "data.shared_prompt: on, but llama is trained with one sequence per row"),
 ]
 

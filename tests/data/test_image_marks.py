@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from PIL import Image
 from holdfast.data.image_marks import IMAGES_OF_A_ROW, SAMPLED_ROWS, images_mark
 from holdfast.data.images import ImageFiles
 from holdfast.data.rows import from_rows
+from holdfast.errors import DataError
 
 
 def mark_of(rows: Any, folder: Path) -> str | None:
@@ -29,13 +31,13 @@ def test_images_are_found_in_columns_parts_and_videos(tmp_path: Path) -> None:
     picture = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
     parts = [{"type": "text", "text": "a"}, {"type": "image", "path": "b"}]
     rows: list[dict[str, Any]] = [
-        {"prompt": "a", "images": ["a", b"bytes"], "url": "a", "path": "~nobody/a"},
+        {"prompt": "a", "images": ["a", b"bytes"], "url": "a", "path": "~no-such-user/a"},
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "image"}]},
         {"videos": [["c", {"path": "d"}]], "prompt": "x"},
         {"image": picture, "prompt": "x"},
         {"image": {"bytes": b"held", "path": "a"}, "prompt": "x"},
         {"image": "nowhere", "prompt": "x"},
-        {"image": "~nobody/a", "prompt": "x"},
+        {"image": "~no-such-user/a", "prompt": "x"},
         {"image": "a", "images": ["b"], "prompt": "both, which training refuses"},
     ]
 
@@ -93,3 +95,25 @@ def test_of_a_stream_the_first_rows_are_read(tmp_path: Path) -> None:
             return iter([{"prompt": "x", "image": b"%d" % number} for number in range(100)])
 
     assert mark_of(Rows(), tmp_path) == by_hand(*(b"%d" % number for number in range(SAMPLED_ROWS)))
+
+
+def test_rows_and_images_that_cannot_be_read_are_no_error_here(tmp_path: Path) -> None:
+    """They may be left out by a filter, or never be reached; training names the row."""
+    noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "png")
+    cut = file.getvalue()[:900]
+
+    class Rows:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 1:
+                raise OSError("this row's own trouble")
+            images: list[Any] = [b"0", None, Image.open(io.BytesIO(cut)), "~no-such-user/a"]
+            return {"prompt": "x", "image": images[index]}
+
+    assert mark_of(Rows(), tmp_path) == by_hand(b"0", b"unreadable", b"unreadable")
+    with pytest.raises(DataError, match=r"row 3: there is no file .*~no-such-user/a"):
+        ImageFiles(str(tmp_path), tmp_path).open("~no-such-user/a", "row 3")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.config.paths import expanded
 from holdfast.data.arrow_rows import PARQUET_SUFFIXES, choose_split
 from holdfast.data.json_rows import JSON_SUFFIXES
 from holdfast.errors import DataError
@@ -29,7 +30,7 @@ def split_off(path: str, base: Path) -> tuple[str, str | None]:
 
 def places(path: str, base: Path) -> list[Path]:
     """Return where a path is looked for: from the current directory, then beside the YAML."""
-    relative = Path(path).expanduser()
+    relative = expanded(path)
     return list(dict.fromkeys([Path.cwd() / relative, base.resolve() / relative]))
 
 

@@ -6,6 +6,7 @@ Reading all of them would take as long as a pass over the data, so a sample is r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -44,22 +45,26 @@ def images_mark(source: Source, files: ImageFiles) -> str | None:
 
 
 def _sampled(source: Source) -> Iterator[Row]:
-    if source.size is None:
+    size = source.size
+    if size is None:
         yield from islice(source.scan(0), SAMPLED_ROWS)
         return
-    for index in np.unique(np.linspace(0, source.size - 1, SAMPLED_ROWS).astype(int)):
-        yield source.row(int(index))
+    for index in np.unique(np.linspace(0, size - 1, SAMPLED_ROWS).astype(int)):
+        row: Row = {}
+        with suppress(Exception):  # it says what is wrong with it when it is trained on, unless it is left out then
+            row = source.row(int(index))
+        yield row
 
 
 def _images(row: Row, where: str) -> list[Any]:
     try:
         return list(held_images(row, where))
-    except DataError:  # the row says what is wrong with it when it is trained on
+    except DataError:  # as above
         return []
 
 
 def _content(image: Any, files: ImageFiles) -> bytes:
     try:
         return files.content(image)
-    except (DataError, OSError, ValueError, RuntimeError):  # as above
+    except Exception:  # noqa: BLE001 - as above; and what reads images raises whatever it likes
         return b"unreadable"

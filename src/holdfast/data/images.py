@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.config.paths import expanded
 from holdfast.data.formats import Conversation, PlainText, PromptCompletion
 from holdfast.data.messages import Message
 from holdfast.data.rows import Row
@@ -271,7 +272,7 @@ class ImageFiles:
                 f"{where} is {str(image):.60}; images are read from files or from the rows. Download it and write its "
                 "path, which may be relative to data.image_dir."
             )
-        path = Path(str(image).removeprefix("file://")).expanduser()
+        path = expanded(str(image).removeprefix("file://"))
         folders = [Path.cwd(), self.base]
         if self.folder is not None:
             folders = [place / self.folder for place in folders]

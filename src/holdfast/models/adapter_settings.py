@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from holdfast.config.lora import LoRAConfig
+from holdfast.config.paths import expanded
 from holdfast.errors import ModelError
 
 SETTINGS = "adapter_config.json"
@@ -21,7 +22,7 @@ def note_of_base(directory: Path, model: str, here: Path) -> str | None:
     """
     file = directory / SETTINGS
     said = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.exists() else None
-    if not said or str(said) == model or Path(str(said)).expanduser().resolve() == here:
+    if not said or str(said) == model or expanded(str(said)).resolve() == here:
         return None
     return (
         f"lora: the adapter in {directory} names {said} as its model, and this run's is {model}; no mark in its file "

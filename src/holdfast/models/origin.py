@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from holdfast.config.model import ModelConfig
+from holdfast.config.paths import expanded
 from holdfast.errors import ModelError
 from holdfast.models.configuration import refusals
 
@@ -93,7 +94,7 @@ def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path
     Raises:
         ModelError: There is neither such a directory nor such a name on the hub.
     """
-    for directory in (Path(name).expanduser(), base / name):
+    for directory in (expanded(name), base / name):
         if directory.is_dir():
             return directory.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):

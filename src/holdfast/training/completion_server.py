@@ -94,7 +94,7 @@ class CompletionServer:
         """
         listed = self._ask("GET", "/models")
         try:
-            found = [ServedModel(str(item["id"]), item.get("max_model_len")) for item in listed["data"]]
+            found = [ServedModel(str(item["id"]), _length(item.get("max_model_len"))) for item in listed["data"]]
         except (LookupError, TypeError, AttributeError) as error:
             raise ServerRefuses(f"GET {self.section.url}/models answers no list of models: {_cut(listed)}") from error
         return found
@@ -251,3 +251,8 @@ def _key(variable: str | None, section: str) -> str | None:
             "api_key_variable."
         )
     return key
+
+
+def _length(said: Any) -> int | None:
+    """Return a number of tokens; None where a server says none, or something else."""
+    return said if isinstance(said, int) and not isinstance(said, bool) else None

@@ -65,15 +65,19 @@ def refuse_without_other_answers(config: DPOConfig, data: OpenedData) -> None:
     """
     if not config.fixes_other_answers:
         return
-    for source in (*data.training, *data.evaluation.values()):
+    named = [(source.name, source) for source in data.training]
+    named += [(f"the evaluation set {name}", source) for name, source in data.evaluation.items()]
+    for name, source in named:
         if source.size is not None and source.size > 1:
             continue
         what, cure = "has a single row", "Add rows to it"
+        if config.data.validation_split:
+            cure += ", choose another data.validation_split"
         if source.size is None:
             what, cure = "is streamed, so its rows cannot be read by number", "Set streaming: false for it"
         raise ConfigError(
             f"reference.precompute: true gives every prompt of preference.loss: kto the answer of another row of its "
-            f"source, once for the whole run, and {source.name} {what}. {cure}, or leave reference.precompute out: "
+            f"source, once for the whole run, and {name} {what}. {cure}, or leave reference.precompute out: "
             "such answers are then taken from the rows of each batch."
         )
 
