@@ -114,9 +114,10 @@ class Arms:
         save(self.state(), storage_writer=FileSystemWriter(folder, overwrite=False), process_group=self.group)
 
     def our_save(self, folder: Path) -> None:
+        from holdfast.checkpoint.assembly import About
         from holdfast.checkpoint.snapshot import take
         from holdfast.checkpoint.storage import LocalStorage
-        from holdfast.checkpoint.writer import About, commit
+        from holdfast.checkpoint.writer import commit
 
         snapshot = take(self.model, self.optimizer)
         commit(snapshot, LocalStorage(folder.parent), About(run_id="b", step=0), self.ranks, name=folder.name)

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from holdfast import checkpoint
+from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.snapshot import take
 from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.writer import About, commit
+from holdfast.checkpoint.writer import commit
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, refused_save, step
 
 TIMEOUT_MINUTES = 1.0
+
+
+def started(world: World) -> None:
+    """Nothing: that the ranks live is enough."""
 
 
 class Odd:
@@ -80,6 +85,7 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(
     pools: Any, tmp_path: Path, what: str, call: str, name: str, message: str
 ) -> None:
     path = str(tmp_path / "step-00000001")
+    pools(2).run(started)  # imports are not what is timed
     began = time.monotonic()
 
     errors = pools(2).errors(save_what_rank_1_cannot, path, what, call)
@@ -108,6 +114,7 @@ def commit_on_odd_storage(world: World, directory: Path, where: str) -> None:
 def test_an_error_of_any_kind_on_one_rank_ends_the_save_on_all(
     pools: Any, tmp_path: Path, where: str, message: str
 ) -> None:
+    pools(2).run(started)  # imports are not what is timed
     began = time.monotonic()
 
     errors = pools(2).errors(commit_on_odd_storage, tmp_path, where)

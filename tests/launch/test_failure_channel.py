@@ -146,7 +146,7 @@ def test_an_error_is_reported_and_passes_unchanged(pair):
     with pytest.raises(ValueError, match="boom"), other.guard(), other.phase("update"):
         raise ValueError("boom")
 
-    failure = mine.first_failure(wait_seconds=1)
+    failure = mine.reports.first(wait_seconds=1)
     assert (failure.rank, failure.kind, failure.phase, failure.type) == (1, "error", "update", "ValueError")
 
 
@@ -197,7 +197,7 @@ def test_a_user_error_stays_what_it_is_and_is_marked_as_such(pair):
     with pytest.raises(ConfigError), other.guard():
         raise ConfigError("optim.lr=-1 is negative")
 
-    assert mine.first_failure(wait_seconds=1).kind == "user"
+    assert mine.reports.first(wait_seconds=1).kind == "user"
 
 
 def test_a_rank_that_only_lost_another_is_no_first_cause(pair):
@@ -206,7 +206,7 @@ def test_a_rank_that_only_lost_another_is_no_first_cause(pair):
     with pytest.raises(RankFailed), other.guard():
         raise RankFailed("rank 7 failed")
 
-    assert mine.first_failure(wait_seconds=0.7) is None
+    assert mine.reports.first(wait_seconds=0.7) is None
 
 
 @pytest.mark.parametrize("error", [RunStopped("saved"), KeyboardInterrupt(), SystemExit(0)])
@@ -216,7 +216,7 @@ def test_a_run_that_stops_in_good_order_is_no_failure(pair, error):
     with pytest.raises(type(error)), other.guard():
         raise error
 
-    assert mine.first_failure(wait_seconds=0.7) is None
+    assert mine.reports.first(wait_seconds=0.7) is None
 
 
 def test_a_phase_returns_to_the_earlier_one_and_stays_where_an_error_was(tmp_path):

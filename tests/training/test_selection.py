@@ -14,7 +14,8 @@ from holdfast.config.policy import (
     ReinforcePPBaselineAdvantageConfig,
 )
 from holdfast.config.rollout import GroupsConfig
-from holdfast.training.rollouts import CompletionFact, GroupFact, select
+from holdfast.training.facts import CompletionFact, GroupFact
+from holdfast.training.selection import select
 from holdfast.types import Finish
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.agreement import together
+from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import step_of
 from holdfast.checkpoint.manifest import Manifest
@@ -20,7 +22,7 @@ from holdfast.checkpoint.object_lease import ObjectLease
 from holdfast.checkpoint.snapshot import Snapshot, hold, mesh_of, take
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.waiting import late_ranks_named
-from holdfast.checkpoint.writer import About, commit, together
+from holdfast.checkpoint.writer import commit
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, RankFailed, UserError
 from holdfast.optim.tagged import UnknownType, decode, encode

@@ -18,13 +18,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.layout import REHEARSAL, fresh
 from holdfast.checkpoint.reader import check_read_back, verified_manifest
-from holdfast.checkpoint.snapshot import Held, Snapshot, hold, outline, staged, take
+from holdfast.checkpoint.snapshot import Held, Outline, Snapshot, hold, outline, staged, take
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.writer import About, commit
+from holdfast.checkpoint.writer import commit
 from holdfast.errors import UserError
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, collect
@@ -32,7 +33,6 @@ from holdfast.parallel.collectives import ProcessExchange
 
 Trained = tuple[Held, Optimizer | None]
 """What of a model will be saved, and its optimizer if that will be."""
-Outline = dict[str, tuple[tuple[int, ...], str, bool]]
 
 NONCE = "nonce"
 

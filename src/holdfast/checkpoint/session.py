@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.checkpoint.agreement import together
+from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from holdfast.checkpoint.layout import step_name
@@ -15,7 +17,7 @@ from holdfast.checkpoint.reader import verified_manifest
 from holdfast.checkpoint.retention import Retention, prune, put_aside
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.writer import About, Reached, commit, together
+from holdfast.checkpoint.writer import Reached, commit
 from holdfast.errors import HoldfastError
 from holdfast.parallel.broken import broken_by_peer, timed_out
 from holdfast.parallel.collectives import ProcessExchange

@@ -29,6 +29,9 @@ TRAINED = "trained parameters"
 OWN_CONTENTS = frozenset({"model", TRAINED, "averages", "optimizer", "trainer", "rank"})
 """What a checkpoint can hold besides companions, which are told by their names."""
 
+Outline = dict[str, tuple[tuple[int, ...], str, bool]]
+"""Shape, dtype and trained flag of tensors, by name."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -248,7 +251,7 @@ def describe(snapshot: Snapshot) -> Described:
     return Described(found, finite)
 
 
-def outline(snapshot: Snapshot) -> dict[str, tuple[tuple[int, ...], str, bool]]:
+def outline(snapshot: Snapshot) -> Outline:
     """Return shape, dtype and trained flag by name: what all ranks must agree on before anything moves."""
     return {
         name: (tuple(tensor.shape), str(tensor.dtype), name in snapshot.trained)

@@ -1,9 +1,7 @@
 """The first cause of a failure reaches every rank: which rank, in which phase, of what.
 
-A rank that fails leaves a report before its sockets close; a rank whose collective breaks looks for a report of
-another one and raises `RankFailed` with it instead of "connection closed by peer". Reports travel by two ways: the
-store, where the first writer wins, and, under our launcher, one file per rank in the launch directory. The files
-matter when rank 0 dies, since it hosts the store; the launcher writes one for a rank that died without a word.
+A rank that fails leaves a report before its sockets close (`parallel/reports.py`); a rank whose collective breaks looks
+for a report of another one and raises `RankFailed` with it instead of "connection closed by peer".
 
 Invariant: no survivor waits more than 10 s for news of a failure, not even one that is in no collective (a long
 rollout) or in one that cannot notice (NCCL between GPUs of one machine): a thread looks, and ends such a rank.
@@ -12,62 +10,30 @@ rollout) or in one that cannot notice (NCCL between GPUs of one machine): a thre
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import RankFailed, RunStopped, UserError
 from holdfast.parallel.beside import BesideLoop, given_up
 from holdfast.parallel.board import Board
 from holdfast.parallel.broken import broken_by_peer, is_broken, timed_out
 from holdfast.parallel.heartbeat import Heartbeat
+from holdfast.parallel.reports import LONGEST_MESSAGE, Failure, Reports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
-_KEY = "holdfast/failure"
-_HEARD_KEY = "holdfast/failure/heard"
 _SEARCH_SECONDS = 2.0
-_STORE_AFTER_SECONDS = 0.5
-_LOOK_SECONDS = 0.5
-_LINGER_SECONDS = 1.5
-_LONGEST_MESSAGE = 4000
 _PHASE_BYTES = 64
 _SAVE_NOTE = "save-asked-for"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One rank's last words, or what is known of a rank that had none."""
-
-    rank: int
-    """-1: unknown, a peer died without a word and nobody saw which."""
-    kind: Literal["error", "user", "peer", "silent"]
-    """error: its own. user: a UserError. peer: it lost another rank. silent: it died and somebody else says so."""
-    phase: str
-    type: str
-    message: str
-    step: int | None
-    time: float
-    """Seconds since the epoch."""
-
-    def sentence(self) -> str:
-        """Return what a survivor tells its user."""
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        where += f" at step {self.step}" if self.step is not None else ""
-        who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
-        if self.kind == "silent":
-            did = "hangs" if self.type == "Hang" else "died without a word"
-            return f"{who} {did}{where}: {self.message}."
-        return f"{who} failed{where}: {self.type}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +65,6 @@ class FailureChannel:
         directory: Path | None = None,
         kill: KillPoint | None = None,
     ) -> None:
-        self._store = store
         self._rank = rank
         self._world_size = world_size
         self.directory = directory
@@ -108,8 +73,8 @@ class FailureChannel:
         self._phase = ""
         self._step: int | None = None
         self._files: dict[str, int] = {}
-        self._heard: Failure | None = None
-        """What this rank's watching thread learned: the store may be gone when the main thread asks."""
+        self.reports = Reports(store, rank, world_size, directory)
+        """What this rank and others said of their ends."""
         self._board = Board(store, directory)
         self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts)
         self._beside = BesideLoop(rank, world_size, self._board, self._heartbeat)
@@ -152,8 +117,7 @@ class FailureChannel:
             first = silent[0]
             text = f"it kept a save waiting until its time was over ({words})"
             hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
-            self._write_file(hang)
-            self._write_store(hang)
+            self.reports.write(hang)
         return words
 
     def at_step(self, step: int) -> None:
@@ -190,59 +154,11 @@ class FailureChannel:
     def report(self, error: BaseException) -> Failure:
         """Leave this rank's last words; return the failure that counts: the first one, perhaps another rank's."""
         kind: Literal["user", "error"] = "user" if isinstance(error, UserError) else "error"
-        own = self._last_words(kind, error)
-        self._write_file(own)
-        return self._write_store(own)
+        return self.reports.write(self._last_words(kind, error))
 
     def _last_words(self, kind: Literal["user", "error", "peer"], error: BaseException) -> Failure:
-        message = str(error).strip()[:_LONGEST_MESSAGE] or "(no message)"
+        message = str(error).strip()[:LONGEST_MESSAGE] or "(no message)"
         return Failure(self._rank, kind, self._phase, type(error).__name__, message, self._step, time.time())
-
-    def _write_file(self, failure: Failure) -> None:
-        if self.directory is None:
-            return
-        target = self.directory / f"failure-rank-{failure.rank}.json"
-        staging = target.with_suffix(f".staging-{self._rank}")
-        with contextlib.suppress(OSError):  # a full disk may be the very failure: the store carries the report too
-            staging.write_text(json.dumps(asdict(failure)))
-            staging.replace(target)
-
-    def _write_store(self, failure: Failure) -> Failure:
-        try:
-            first = self._store.compare_set(_KEY, "", json.dumps(asdict(failure)))
-        except RuntimeError:  # its host died: the files remain
-            return failure
-        return _parse(first) or failure
-
-    def first_failure(self, wait_seconds: float) -> Failure | None:
-        """Return the first failure that another rank reported, waiting for it if there is none yet.
-
-        The store is asked late where files are at hand: when its host died each question prints a page of C++ frames.
-        """
-        began = time.monotonic()
-        store_lives = True
-        while True:
-            failure = self._heard or self._first_in_files()
-            waited = time.monotonic() - began
-            if failure is None and store_lives and (self.directory is None or waited >= _STORE_AFTER_SECONDS):
-                failure, store_lives = self._first_in_store(self._store)
-            if failure is not None or waited >= wait_seconds:
-                return failure
-            time.sleep(0.05)
-
-    def _first_in_files(self) -> Failure | None:
-        if self.directory is None:
-            return None
-        found = [_parse(_read(path)) for path in self.directory.glob("failure-rank-*.json")]
-        others = [one for one in found if one is not None and one.kind != "peer" and one.rank != self._rank]
-        return min(others, key=lambda one: one.time, default=None)
-
-    def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:
-        try:
-            failure = _parse(store.get(_KEY)) if store.check([_KEY]) else None
-        except RuntimeError:
-            return None, False
-        return (failure if failure is not None and failure.rank != self._rank else None), True
 
     @contextlib.contextmanager
     def guard(self, search_seconds: float = _SEARCH_SECONDS, exit_seconds: float = 5.0) -> Iterator[None]:
@@ -265,15 +181,15 @@ class FailureChannel:
         except (RunStopped, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except RankFailed as error:
-            self._write_file(self._last_words("peer", error))
-            self._linger()
+            self.reports.write_file(self._last_words("peer", error))
+            self.reports.linger()
             raise
         except BaseException as error:  # DCP's CheckpointException is no Exception
             try:
                 self._raise_as_rank_failed(error, search_seconds)
                 self.report(error)
             finally:
-                self._linger()
+                self.reports.linger()
             raise
         finally:
             stop.set()
@@ -290,16 +206,16 @@ class FailureChannel:
         # Looked for before this rank says that it goes: the launcher ends the others soon after it does.
         hang = self._hang(error)
         if hang is not None:
-            self._write_file(hang)
-        self._write_file(self._last_words("peer", error))
-        failure = self.first_failure(search_seconds if hang is None else 0.0) or hang
+            self.reports.write_file(hang)
+        self.reports.write_file(self._last_words("peer", error))
+        failure = self.reports.first(search_seconds if hang is None else 0.0) or hang
         if failure is None and not is_broken(error):
             return  # a broken connection was handled on the way to another error: that one counts
         if failure is None:
             text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"
-            failure = Failure(-1, "silent", "", "Death", text[:_LONGEST_MESSAGE], self._step, time.time())
+            failure = Failure(-1, "silent", "", "Death", text[:LONGEST_MESSAGE], self._step, time.time())
             # The next survivor to lose a connection loses it to this rank, and must hear of the first death.
-            failure = self._write_store(failure)
+            failure = self.reports.write_store(failure)
         raise RankFailed(self._news(failure)) from error
 
     def _hang(self, error: BaseException) -> Failure | None:
@@ -311,17 +227,6 @@ class FailureChannel:
         text = f"it kept the others waiting until their time was over ({told})"
         return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
 
-    def _linger(self) -> None:
-        """Stay until all ranks have heard: this one may host the store, or be the peer whose end they notice first."""
-        if self._world_size == 1 or self.directory is not None:
-            return
-        deadline = time.monotonic() + _LINGER_SECONDS  # a dead rank never hears
-        with contextlib.suppress(RuntimeError):
-            if self._heard is None:
-                self._store.add(_HEARD_KEY, 1)
-            while self._store.add(_HEARD_KEY, 0) < self._world_size and time.monotonic() < deadline:
-                time.sleep(0.05)
-
     def _news(self, failure: Failure) -> str:
         own = f" in phase {self._phase!r}" if self._phase else ""
         return (
@@ -330,30 +235,14 @@ class FailureChannel:
         )
 
     def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
-        # A connection of its own: a call that waits on the store's own connection would make this thread wait too.
-        store: Store | None = None
-        if self.directory is None:
-            with contextlib.suppress(RuntimeError):
-                store = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
-        while not stop.wait(_LOOK_SECONDS):
-            failure = self._first_in_files()
-            if failure is None and store is not None:
-                failure, lives = self._first_in_store(store)
-                store = store if lives else None
-            if failure is None:
-                continue
-            self._heard = failure
-            if store is not None:
-                with contextlib.suppress(RuntimeError):
-                    store.add(_HEARD_KEY, 1)
-            # Ranks that refuse a configuration all raise the same error, each in its own time.
-            if failure.kind != "user" and not stop.wait(exit_seconds):
-                self._end_process(failure)
-            return
+        failure = self.reports.watch(stop)
+        # Ranks that refuse a configuration all raise the same error, each in its own time.
+        if failure is not None and failure.kind != "user" and not stop.wait(exit_seconds):
+            self._end_process(failure)
 
     def _end_process(self, failure: Failure) -> None:
         error = RankFailed(self._news(failure))
-        self._write_file(self._last_words("peer", error))
+        self.reports.write_file(self._last_words("peer", error))
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
@@ -377,17 +266,3 @@ class _Phase:
     ) -> None:
         if error is None:
             self._channel._set_phase(self._earlier)
-
-
-def _parse(text: bytes | str) -> Failure | None:
-    try:
-        return Failure(**json.loads(text))
-    except (ValueError, TypeError):  # torn, or of another version: as good as none
-        return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

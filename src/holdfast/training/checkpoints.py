@@ -1,4 +1,4 @@
-"""A run's checkpoints while it goes on: what is saved when, and the rehearsal before the first step."""
+"""A run's checkpoints while it goes on: what is saved when, and what becomes of a save."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
-from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.export import clean_exports
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.recorded import retention_of
-from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Trained, rehearse
 from holdfast.checkpoint.retention import clean, wait_for_deletions
 from holdfast.checkpoint.session import Saved, Session
-from holdfast.checkpoint.snapshot import Snapshot, hold, outline, take
 from holdfast.checkpoint.storage import open_storage
-from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.config.versions import versions
 from holdfast.errors import UserError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
-from holdfast.training.assets import checked_assets, run_assets
+from holdfast.training.assets import checked_assets
+from holdfast.training.contents import Contents
 from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
-from holdfast.training.exports import EXPORTS, check_export
+from holdfast.training.exports import EXPORTS
 from holdfast.training.places import Places
+from holdfast.training.rehearsals import Rehearsals
 from holdfast.training.resume import go_on, say, start_from
 from holdfast.training.run import Run
 from holdfast.training.save_in_flight import collect_together, meet_again, wait_for_all
@@ -52,7 +48,6 @@ class Checkpoints:
         self._places = Places(run.directory, self._storage, lambda words: say(run, words))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
-        self._rehearsed: dict[int, Report] = {}
 
     def __enter__(self) -> Checkpoints:
         """Take the directory, and put the run where its newest verified checkpoint left it.
@@ -106,14 +101,8 @@ class Checkpoints:
             late=run.world.failure.late_in_background,
             patience=self._wait_for_save,
         )
-        self._held = hold(
-            run.policy,
-            frozen=self._config.frozen == "save",
-            averages=run.averages.tensors if run.averages is not None else None,
-            later=run.unfreezing.names,
-        )
-        self._companions = run.beside
-        self._beside = {name: each.held() for name, each in self._companions.items()}
+        self._contents = Contents(run)
+        self._rehearsals = Rehearsals(run, self._storage, self._contents)
 
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
@@ -179,58 +168,15 @@ class Checkpoints:
             self._deviations = start_from(run, self._config.init_from, self._ranks)
 
     def rehearse(self, requests: StopRequests) -> None:
-        """Save, verify and load once, and let a SIGTERM pass, before anything is trained.
+        """Save, verify and load once before anything is trained (`training/rehearsals.py`).
 
         Raises:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
         """
-        run, config = self._run, self._config
-        if not config.rehearsal.enabled or run.finished:
-            return
-        with run.phase("rehearsal"):
-            with run.exchange.together():
-                check_export(run)
-                assets = checked_assets(run)
-            optimizer = run.optimizer if config.contents == "full" else None
-            run.state.observers = run.exchange.agree(run.state.observers)
-            beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
-            keep = config.keep.last + _extra(config)
-            others = self._others()
-            report = rehearse(
-                self._storage, self._held, optimizer, self._ranks, keep=keep, beside=beside, companions=others
-            )
-            self._rehearsed = {run.state.step: report}
-            for step in run.unfreezing.after(run.state.step):
-                with run.unfreezing.as_after(step, now=run.state.step):
-                    held = self._held
-                    if run.averages is not None:
-                        held = replace(held, averages=run.averages.to_come(held.parameters))
-                    self._rehearsed[step] = rehearse(
-                        self._storage, held, optimizer, self._ranks, keep=keep, beside=beside, companions=others
-                    )
-            self._drill(requests)
-        words = report.describe(
-            ranks=run.world.size,
-            background=config.background,
-            hours_between_failures=config.rehearsal.hours_between_failures,
-        )
-        late = report.save_seconds > config.grace_seconds
-        warning = (
-            f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="
-            f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
-        )
-        say(self._run, words, *([warning] if late else []))
-
-    def _drill(self, requests: StopRequests) -> None:
-        deaf = requests.drill(self._run.exchange)
-        if deaf:
-            raise RehearsalFailed(
-                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "
-                "run would lose its last steps. Look for signal.signal and pthread_sigmask in your code and libraries."
-            )
+        self._rehearsals.before_first_step(self._ranks, requests)
 
     def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
-        """After the first step, and the first that trains more: drill, and rehearse what is other than was rehearsed.
+        """Rehearse again what the first step, counted from 0, or the first that trains more, made other.
 
         Returns:
             The save that this had to wait for.
@@ -238,28 +184,7 @@ class Checkpoints:
         Raises:
             RehearsalFailed: As `rehearse`.
         """
-        run, before = self._run, self._rehearsed.pop(step, None)
-        if before is None:
-            return []
-        self._drill(requests)  # by now the user's losses and models have run
-        if self._config.contents != "full":
-            return []
-        now = outline(self._with_companions(take(self._held, run.optimizer)))
-        if not any(run.exchange.gather(now != before.outline)):
-            return []
-        saved = self.collect()  # a save in flight uses the same ranks
-        keep, others = self._config.keep.last, self._others()
-        rehearse(self._storage, self._held, run.optimizer, self._ranks, keep=keep, companions=others)
-        return saved
-
-    def _others(self) -> dict[str, Trained]:
-        """Return what is saved of models beside the run's own."""
-        full = self._config.contents == "full"
-        beside = self._companions
-        return {name: (held, beside[name].optimizer if full else None) for name, held in self._beside.items()}
-
-    def _with_companions(self, snapshot: Snapshot) -> Snapshot:
-        return joined(snapshot, {name: take(held, optimizer) for name, (held, optimizer) in self._others().items()})
+        return self._rehearsals.after_step(step, self._ranks, requests, self.collect)
 
     @property
     def is_new(self) -> bool:
@@ -285,8 +210,10 @@ class Checkpoints:
             self._check_place()
             run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            snapshot = self._snapshot(Moment.now(run))
-            self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
+            snapshot = self._contents.snapshot(Moment.now(run))
+            self.session.save(
+                snapshot, run.state.step, wait=wait, metrics=plain, **self._contents.about(self._deviations)
+            )
             return before + self.collect() if wait else before
 
     def _check_place(self) -> None:
@@ -305,26 +232,6 @@ class Checkpoints:
     def _before_publishing(self, phase: str) -> None:
         if phase == "publish":
             self._places.check_now()
-
-    def _snapshot(self, moment: Moment) -> Snapshot:
-        run = self._run
-        snapshot = take(
-            self._held,
-            run.optimizer if self._config.contents == "full" else None,
-            shared={"state": dict(moment.state), "stream": dict(moment.stream)},
-            assets=run_assets(run) if run.world.is_first else {},
-            random_then=moment.random,
-        )
-        return self._with_companions(snapshot)
-
-    def _about(self) -> dict[str, Any]:
-        run = self._run
-        return {
-            "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
-            "versions": versions(),
-            "fingerprints": run.identity,
-            "deviations": self._deviations,
-        }
 
     def mark(self) -> None:
         """Note that the run stands between two steps."""
@@ -348,8 +255,10 @@ class Checkpoints:
         with ranks.together():
             self._places.check()
         observers = ranks.agree(moment.state["observers"])
-        snapshot = self._snapshot(replace(moment, state={**moment.state, "observers": observers}))
-        manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
+        snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}))
+        manifest = self.session.save_now(
+            snapshot, moment.step, ranks, self._before_publishing, **self._contents.about(self._deviations)
+        )
         if self._run.world.is_first:
             directory.note_saved(self._run.directory, manifest.step)  # a start that finds it gone must know of it
         return manifest
@@ -394,7 +303,3 @@ class Checkpoints:
                 f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
                 f"checkpoint.grace_seconds={self._config.grace_seconds:g}",
             )
-
-
-def _extra(config: CheckpointConfig) -> int:
-    return sum(best.count for best in config.keep.best)

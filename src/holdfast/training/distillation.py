@@ -17,10 +17,11 @@ from holdfast.objectives.divergences import Comparison
 from holdfast.rollout.sampling import mixed
 from holdfast.training.divergence import known_of
 from holdfast.training.evaluate import evaluate, split_at_answer
+from holdfast.training.facts import CompletionFact, GroupFact
 from holdfast.training.policy import SamplingEvaluation, rest
 from holdfast.training.reference import Reference
 from holdfast.training.rollout_metrics import length_metrics
-from holdfast.training.rollouts import CompletionFact, GroupFact, sample_groups
+from holdfast.training.rollouts import sample_groups
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.scoring import scored
 from holdfast.training.teacher import Teacher

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from holdfast.config.rollout import SamplingConfig
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
+from holdfast.training.facts import rewards_of, share_facts
 from holdfast.training.policy import PolicyEvaluation, PromptSet, rest
 from holdfast.training.rollout_metrics import fault_metrics, length_metrics, reward_metrics
-from holdfast.training.rollouts import rewards_of, sample_groups, score_groups, share_facts
+from holdfast.training.rollouts import sample_groups, score_groups
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Group
 

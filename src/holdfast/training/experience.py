@@ -23,9 +23,11 @@ from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
 from holdfast.training.critic import with_rewards
+from holdfast.training.facts import GroupFact, parts_of, rewards_of
 from holdfast.training.policy import PolicyRun
-from holdfast.training.rollouts import GroupFact, Rollout, parts_of, rewards_of, trained_tokens
+from holdfast.training.rollouts import Rollout
 from holdfast.training.scoring import scored
+from holdfast.training.selection import trained_tokens
 from holdfast.training.trajectories import example_of
 from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 

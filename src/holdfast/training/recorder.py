@@ -20,8 +20,9 @@ import numpy as np
 from holdfast.config.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.models.expert_choices import COLUMN
+from holdfast.training.facts import CompletionFact, GroupFact
 from holdfast.training.policy import PolicyRun
-from holdfast.training.rollouts import CompletionFact, GroupFact, Rollout
+from holdfast.training.rollouts import Rollout
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 FOLDER = "rollouts"

@@ -11,7 +11,8 @@ import numpy as np
 from holdfast.advantages.group import flat_groups
 from holdfast.config.rollout import SamplingConfig
 from holdfast.rewards.base import FAULTS
-from holdfast.training.rollouts import GroupFact, Rollout, rewards_of
+from holdfast.training.facts import GroupFact, rewards_of
+from holdfast.training.rollouts import Rollout
 from holdfast.types import Finish
 
 _SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}

@@ -1,7 +1,8 @@
-"""From prompts to scored groups, and what every rank must know of all of them.
+"""From prompts to scored groups.
 
 A completion's seed is made of the run's seed, the step, the prompt and its place in the group, so a rollout that was
-broken off is sampled again exactly. Which groups are trained on is decided from facts that all ranks share.
+broken off is sampled again exactly. What all ranks know of all groups is in `training/facts.py`, which of them are
+trained on in `training/selection.py`.
 """
 
 from __future__ import annotations
@@ -9,60 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from holdfast.advantages.group import without_advantages
-from holdfast.config.policy import AdvantageConfig
-from holdfast.config.rollout import BetweenConfig, GroupsConfig, SamplingConfig
+from holdfast.config.rollout import SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.errors import RunStopped
 from holdfast.rewards.base import Progress, Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.sampling import mixed
+from holdfast.training.facts import GroupFact, share_facts
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, progress_of, publish, rest
 from holdfast.training.resting import resting
 from holdfast.training.run import StepAbandoned
+from holdfast.training.selection import select, trained_part, unknown_part, without_dropped
 from holdfast.training.trajectories import trajectory_of
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
 """Failed rewards that are named per step; all are counted."""
-
-
-class CompletionFact(NamedTuple):
-    """What all ranks know of one completion."""
-
-    reward: float
-    """NaN if it was not scored."""
-    parts: Mapping[str, float | None]
-    length: int
-    tokens: int
-    """With its prompt."""
-    finish: Finish
-    fault: str | None
-    drop: str | None
-    metrics: Mapping[str, float] = MappingProxyType({})
-    """What rewards told beside their numbers."""
-    nll: float = math.nan
-    """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
-
-
-class GroupFact(NamedTuple):
-    """What all ranks know of one group."""
-
-    prompt_id: int
-    owner: int
-    """The rank that holds it."""
-    completions: tuple[CompletionFact, ...]
-    greedy: float = math.nan
-    """Reward of the greedy completion, where the advantage needs one; NaN if it was not scored."""
-    greedy_fault: str | None = None
-    has_inputs: bool = False
-    """Whether its prompt brings inputs only the model understands."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +61,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     groups_config, wanted = run.config.groups, run.config.data.batch_size
     rollout = _joined(found, wanted)
     run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    run.said += _unknown_part(rollout.sampled, groups_config.between)
+    run.said += unknown_part(rollout.sampled, groups_config.between)
     _refuse_unscored(run, rollout)
     return rollout
 
@@ -127,17 +91,6 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
     return found
 
 
-def _unknown_part(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
-    """Say so where groups are chosen by what no completion has; its first word alone is checked before step 1."""
-    known = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
-    if between is None or not known or between.reward in known:
-        return []
-    return [
-        f"warning: groups.between.reward: no completion of this step has {between.reward}, so every group is left out; "
-        f"they have {', '.join(known)}"
-    ]
-
-
 def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
     """Stop a run whose rewards say nothing at all, step after step: it would end as it began, and seem to have trained.
 
@@ -163,11 +116,11 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     facts = share_facts(run, groups, scored)
     if config.advantage.needs_greedy:
         facts, scored = _with_greedy(run, batch.mine, facts, scored)
-    trimmed = [_without_dropped(fact, config.groups) for fact in facts]
+    trimmed = [without_dropped(fact, config.groups) for fact in facts]
     weights = {reward.label: reward.weight for reward in config.reward}
     kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
     trimmed = [fact for fact in trimmed if fact.prompt_id in kept]
-    mine = tuple(_trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
+    mine = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
     left_out = tuple(group for group in groups if group.prompt.prompt_id not in kept)
     told = run.exchange.gather([item.message for item in scored if item.message][:8])
     messages = tuple(line for lines in told for line in lines)
@@ -281,117 +234,3 @@ def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: Progress) -> Sa
         row=prompt.row,
         progress=progress,
     )
-
-
-def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
-    """Return what all ranks know of all groups, by prompt; the same on every rank."""
-    following = iter(scored)
-    mine = [
-        GroupFact(
-            group.prompt.prompt_id,
-            run.world.rank,
-            tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
-            has_inputs=bool(group.prompt.model_inputs),
-        )
-        for group in groups
-    ]
-    return sorted((fact for facts in run.exchange.gather(mine) for fact in facts), key=lambda fact: fact.prompt_id)
-
-
-def _fact(trajectory: Trajectory, scored: Scored) -> CompletionFact:
-    return CompletionFact(
-        math.nan if scored.reward is None else scored.reward,
-        dict(scored.parts),
-        trajectory.completion_length,
-        trajectory.tokens.size,
-        trajectory.finish,
-        scored.fault,
-        scored.drop,
-        dict(scored.metrics),
-        -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
-    )
-
-
-def rewards_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
-    """Return the rewards of groups of one size, [P, G]; NaN where a completion was not scored."""
-    return np.array([[fact.reward for fact in group.completions] for group in facts], dtype=np.float64)
-
-
-def parts_of(facts: Sequence[GroupFact], label: str) -> NDArray[np.float64]:
-    """Return one reward of groups of one size, [P, G]; NaN where it gave none, or the completion does not count."""
-    return np.array(
-        [
-            [
-                math.nan if math.isnan(fact.reward) or fact.parts.get(label) is None else fact.parts[label]
-                for fact in group.completions
-            ]
-            for group in facts
-        ],
-        dtype=np.float64,
-    )
-
-
-def select(
-    facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig, weights: Mapping[str, float]
-) -> list[GroupFact]:
-    """Return the groups that are trained on: a pure function of what all ranks know.
-
-    Args:
-        facts: With rewards that count for no baseline already taken out.
-        config: Which groups.
-        advantage: Says what completions are compared by, and so which groups teach nothing.
-        weights: Of the rewards, by name.
-    """
-    eligible = [fact for fact in facts if _eligible(fact, config, advantage)]
-    if config.flat == "keep" or not eligible:
-        return eligible
-    parts = {label: parts_of(eligible, label) for label in weights}
-    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights)
-    return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
-
-
-def _eligible(fact: GroupFact, config: GroupsConfig, advantage: AdvantageConfig) -> bool:
-    # Without its baseline a group has nothing to be compared with, whether its completions were scored or not.
-    if advantage.needs_greedy and math.isnan(fact.greedy):
-        return False
-    dropped = any(completion.drop == "group" for completion in fact.completions)
-    return not dropped and (config.between is None or _between(fact, config.between))
-
-
-def trained_tokens(fact: CompletionFact, config: GroupsConfig) -> int:
-    """Return how many tokens of a completion are trained."""
-    was_cut = fact.finish is Finish.LENGTH and config.truncated != "keep"
-    return 0 if was_cut or math.isnan(fact.reward) else fact.length
-
-
-def _between(fact: GroupFact, between: BetweenConfig) -> bool:
-    values = [completion.parts.get(between.reward) for completion in fact.completions]
-    known = [value for value in values if value is not None]
-    if not known:
-        return False
-    mean = float(np.mean(known))
-    return (between.low is None or mean > between.low) and (between.high is None or mean < between.high)
-
-
-def _without_dropped(fact: GroupFact, config: GroupsConfig) -> GroupFact:
-    """Take rewards that count for no baseline out of it."""
-    return fact._replace(
-        completions=tuple(
-            completion._replace(reward=math.nan)
-            if completion.drop is not None or (completion.finish is Finish.LENGTH and config.truncated == "drop")
-            else completion
-            for completion in fact.completions
-        )
-    )
-
-
-def _trained_part(group: Group, config: GroupsConfig) -> Group:
-    """Mask completions that are not trained: those without a reward, and perhaps those that were cut."""
-
-    def masked(trajectory: Trajectory) -> Trajectory:
-        was_cut = trajectory.finish is Finish.LENGTH and config.truncated != "keep"
-        if trajectory.reward is not None and not was_cut:
-            return trajectory
-        return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
-
-    return replace(group, trajectories=tuple(masked(trajectory) for trajectory in group.trajectories))

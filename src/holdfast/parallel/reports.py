@@ -1,0 +1,171 @@
+"""Where ranks leave word of what ended them, and look for the word of another one.
+
+By two ways: the store, where the first writer wins, and, under our launcher, one file per rank in the launch directory.
+The files matter when rank 0 dies, since it hosts the store; the launcher writes one for a rank that died silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
+
+LONGEST_MESSAGE = 4000
+"""Characters of a message that are passed on."""
+
+_KEY = "holdfast/failure"
+_HEARD_KEY = "holdfast/failure/heard"
+_STORE_AFTER_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
+_LINGER_SECONDS = 1.5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's last words, or what is known of a rank that had none."""
+
+    rank: int
+    """-1: unknown, a peer died without a word and nobody saw which."""
+    kind: Literal["error", "user", "peer", "silent"]
+    """error: its own. user: a UserError. peer: it lost another rank. silent: it died and somebody else says so."""
+    phase: str
+    type: str
+    message: str
+    step: int | None
+    time: float
+    """Seconds since the epoch."""
+
+    def sentence(self) -> str:
+        """Return what a survivor tells its user."""
+        where = f" in phase {self.phase!r}" if self.phase else ""
+        where += f" at step {self.step}" if self.step is not None else ""
+        who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
+        if self.kind == "silent":
+            did = "hangs" if self.type == "Hang" else "died without a word"
+            return f"{who} {did}{where}: {self.message}."
+        return f"{who} failed{where}: {self.type}: {self.message}"
+
+
+class Reports:
+    """One rank's view of all reports.
+
+    Args:
+        store: Shared by all ranks.
+        rank: Own number.
+        world_size: Ranks of the run.
+        directory: The launch directory when all ranks run on this machine under our launcher, else None.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, directory: Path | None) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._directory = directory
+        self._heard: Failure | None = None
+        """What this rank's watching thread learned: the store may be gone when the main thread asks."""
+
+    def write(self, failure: Failure) -> Failure:
+        """Leave a report both ways; return the failure that counts: the first one, perhaps another rank's."""
+        self.write_file(failure)
+        return self.write_store(failure)
+
+    def write_file(self, failure: Failure) -> None:
+        """Leave a report in the launch directory alone, where the launcher finds it too."""
+        if self._directory is None:
+            return
+        target = self._directory / f"failure-rank-{failure.rank}.json"
+        staging = target.with_suffix(f".staging-{self._rank}")
+        with contextlib.suppress(OSError):  # a full disk may be the very failure: the store carries the report too
+            staging.write_text(json.dumps(asdict(failure)))
+            staging.replace(target)
+
+    def write_store(self, failure: Failure) -> Failure:
+        """Leave a report in the store alone; return the one that came first."""
+        try:
+            first = self._store.compare_set(_KEY, "", json.dumps(asdict(failure)))
+        except RuntimeError:  # its host died: the files remain
+            return failure
+        return _parse(first) or failure
+
+    def first(self, wait_seconds: float) -> Failure | None:
+        """Return the first failure that another rank reported, waiting for it if there is none yet.
+
+        The store is asked late where files are at hand: when its host died each question prints a page of C++ frames.
+        """
+        began = time.monotonic()
+        store_lives = True
+        while True:
+            failure = self._heard or self._first_in_files()
+            waited = time.monotonic() - began
+            if failure is None and store_lives and (self._directory is None or waited >= _STORE_AFTER_SECONDS):
+                failure, store_lives = self._first_in_store(self._store)
+            if failure is not None or waited >= wait_seconds:
+                return failure
+            time.sleep(0.05)
+
+    def watch(self, stop: threading.Event) -> Failure | None:
+        """Look until another rank has failed, and return how; None once `stop` is set. For a thread of its own."""
+        # A connection of its own: a call that waits on the store's own connection would make this thread wait too.
+        store: Store | None = None
+        if self._directory is None:
+            with contextlib.suppress(RuntimeError):
+                store = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+        while not stop.wait(_LOOK_SECONDS):
+            failure = self._first_in_files()
+            if failure is None and store is not None:
+                failure, lives = self._first_in_store(store)
+                store = store if lives else None
+            if failure is None:
+                continue
+            self._heard = failure
+            if store is not None:
+                with contextlib.suppress(RuntimeError):
+                    store.add(_HEARD_KEY, 1)
+            return failure
+        return None
+
+    def _first_in_files(self) -> Failure | None:
+        if self._directory is None:
+            return None
+        found = [_parse(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
+        others = [one for one in found if one is not None and one.kind != "peer" and one.rank != self._rank]
+        return min(others, key=lambda one: one.time, default=None)
+
+    def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:
+        try:
+            failure = _parse(store.get(_KEY)) if store.check([_KEY]) else None
+        except RuntimeError:
+            return None, False
+        return (failure if failure is not None and failure.rank != self._rank else None), True
+
+    def linger(self) -> None:
+        """Stay until all ranks have heard: this one may host the store, or be the peer whose end they notice first."""
+        if self._world_size == 1 or self._directory is not None:
+            return
+        deadline = time.monotonic() + _LINGER_SECONDS  # a dead rank never hears
+        with contextlib.suppress(RuntimeError):
+            if self._heard is None:
+                self._store.add(_HEARD_KEY, 1)
+            while self._store.add(_HEARD_KEY, 0) < self._world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+
+def _parse(text: bytes | str) -> Failure | None:
+    try:
+        return Failure(**json.loads(text))
+    except (ValueError, TypeError):  # torn, or of another version: as good as none
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
