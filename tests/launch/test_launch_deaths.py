@@ -236,6 +236,15 @@ def test_a_run_starts_again_up_to_max_restarts(ground, capfd):
     assert shown.endswith("The same command starts the run again, from its newest verified checkpoint.\n")
 
 
+def test_a_run_that_made_no_step_is_not_sent_round_in_a_circle(ground, capfd):
+    code = ground.launch("sys.exit(9)", ranks=1, max_restarts=0)
+
+    assert code == 3
+    assert capfd.readouterr().err.endswith(
+        "It made no step: once the cause is mended, the same command starts the run.\n"
+    )
+
+
 def test_a_restarted_run_that_ends_well_is_exit_code_0(ground):
     code = ground.launch("sys.exit(9 if attempt() == 1 else 0)", ranks=1, max_restarts=1)
 

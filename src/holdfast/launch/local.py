@@ -82,8 +82,14 @@ def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard
             tell(f"The run died {place} twice, so it is not started again: the cause is not chance.")
             return ending
         if stops.any or restarts == max_restarts:
-            tell("The same command starts the run again, from its newest verified checkpoint.")
+            tell(_how_to_go_on(ending))
             return ending
         died_at.add(ending.step)
         restarts += 1
         tell(f"Restart {restarts} of at most {max_restarts}, from the newest verified checkpoint.")
+
+
+def _how_to_go_on(ending: Ending) -> str:
+    if ending.step is None:  # what was read or built, as a rule, and would be again
+        return "It made no step: once the cause is mended, the same command starts the run."
+    return "The same command starts the run again, from its newest verified checkpoint."
