@@ -109,6 +109,7 @@ class _Loop(Generic[R]):
     def _train(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         run.clock.read()  # what came before is no part of the first step's time
+        first = run.state.step
         while not run.finished:
             run.world.failure.at_step(run.state.step)
             done = run.state.step
@@ -126,6 +127,8 @@ class _Loop(Generic[R]):
                 asked = self.requests.pending(run.exchange)
                 assert asked is not None
                 stopped = asked.words
+                if run.state.step == first and not asked.by_signal:
+                    stopped += " before this start had made a step; the next one makes none either unless it is longer"
             except Exception as error:
                 self._save_before(error)
                 raise
