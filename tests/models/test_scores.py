@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -199,6 +200,50 @@ def test_float32_product_multiplies_bfloat16_states_without_rounding_the_logits(
     for mine, theirs in zip(found, gradients, strict=True):
         assert mine.dtype == torch.bfloat16
         assert_close(mine, theirs.to(torch.bfloat16), rtol=2**-7, atol=1e-5)  # one rounding, at the very end
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("logit", [3.0, 6.5, 9.0])
+def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16(form: Callable[..., Any], logit: float) -> None:
+    """Of two tokens with logits h and 0, -log p of the first has the derivative p - 1 by h: at h = 6.5, -1.501e-3."""
+    hidden = torch.full((1, 1), logit, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+
+    form(hidden, Head(weight, None), torch.tensor([0]), lambda logprobs, *_: -logprobs, HeadSpec())[0].backward()
+
+    rest = 1 / (1 + math.exp(logit))
+    assert_close(hidden.grad, torch.full_like(hidden, -rest), rtol=2**-7, atol=0.0)
+    assert_close(weight.grad, torch.tensor([[-rest], [rest]], dtype=torch.bfloat16) * logit, rtol=2**-6, atol=0.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("by_entropy", [0.0, 0.01])
+@pytest.mark.parametrize("size", [9.0, 12.0, 15.0, 17.0])
+def test_gradients_in_bfloat16_are_as_exact_at_any_certainty(
+    form: Callable[..., Any], softcap: float | None, by_entropy: float, size: float
+) -> None:
+    """Hidden states that lie along their token's row make it from 40 to 99.99 % certain."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1024, 64, generator=generator) * 0.1
+    targets = torch.randint(0, 1024, (32,), generator=generator)
+    along = size * torch.nn.functional.normalize(weight[targets], dim=1) / weight[targets].norm(dim=1, keepdim=True)
+    mine = [tensor.bfloat16().requires_grad_() for tensor in (along, weight)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in mine]
+
+    def loss(logprobs: Tensor, entropy: Tensor | None, *_: int) -> Tensor:
+        return -logprobs if entropy is None else -logprobs - by_entropy * entropy
+
+    spec = HeadSpec(softcap=softcap)
+    form(mine[0], Head(mine[1], None), targets, loss, spec, entropy=by_entropy > 0)[0].backward()
+    logprobs, entropies = plain(exact[0], Head(exact[1], None), targets, spec, 1.0)
+    (-logprobs - by_entropy * entropies).sum().backward()
+
+    for tensor, wanted in zip(mine, exact, strict=True):
+        assert tensor.grad is not None
+        assert wanted.grad is not None
+        error = (tensor.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+        assert error < 2**-6
 
 
 @pytest.mark.parametrize("form", FORMS)
