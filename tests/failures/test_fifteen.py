@@ -113,7 +113,7 @@ def test_weights_in_bfloat16_move_as_far_as_those_in_float32_and_over_a_resume(b
 
     assert naive.numbers["bfloat16"] == 1.0
     assert naive.numbers["float32"] == pytest.approx(0.8, abs=1e-4)  # 200 steps of 0.001: Adam's step is its rate
-    assert ours.numbers["end"] == pytest.approx(0.8, abs=0.006)  # as derived where it is measured
+    assert ours.numbers["end"] == pytest.approx(0.8, abs=0.003)  # as derived where it is measured
     assert ours.numbers["gap"] == 0.0
 
 
