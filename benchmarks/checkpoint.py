@@ -114,7 +114,7 @@ class Arms:
         save(self.state(), storage_writer=FileSystemWriter(folder, overwrite=False), process_group=self.group)
 
     def our_save(self, folder: Path) -> None:
-        from holdfast.checkpoint.assembly import About
+        from holdfast.checkpoint.manifest import About
         from holdfast.checkpoint.snapshot import take
         from holdfast.checkpoint.storage import LocalStorage
         from holdfast.checkpoint.writer import commit

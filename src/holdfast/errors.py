@@ -54,3 +54,14 @@ class RankFailed(HoldfastError):
     """Another rank failed; the message names the rank, the phase and the first cause."""
 
     exit_code = 3
+
+
+def how_to_go_on(step: int | None) -> str:
+    """Return what the user of a run that broke off is told.
+
+    Args:
+        step: Which it stood at; None before it came to train.
+    """
+    if not step:  # the cause lies in what was read or built, as a rule, and will be there again
+        return "It made no step: once the cause is mended, the same command starts the run."
+    return "The same command starts the run again, from its newest verified checkpoint."

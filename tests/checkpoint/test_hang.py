@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.checkpoint import verify
+from holdfast.checkpoint.background import THREAD
+from holdfast.checkpoint.retention import Retention
+from holdfast.checkpoint.session import Session
 from holdfast.checkpoint.snapshot import take
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
@@ -137,3 +142,33 @@ def test_a_save_in_which_nothing_moves_until_the_time_out_is_named_on_all_ranks(
     assert errors[0] is not None
     assert errors[0][0] == "SaveFailed"
     assert re.search(r"has hung for more than 0\.02 minutes: rank 0 in phase 'shards', rank 1 in", errors[0][1])
+
+
+class HangsWhileItStages(LocalStorage):
+    """Hangs once, before the first file is written."""
+
+    def __init__(self, root: Path, free: threading.Event) -> None:
+        super().__init__(root)
+        self._free = free
+
+    def make(self, path: str) -> None:
+        self._free.wait(60)
+        super().make(path)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_was_given_up_is_never_published(tmp_path: Path, background: bool) -> None:
+    """Without a copy its tensors would be of a later step by then, under the name and the hashes of the earlier one."""
+    free, model = threading.Event(), torch.nn.Linear(2, 2)
+    storage = HangsWhileItStages(tmp_path, free)
+    session = Session(storage, ProcessExchange(), "run", Retention(), background=background)
+    session.patience = session.abandon
+
+    session.save(take(model), 1, wait=True)
+    saving = next(thread for thread in threading.enumerate() if thread.name == THREAD)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    free.set()
+    saving.join()
+
+    assert list(tmp_path.iterdir()) == []

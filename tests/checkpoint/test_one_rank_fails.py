@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast import checkpoint
-from holdfast.checkpoint.assembly import About
+from holdfast.checkpoint.manifest import About
 from holdfast.checkpoint.snapshot import take
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.checkpoint.writer import commit

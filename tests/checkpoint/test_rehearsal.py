@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
-from holdfast.checkpoint.rehearsal import Report, rehearse
+from holdfast.checkpoint.rehearsal import Report, Room, rehearse
 from holdfast.checkpoint.storage import LocalStorage
 from holdfast.config.load import from_mapping
 from holdfast.config.runs import SFTConfig
@@ -59,10 +59,39 @@ def test_training_is_bit_identical_with_and_without_a_rehearsal(pools: Any, tmp_
     assert list((tmp_path / "c").iterdir()) == []
 
 
+class FullLater(LocalStorage):
+    """A disk that is full by the time a file is written."""
+
+    def create(self, path: str) -> Any:  # type: ignore[override]
+        if "/dcp/" in path:
+            raise OSError(28, "No space left on device", path)
+        return super().create(path)
+
+
+def rehearse_on_full_disk(world: World, root: str, steps: int) -> None:
+    toy = build(world)
+    rehearse(FullLater(Path(root)), toy, optimizer_of(toy), ProcessExchange(), trained_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (0, ("The rehearsal before the first step failed", "Nothing was trained. Mend this first")),
+        (7, ("The rehearsal after step 7 failed", "Nothing was trained after step 7. Mend this first")),
+    ],
+)
+def test_a_rehearsal_says_what_was_trained_before_it(
+    pools: Any, tmp_path: Path, steps: int, words: tuple[str, str]
+) -> None:
+    for name, message in pools(2).errors(rehearse_on_full_disk, str(tmp_path), steps):
+        assert name == "RehearsalFailed"
+        assert all(each in message for each in words)
+
+
 def rehearse_at(world: World, roots: list[str], keep: int = 3) -> Report:
     """Rehearse with a root of this rank's own."""
     toy = build(world)
-    return rehearse(LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), ProcessExchange(), keep=keep)
+    return rehearse(LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), ProcessExchange(), room=Room(keep))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="18-directory that is not one for all ranks")])

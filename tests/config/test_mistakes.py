@@ -71,7 +71,8 @@ def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(mistakes: Mistakes, l
         ("optim: {lr: .inf}", "optim.lr: inf should be a finite number"),
         ("optim: {lr: true}", "optim.lr: true should be a number"),
         ("optim: {betas: [0.9]}", "optim.betas: [0.9] has too few values"),
-        ("optim: {betas: [0.9, 2]}", "optim.betas.1: 2 should be less than or equal to 1"),
+        ("optim: {betas: [0.9, 1]}", "optim.betas.1: 1 should be less than 1"),
+        ("seed: 9223372036854775808", "seed: 9223372036854775808 should be less than 9223372036854775808"),
         ("optim: {no_decay: norm}", "optim.no_decay: 'norm' should be a list, as in [a, b]"),
         ("optim: {no_decay: ['(']}", "optim.no_decay.0: '(' is not a regular expression: missing ), unterminated "
                                      "subpattern at position 0"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
 from holdfast.config.rollout import SamplingConfig
+from holdfast.errors import RunStopped
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo_step
@@ -178,6 +181,16 @@ def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -
             if trajectory.advantages is not None
         },
     }
+
+
+def sample_of_no_numbers(world: World, tree: dict[str, Any], rows: Any) -> str:
+    """Put a NaN into one weight of the head, and return what sampling says."""
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
+    with torch.no_grad():
+        local_part(sharded_parameters(run.policy)["model.norm.weight"])[:1] = math.nan
+    with pytest.raises(RunStopped) as caught:
+        next_rollout(run)
+    return str(caught.value)
 
 
 def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:

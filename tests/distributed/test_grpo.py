@@ -20,6 +20,7 @@ from tests.distributed.grpo_cases import (
     memory_of_sampling,
     prompts_of,
     remax,
+    sample_of_no_numbers,
     settings,
     train,
     train_and_publish_averages,
@@ -261,6 +262,13 @@ def test_a_step_that_is_left_while_it_is_sampled_is_made_again_exactly(pools: An
         assert (found["left"], found["stream"], found["step"], found["scored"]) == (True, True, 1, 1)
         expected = [[(item[0], item[2]) for item in step] for step in straight]
         assert found["sampled"] == expected
+
+
+def test_a_policy_without_numbers_is_not_sampled_from(pools: Any, llama: Path) -> None:
+    first, second = pools(2).run(sample_of_no_numbers, settings(str(llama)), ROWS)
+
+    assert first == second
+    assert "are not finite (NaN) for 4 prompts of step 1, the first one prompt 0" in first
 
 
 def test_a_reward_without_a_number_leaves_baseline_and_average(pools: Any, llama: Path) -> None:

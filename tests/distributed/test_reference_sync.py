@@ -96,14 +96,31 @@ def test_the_dtype_stays_and_sums_are_rounded_once(kind: str) -> None:
     before = {name: value.detach().clone() for name, value in reference.named_parameters()}
     exact = 0.6 * policy.weight.detach().double() + 0.4 * before["weight"].double()
 
-    Following(reference, 1, 0.6).follow(dict(policy.named_parameters()))
+    Following(reference, 1, 0.6).follow(dict(policy.named_parameters()), 1)
 
     assert reference.weight.dtype == dtype
-    if kind == "bfloat16":
-        assert torch.equal(reference.weight.detach(), exact.bfloat16())
     last_bits = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(reference.weight.detach().double(), exact, rtol=last_bits, atol=last_bits)
     assert torch.equal(reference.bias.detach(), before["bias"]), "frozen parameters are the same in both already"
+
+
+@pytest.mark.parametrize("mix", [0.02, 0.1, 0.6, 1.0])
+def test_a_reference_in_bfloat16_comes_to_a_policy_that_stands_still(mix: float) -> None:
+    """Rounded to the nearest it would stay: a tenth of a distance of four digits is less than half a digit."""
+    policy, reference = (nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        policy.weight.fill_(1 + 4 * 2**-7)
+        reference.weight.fill_(1.0)
+
+    follow = Following(reference, 2, mix).follow
+    way = []
+    for step in range(2, 1002, 2):
+        follow(dict(policy.named_parameters()), step)
+        way.append(float(reference.weight.detach()))
+
+    assert way == sorted(way)
+    assert way[-1] == float(policy.weight.detach())
+    assert mix < 1 or way[0] == way[-1]
 
 
 def run_tree(llama: Path, place: Path, steps: int, **sync: Any) -> dict[str, Any]:

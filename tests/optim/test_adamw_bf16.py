@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdfast.optim.adamw_bf16 import AdamWBF16, store
+from holdfast.optim.adamw_bf16 import AdamWBF16
+from holdfast.optim.rounding import SPREAD, round_evenly
 
 
 def gradients(steps: int, size: int) -> list[torch.Tensor]:
@@ -86,7 +87,7 @@ def test_a_moment_is_rounded_up_as_often_as_what_is_cut_off_demands() -> None:
 
     stored = []
     for step in range(1, 1001):
-        store(moment, exact, step * 0.7548776662466927)
+        round_evenly(moment, exact, step * SPREAD[0])
         stored.append(moment.float().clone())
 
     found = torch.stack(stored)

@@ -46,6 +46,11 @@ def test_a_warm_up_ratio_counts_steps_of_the_whole_run() -> None:
     assert found[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
 
 
-def test_a_run_of_one_step_trains_at_full_rate_only_if_it_never_decays() -> None:
-    assert learning_rate_factor(ConstantSchedule(), 0, 1) == 1.0
-    assert learning_rate_factor(LinearSchedule(final_ratio=0.5), 0, 1) == 0.5
+@pytest.mark.parametrize("kind", [ConstantSchedule, LinearSchedule, CosineSchedule, WarmupStableDecaySchedule])
+def test_the_only_step_of_a_run_is_made_at_full_rate(kind: type) -> None:
+    assert factors(kind(), 1) == [1.0]
+    assert factors(LinearSchedule(), 2) == [1.0, 0.0]
+
+
+def test_a_decay_of_no_length_is_none() -> None:
+    assert factors(WarmupStableDecaySchedule(decay_ratio=0.0), 5) == [1.0] * 5

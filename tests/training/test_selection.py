@@ -12,10 +12,11 @@ from holdfast.config.policy import (
     GRPOAdvantageConfig,
     PassAtKAdvantageConfig,
     ReinforcePPBaselineAdvantageConfig,
+    ReMaxAdvantageConfig,
 )
 from holdfast.config.rollout import GroupsConfig
 from holdfast.training.facts import CompletionFact, GroupFact
-from holdfast.training.selection import select
+from holdfast.training.selection import select, with_baselines
 from holdfast.types import Finish
 
 
@@ -52,6 +53,41 @@ def test_a_group_is_judged_by_its_own_completions_and_not_by_its_batch(advantage
     facts = [group(0, [0.1, 0.1 + 1e-9]), group(1, [0.0, 1e-3]), group(2, [5.0, -5.0])]
 
     assert kept(facts, advantage()) == [1, 2]
+
+
+@pytest.mark.parametrize("flat", ["drop", "resample"])
+def test_a_group_teaches_nothing_where_only_masked_completions_have_an_advantage(flat: str) -> None:
+    """Of group 1 the middle completion is trained, which is as good as the mean of its group."""
+
+    def cut(fact: GroupFact, *places: int) -> GroupFact:
+        ends = [Finish.LENGTH if place in places else Finish.STOP for place in range(len(fact.completions))]
+        cut_off = (each._replace(finish=finish) for each, finish in zip(fact.completions, ends, strict=True))
+        return fact._replace(completions=tuple(cut_off))
+
+    rewards = {0: [1.0, 0.0, 1.0], 1: [2.0, 1.0, 0.0], 2: [1.0, 0.0, 0.0]}
+    places = {0: (0, 1, 2), 1: (0, 2), 2: (1,)}
+    facts = [cut(group(number, rewards[number]), *places[number]) for number in rewards]
+
+    def trained(truncated: str) -> list[int]:
+        config = GroupsConfig(flat=flat, truncated=truncated)  # type: ignore[arg-type]
+        return [fact.prompt_id for fact in select(facts, config, GRPOAdvantageConfig(), {"exact": 1.0})]
+
+    assert trained("mask") == [2]
+    assert trained("keep") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("truncated", "baseline"), [("drop", math.nan), ("mask", 0.5), ("keep", 0.5)])
+def test_a_greedy_completion_that_was_cut_is_a_baseline_where_cut_ones_count(truncated: str, baseline: float) -> None:
+    facts = [group(3, [1.0, 0.0]), group(5, [1.0, 0.0])]
+    greedy = [group(5, [0.25]), group(3, [0.5])]
+    greedy[1] = greedy[1]._replace(completions=(greedy[1].completions[0]._replace(finish=Finish.LENGTH),))
+    config = GroupsConfig(truncated=truncated)  # type: ignore[arg-type]
+
+    found = with_baselines(facts, greedy, config)
+
+    assert [fact.greedy for fact in found] == pytest.approx([baseline, 0.25], nan_ok=True)
+    kept_ids = [fact.prompt_id for fact in select(found, config, ReMaxAdvantageConfig(), {"exact": 1.0})]
+    assert kept_ids == ([5] if math.isnan(baseline) else [3, 5])
 
 
 def test_rewards_normalised_one_by_one_teach_where_their_sum_is_flat() -> None:

@@ -47,6 +47,10 @@ def generalised_advantages(
     return result
 
 
+_ROUNDING = 1e-12
+"""Relative deviation of numbers that are alike but for the last digits of their mean in float64."""
+
+
 class Spread(NamedTuple):
     """Mean and variance of numbers that several ranks hold parts of."""
 
@@ -71,9 +75,9 @@ def spread_of(numbers: Values, gather: Gather[tuple[int, float]]) -> Spread:
 
 def whitened(advantages: Values, spread: Spread, epsilon: float) -> Values:
     """Return (A - mean) / (standard deviation + epsilon); one token, or tokens that are all alike, give 0."""
-    centred = advantages - spread.mean
-    scale = spread.deviation + epsilon
-    return centred / scale if scale > 0 else np.zeros_like(centred)
+    if spread.deviation <= _ROUNDING * max(1.0, abs(spread.mean)):
+        return np.zeros_like(advantages)
+    return (advantages - spread.mean) / (spread.deviation + epsilon)
 
 
 def explained_variance(returns: Spread, errors: Spread) -> float | None:

@@ -82,18 +82,20 @@ def flat_groups(rewards: Rewards, tolerance: float) -> Mask:
 
 
 def without_advantages(
-    config: AdvantageConfig, rewards: Rewards, parts: Mapping[str, Rewards], weights: Mapping[str, float]
+    config: AdvantageConfig, rewards: Rewards, parts: Mapping[str, Rewards], weights: Mapping[str, float], trained: Mask
 ) -> Mask:
-    """Return [P]: groups all of whose advantages are 0, each judged by itself.
+    """Return [P]: groups all of whose trained completions have an advantage of 0, each group judged by itself.
 
     For advantages that compare within groups: what they take of the batch is a scale, and makes no 0 of another number.
 
     Args:
         config, rewards, parts, weights: As in `advantages`.
+        trained: [P, G], completions that are trained; others are compared with, and learn nothing.
     """
     rows = [slice(number, number + 1) for number in range(len(rewards))]
     found = [advantages(config, rewards[row], {name: parts[name][row] for name in parts}, weights) for row in rows]
-    return np.array([not values.any() for values in found], dtype=np.bool_)
+    learned = [values[trained[row]] for row, values in zip(rows, found, strict=True)]
+    return np.array([not values.any() for values in learned], dtype=np.bool_)
 
 
 def without_baseline(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.float64] | None = None) -> Mask:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import place_file, rank_file
+from holdfast.checkpoint.manifest import About
 from holdfast.checkpoint.optimizer_record import described_optimizers, wrapped_records
 from holdfast.checkpoint.snapshot import OPTIM, Outline, Snapshot, outline
 from holdfast.checkpoint.trees import first_difference

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -11,25 +9,10 @@ from typing import Any
 from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import DCP
-from holdfast.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from holdfast.checkpoint.manifest import About, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.optimizer_record import described_optimizers
 from holdfast.checkpoint.snapshot import Described, Snapshot
 from holdfast.checkpoint.storage import Storage
-
-
-@dataclass(frozen=True)
-class About:
-    """What a manifest says besides files and tensors."""
-
-    run_id: str
-    step: int
-    parent: str | None = None
-    parent_step: int | None = None
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    deviations: tuple[str, ...] = ()
-    fingerprints: Mapping[str, Any] = field(default_factory=dict)
 
 
 def assembled(

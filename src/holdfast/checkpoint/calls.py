@@ -14,10 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.agreement import together
-from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.layout import step_of
-from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.manifest import About, Manifest
 from holdfast.checkpoint.object_lease import ObjectLease
 from holdfast.checkpoint.snapshot import Snapshot, hold, mesh_of, take
 from holdfast.checkpoint.storage import Storage, open_storage

@@ -182,7 +182,7 @@ def rehearse(
     with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
             beside = rehearsal.Beside({"extra": tagged(extra)}, {"extra": tagged(rank_extra)}, assets or {})
-        return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, keep=keep, beside=beside)
+        return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, room=rehearsal.Room(keep), beside=beside)
 
 
 def clean(path: str) -> None:

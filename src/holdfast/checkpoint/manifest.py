@@ -108,6 +108,21 @@ class Manifest:
         return sum(entry.size for entry in self.files.values())
 
 
+@dataclass(frozen=True)
+class About:
+    """What a manifest says besides files and tensors."""
+
+    run_id: str
+    step: int
+    parent: str | None = None
+    parent_step: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    deviations: tuple[str, ...] = ()
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+
+
 def parse(data: bytes, where: str) -> Manifest:
     """Read a manifest.
 

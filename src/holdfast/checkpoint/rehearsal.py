@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.errors import CheckpointError
-from holdfast.checkpoint.layout import REHEARSAL, fresh
+from holdfast.checkpoint.layout import DCP, REHEARSAL, fresh
+from holdfast.checkpoint.manifest import About
 from holdfast.checkpoint.reader import check_read_back, verified_manifest
 from holdfast.checkpoint.snapshot import Held, Outline, Snapshot, hold, outline, staged, take
 from holdfast.checkpoint.storage import Storage
@@ -38,7 +38,7 @@ NONCE = "nonce"
 
 
 class RehearsalFailed(UserError):  # noqa: N818 - the name says what happened
-    """A checkpoint could not be saved, verified or read back before step 1; nothing was trained."""
+    """A checkpoint could not be saved, verified or read back, as a rule before step 1 and with nothing trained."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,16 @@ class Beside:
     shared: Mapping[str, Any] = field(default_factory=lambda: {"rehearsal": True})
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     assets: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many checkpoints there will be, besides one that is being written and one that is being deleted."""
+
+    keep: int = 3
+    """As many as retention keeps."""
+    replaced: int = 0
+    """Those that are there, and that newer ones will replace: their room is free for these."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,9 @@ def rehearse(
     optimizer: Optimizer | None,
     ranks: ProcessExchange,
     *,
-    keep: int = 3,
+    room: Room = Room(),  # noqa: B008 - frozen
+    trained_steps: int = 0,
     beside: Beside | None = None,
-    shared: bool = True,
     companions: Mapping[str, Trained] | None = None,
 ) -> Report:
     """Save, verify and load once, and leave nothing behind.
@@ -112,9 +122,9 @@ def rehearse(
         model: Sharded; or what of it will be saved.
         optimizer: Built; it may have no state yet, for some parameters or all.
         ranks: The group that saves use.
-        keep: Checkpoints that retention keeps; two more must fit.
+        room: Checkpoints that must fit.
+        trained_steps: Steps that were made before, for the user.
         beside: What saves write besides tensors.
-        shared: Whether every rank must see the same files; true for directories.
         companions: Models that are trained beside, by name, with their optimizers.
 
     Raises:
@@ -130,17 +140,22 @@ def rehearse(
         )
         snapshot = joined(snapshot, others)
     try:
-        if shared and storage.renames:
+        if storage.renames:
             _check_shared(storage, ranks)
         copy_seconds = _copy_seconds(snapshot)
         report = _round_trip(storage, name, snapshot, ranks, copy_seconds)
         with ranks.together():
             if ranks.rank == 0:
-                _check_space(storage, name, report.bytes_, keep)
+                if storage.renames:
+                    storage.remove(f"{name}/{DCP}")  # its room is that of a checkpoint to come
+                _check_space(storage, name, report.bytes_, room)
     except CheckpointError as error:
+        before, trained = "before the first step", "Nothing was trained."
+        if trained_steps:
+            before, trained = f"after step {trained_steps}", f"Nothing was trained after step {trained_steps}."
         raise RehearsalFailed(
-            f"The rehearsal before the first step failed: {error} Nothing was trained. Mend this first, or set "
-            "checkpoint.rehearsal.enabled: false to start without checkpoints that are known to work."
+            f"The rehearsal {before} failed: {error} {trained} Mend this first, or set "
+            "checkpoint.rehearsal.enabled: false to go on without checkpoints that are known to work."
         ) from error
     finally:
         if ranks.rank == 0:
@@ -208,12 +223,14 @@ def _check_shared(storage: Storage, ranks: ProcessExchange) -> None:
         )
 
 
-def _check_space(storage: Storage, name: str, size: int, keep: int) -> None:
-    wanted = size * (keep + 2)
+def _check_space(storage: Storage, name: str, size: int, room: Room) -> None:
+    there = min(room.keep, room.replaced)
+    wanted = size * (room.keep + 2 - there)
     missing = storage.lacks(f"{name}/reserved", wanted)
     if missing is not None:
+        place = f"beside the {there} that are there" if there else "in all"
         raise RehearsalFailed(
-            f"{storage.root} has no room: a checkpoint takes {size / 2**20:,.1f} MiB, {keep} are kept and two more "
-            f"must fit, {wanted / 2**20:,.1f} MiB in all ({missing}). Free space, lower checkpoint.keep.last, or "
+            f"{storage.root} has no room: a checkpoint takes {size / 2**20:,.1f} MiB, {room.keep} are kept and two "
+            f"more must fit, {wanted / 2**20:,.1f} MiB {place} ({missing}). Free space, lower checkpoint.keep.last, or "
             "choose another run.dir."
         )

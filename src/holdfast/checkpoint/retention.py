@@ -148,6 +148,19 @@ def write_pins(storage: Storage, pinned: Iterable[int]) -> None:
     storage.replace(PINS, json.dumps(sorted(pinned)).encode())
 
 
+def replaceable(storage: Storage, policy: Retention, *, needed: Iterable[int] = ()) -> int:
+    """Return how many checkpoints will give way to newer ones: all but those that the rules keep for good.
+
+    Args:
+        storage: The checkpoints.
+        policy: The rules.
+        needed: As in `kept_steps`.
+    """
+    staying = read_pins(storage) | {*needed}
+    every = policy.every
+    return sum(step not in staying and (every is None or step % every != 0) for step in _all_rated(storage))
+
+
 def prune(
     storage: Storage,
     policy: Retention,

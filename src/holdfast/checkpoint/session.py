@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.agreement import together
-from holdfast.checkpoint.assembly import About
 from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from holdfast.checkpoint.layout import step_name
-from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.manifest import About, Manifest
 from holdfast.checkpoint.reader import verified_manifest
 from holdfast.checkpoint.retention import Retention, prune, put_aside
 from holdfast.checkpoint.snapshot import Snapshot
@@ -72,6 +71,8 @@ class Session:
     """Where the save in flight is, on this rank."""
     broken: str = ""
     """How a save lost another rank, and with it the process group that saves go over."""
+    _attempt: object = None
+    """The save in flight; one that was given up is not."""
     _parent: Manifest | None = None
     _saver: BackgroundSaver[Saved] = field(default_factory=BackgroundSaver)
     _outcome: Saved | CheckpointError | None = None
@@ -120,13 +121,15 @@ class Session:
         words = self._words(step, about)
         if not self.background and not _on_cpu(snapshot):
             # A thread would have to know the device and the stream that the tensors live on.
+            self._attempt = attempt = object()
             try:
-                self._outcome = self._write(snapshot, words)
+                self._outcome = self._write(snapshot, words, attempt)
             except CheckpointError as error:
                 self._outcome = error
             return
         # On a thread also where training waits: a file system that hangs can then be given up, and be named.
-        self._saver.start(snapshot, lambda held: self._write(held, words), copy=self.background)
+        self._attempt = attempt = object()
+        self._saver.start(snapshot, lambda held: self._write(held, words, attempt), copy=self.background)
         if wait or not self.background:
             (self.patience or self._wait)()
 
@@ -134,10 +137,10 @@ class Session:
         while self.status == "running":
             time.sleep(_LOOK_SECONDS)
 
-    def _write(self, snapshot: Snapshot, about: About) -> Saved:
+    def _write(self, snapshot: Snapshot, about: About, attempt: object) -> Saved:
         ranks = self.ranks  # a thread that was given up must not mix into the group of a later save
         try:
-            return self._committed(snapshot, about, ranks)
+            return self._committed(snapshot, about, ranks, lambda phase: self._reach(phase, attempt))
         except Exception as error:
             if isinstance(error, HoldfastError) or not broken_by_peer(error):
                 raise
@@ -149,12 +152,13 @@ class Session:
                 f"rank {ranks.rank} {self.broken} in phase {self.phase!r} of the save of step {about.step}: {late}."
             ) from error
 
-    def _committed(self, snapshot: Snapshot, about: About, ranks: ProcessExchange) -> Saved:
+    def _committed(self, snapshot: Snapshot, about: About, ranks: ProcessExchange, reached: Reached) -> Saved:
         notes: list[str] = []
-        manifest = commit(snapshot, self.storage, about, ranks, reached=self._reach, told=notes.append)
+        manifest = commit(snapshot, self.storage, about, ranks, reached=reached, told=notes.append)
         if self.read_back:
+            reached("read back")
             self._verify(manifest, ranks)
-        self._reach("retention")
+        reached("retention")
         needed = {about.step} | ({self.resumed.step} if self.resumed is not None else set())
         deleted: list[int] = []
         if ranks.rank == 0:
@@ -165,13 +169,14 @@ class Session:
         told = ranks.agree((deleted, notes))
         return Saved(manifest, tuple(told[0]), tuple(told[1]))
 
-    def _reach(self, phase: str) -> None:
+    def _reach(self, phase: str, attempt: object) -> None:
+        if attempt is not self._attempt:  # its tensors may be of a later step by now, and its name somebody else's
+            raise SaveFailed(f"this save was given up before its phase {phase!r}.")
         self.phase = phase
         self.reached(phase)
 
     def _verify(self, manifest: Manifest, ranks: ProcessExchange) -> None:
         name = step_name(manifest.step)
-        self._reach("read back")
         try:
             verified_manifest(self.storage, name, ranks, from_disk=True)
         except CheckpointError as error:
@@ -183,6 +188,7 @@ class Session:
 
     def abandon(self) -> None:
         """Wait no more for the save in flight: a thread that hangs in a file system cannot be ended."""
+        self._attempt = None
         self._saver.abandon()
 
     def collect(self) -> Saved | None:

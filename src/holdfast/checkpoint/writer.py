@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from holdfast.checkpoint.agreement import agree_on_save, reason_of, together
-from holdfast.checkpoint.assembly import About, assembled
+from holdfast.checkpoint.assembly import assembled
 from holdfast.checkpoint.dcp_files import Writer, one_process_is_meant, without_crc32
 from holdfast.checkpoint.errors import PlaceLost, SaveFailed
 from holdfast.checkpoint.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, step_name
-from holdfast.checkpoint.manifest import NAME, FileEntry, Manifest
+from holdfast.checkpoint.manifest import NAME, About, FileEntry, Manifest
 from holdfast.checkpoint.room import refuse_full_disk
 from holdfast.checkpoint.snapshot import Snapshot, describe
 from holdfast.checkpoint.storage import Storage

@@ -82,6 +82,7 @@ _A_NUMBER = BeforeValidator(_refuse_truth_value)
 PositiveInt = Annotated[int, Field(ge=1), _A_NUMBER]
 AtLeastTwo = Annotated[int, Field(ge=2), _A_NUMBER]
 Count = Annotated[int, Field(ge=0), _A_NUMBER]
+Seed = Annotated[int, Field(ge=0, lt=2**63), _A_NUMBER]
 Positive = Annotated[float, Field(gt=0), _A_NUMBER]
 NonNegative = Annotated[float, Field(ge=0), _A_NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), _A_NUMBER]

@@ -16,6 +16,7 @@ from holdfast.config.base import (
     PositiveInt,
     ProperFraction,
     Section,
+    Seed,
 )
 
 Average = Literal["token_mean", "sequence_mean", "constant_length", "prompt_mean"]
@@ -30,7 +31,7 @@ class SyntheticConfig(Section):
     rows: PositiveInt = 20_000
     noise: Fraction = 0.0
     """Share of rows whose answer is wrong, for training runs that a verifier must clean up."""
-    seed: Count = 0
+    seed: Seed = 0
     min_length: PositiveInt = 4
     """Fewest symbols (sort, reverse), digits (add) or numbers (countdown) in a question, or shapes in a picture."""
     max_length: PositiveInt = 6
@@ -146,7 +147,7 @@ class DataConfig(SourceConfig, TextConfig):
     """Another order in every pass; off: the order of the files."""
     shuffle_buffer: PositiveInt = 10_000
     """Rows shuffled together when streaming: the stream is shuffled block by block."""
-    seed: Count | None = None
+    seed: Seed | None = None
     """Seed of the order; default: the run's seed."""
 
     batch_size: PositiveInt = 32

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, Count, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import ByKind, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section, Seed
 from holdfast.config.rollout import EngineConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.config.server import ServerConfig
@@ -92,7 +92,7 @@ class DistillRolloutConfig(EngineConfig):
     rows' answers (lambda in GKD, algorithm 1). At 1 rows need no answers."""
     group_size: PositiveInt = 1
     """Completions per prompt."""
-    seed: Count | None = None
+    seed: Seed | None = None
     """Seed of the sampling; default: the run's seed."""
     show_every: PositiveInt = 10
     """Steps between those whose completions are written to samples.jsonl."""

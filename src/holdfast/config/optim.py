@@ -134,7 +134,7 @@ class AdamWConfig(_Optim):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on the storage dtype, float32 by default."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
@@ -144,14 +144,14 @@ class AdamWBF16Config(_Optim):
     """AdamW with bfloat16 weights, moments and a Kahan compensation term: 8 bytes per parameter."""
 
     kind: Literal["adamw_bf16"] = "adamw_bf16"
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
 
 class _LowBit(_Optim):
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
@@ -229,7 +229,7 @@ class MuonConfig(_Optim):
     """Matrices that AdamW updates too, by canonical name."""
     adamw_lr: Positive | None = None
     """Peak rate of AdamW's parameters; default: `lr`. Groups with a rate of their own keep it."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """AdamW's decay of the first and the second moment."""
     eps: Positive = 1e-8
     """AdamW's, added to the root of the second moment."""

@@ -186,6 +186,11 @@ class TruncateConfig(Section):
     level: Level = "token"
     """`sequence`: the geometric mean over the sequence, so that length alone never reaches the cap."""
 
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a cap that changes what trainer and sampler agree about."""
+        if self.cap < 1:
+            yield "cap", f"a cap of {self.cap:g} gives tokens weight {self.cap:g} where both agree; use 1 or more"
+
 
 class MaskConfig(Section):
     """Drop what trainer and sampler disagree about, weight the rest (IcePop, arXiv:2510.18855)."""

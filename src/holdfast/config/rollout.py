@@ -16,6 +16,7 @@ from holdfast.config.base import (
     Positive,
     PositiveInt,
     Section,
+    Seed,
 )
 
 EngineKind = Literal["auto", "inprocess", "transformers"]
@@ -83,7 +84,7 @@ class RolloutConfig(EngineConfig):
 
     group_size: PositiveInt = 8
     """Completions per prompt."""
-    seed: Count | None = None
+    seed: Seed | None = None
     """Seed of the sampling; default: the run's seed."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work,

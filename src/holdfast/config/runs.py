@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from holdfast.config.algorithm import NLLConfig, SupervisedObjective
-from holdfast.config.base import Count, FunctionPath, Mistake, Positive, PositiveInt, Section
+from holdfast.config.base import Count, FunctionPath, Mistake, Positive, PositiveInt, Section, Seed
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.data import DataConfig
 from holdfast.config.launch import LaunchConfig
@@ -40,7 +40,7 @@ class RunConfig(Section):
 
 class _Root(Section):
     run: RunConfig = RunConfig()
-    seed: Count = 0
+    seed: Seed = 0
     """Seed of everything random: initial weights, order, dropout."""
     steps: PositiveInt | None = None
     """Optimizer updates."""

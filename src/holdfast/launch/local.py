@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.config.launch import LaunchConfig
-from holdfast.errors import HoldfastError, RunStopped, UserError
+from holdfast.errors import HoldfastError, RunStopped, UserError, how_to_go_on
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
 from holdfast.launch.processes import Guard
@@ -82,14 +82,8 @@ def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard
             tell(f"The run died {place} twice, so it is not started again: the cause is not chance.")
             return ending
         if stops.any or restarts == max_restarts:
-            tell(_how_to_go_on(ending))
+            tell(how_to_go_on(ending.step))
             return ending
         died_at.add(ending.step)
         restarts += 1
-        tell(f"Restart {restarts} of at most {max_restarts}, from the newest verified checkpoint.")
-
-
-def _how_to_go_on(ending: Ending) -> str:
-    if ending.step is None:  # what was read or built, as a rule, and would be again
-        return "It made no step: once the cause is mended, the same command starts the run."
-    return "The same command starts the run again, from its newest verified checkpoint."
+        tell(f"Restart {restarts} of at most {max_restarts}, from the newest verified checkpoint if there is one.")

@@ -5,10 +5,7 @@ term keeps what each step could not add and offers it again with the next one (K
 arXiv:2010.06192, algorithm 3). Weight, two moments and compensation take 8 bytes per parameter, float32 AdamW takes 12.
 
 A moment that decays by 1e-3 a step has the same trouble: rounded to the nearest bfloat16, it never decays, and the
-largest gradient that there was holds the rate down for good. Moments are rounded up as often as down instead, in
-proportion to what is left over, as stochastic rounding does (Gupta et al., arXiv:1502.02551), but by an additive
-recurrence that is a function of the step (Roberts 2018, "The unreasonable effectiveness of quasirandom sequences"): the
-errors of n steps cancel but for O(log n), and nothing depends on a generator or on how tensors are sharded.
+largest gradient that there was holds the rate down for good. Moments are rounded evenly instead (`optim/rounding.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +16,8 @@ import torch
 from torch import Tensor
 
 from holdfast.optim.per_parameter import PerParameterAdamW
+from holdfast.optim.rounding import SPREAD, round_evenly
 from holdfast.parallel.materialise import local_part
-
-_PLACES = {"exp_avg": 0.7548776662466927, "exp_avg_sq": 0.5698402909980532}
-"""Steps of the recurrence in two dimensions: 1/x and 1/x^2, where x^3 = x + 1."""
-_CUT = 2**16
-"""Values of the digits that float32 has and bfloat16 has not."""
 
 
 class AdamWBF16(PerParameterAdamW):
@@ -52,26 +45,11 @@ class AdamWBF16(PerParameterAdamW):
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         mean = first.float().lerp_(gradient, 1 - beta1)
         square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        store(first, mean, step * _PLACES["exp_avg"])
-        store(second, square, step * _PLACES["exp_avg_sq"])
+        round_evenly(first, mean, step * SPREAD[0])
+        round_evenly(second, square, step * SPREAD[1])
         denominator = square.div_(1 - beta2**step).sqrt_().add_(group["eps"])
         update = mean.div_(denominator).mul_(-group["lr"] / (1 - beta1**step))
         _add_compensated(weight, update, local_part(state["compensation"]), group["lr"] * group["weight_decay"])
-
-
-def store(moment: Tensor, exact: Tensor, place: float) -> None:
-    """Round to what a moment is kept in: up where the part that is cut off, plus the fraction of `place`, reaches 1.
-
-    Args:
-        moment: Overwritten.
-        exact: float32, of the same shape.
-        place: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
-    """
-    if moment.dtype is not torch.bfloat16:
-        moment.copy_(exact)
-        return
-    digits = exact.view(torch.int32).add(int(place % 1 * _CUT)).bitwise_and_(-_CUT)  # of the magnitude, at either sign
-    moment.copy_(digits.view(torch.float32))
 
 
 def _add_compensated(weight: Tensor, update: Tensor, compensation: Tensor, decay: float) -> None:

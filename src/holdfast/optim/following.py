@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from holdfast.optim.rounding import SPREAD, round_evenly
 from holdfast.parallel.materialise import local_part, sharded_parameters
 
 
@@ -29,12 +30,21 @@ class Following:
         return step % self.every_steps == 0
 
     @torch.no_grad()
-    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Mix the trained weights in. Each tensor keeps its dtype; sums are in float32 at least, and rounded once."""
+    def follow(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
+        """Mix the trained weights in. Each tensor keeps its dtype; sums are in float32 at least, and rounded once.
+
+        Args:
+            parameters: The trained ones, by name.
+            step: Steps that are done; in bfloat16 it says which way is rounded, or small mixes would move nothing.
+        """
         own = sharded_parameters(self.model)
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 continue  # it is the same in both
             mine, weight = local_part(own[name].detach()), local_part(parameter.detach())
             wide = torch.promote_types(mine.dtype, torch.float32)
-            mine.copy_(torch.lerp(mine.to(wide), weight.to(mine.device, wide), self.mix))
+            mixed = torch.lerp(mine.to(wide), weight.to(mine.device, wide), self.mix)
+            if self.mix < 1:
+                round_evenly(mine, mixed, step // self.every_steps * SPREAD[0])
+            else:
+                mine.copy_(mixed)

@@ -16,7 +16,7 @@ def learning_rate_factor(schedule: Schedule, step: int, total_steps: int | None)
         total_steps: Updates of the whole run; None only for a constant schedule without warmup_ratio.
 
     Warm-up gives (step + 1) / warmup_steps, so the first update is not wasted. Decay runs from the end of warm-up to
-    the last update, which has exactly final_ratio.
+    the last update, which has exactly final_ratio; a run of one update makes it at the peak.
     """
     warmup = schedule.warmup_steps or math.ceil(schedule.warmup_ratio * (total_steps or 0))
     if step < warmup:
@@ -29,7 +29,7 @@ def learning_rate_factor(schedule: Schedule, step: int, total_steps: int | None)
             return 1.0 + (final - 1.0) * _progress(step, warmup, last)
         case CosineSchedule(final_ratio=final):
             return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, warmup, last)))
-        case WarmupStableDecaySchedule(final_ratio=final, decay_ratio=decay):
+        case WarmupStableDecaySchedule(final_ratio=final, decay_ratio=decay) if decay > 0:
             start = max(warmup, total_steps - math.ceil(decay * total_steps) - 1)
             return 1.0 + (final - 1.0) * _progress(step, start, last)
         case _:
@@ -38,5 +38,5 @@ def learning_rate_factor(schedule: Schedule, step: int, total_steps: int | None)
 
 def _progress(step: int, start: int, last: int) -> float:
     if last <= start:
-        return 0.0 if step < last else 1.0
+        return 1.0 if 0 < last <= step else 0.0  # the only update of a run is made at the peak
     return min(1.0, max(0.0, (step - start) / (last - start)))

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.errors import RankFailed, RunStopped, UserError
+from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.beside import BesideLoop, given_up
 from holdfast.parallel.board import Board
 from holdfast.parallel.broken import broken_by_peer, is_broken, timed_out
@@ -229,10 +229,7 @@ class FailureChannel:
 
     def _news(self, failure: Failure) -> str:
         own = f" in phase {self._phase!r}" if self._phase else ""
-        return (
-            f"{failure.sentence()}\nRank {self._rank} therefore stops{own}. "
-            "The same command starts the run again, from its newest verified checkpoint."
-        )
+        return f"{failure.sentence()}\nRank {self._rank} therefore stops{own}. {how_to_go_on(self._step)}"
 
     def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
         failure = self.reports.watch(stop)

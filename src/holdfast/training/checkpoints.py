@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.export import clean_exports
@@ -17,6 +18,7 @@ from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.retention import clean, wait_for_deletions
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.storage import open_storage
+from holdfast.config.versions import versions
 from holdfast.errors import UserError
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training import directory
@@ -31,6 +33,7 @@ from holdfast.training.resume import go_on, say, start_from
 from holdfast.training.run import Run
 from holdfast.training.save_in_flight import collect_together, meet_again, wait_for_all
 
+_LOOK_SECONDS = 0.01
 _DELETION_SECONDS = 10.0
 """A run that has ended leaves the deletion of older checkpoints so long."""
 
@@ -79,12 +82,13 @@ class Checkpoints:
                 directory.create(run.directory, run.config, run.config.verb)
                 clean(self._storage)
                 clean_exports(run.directory / EXPORTS)
-            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds)
+            patience = 60 * self._config.timeout_minutes
+            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, patience)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
         except BaseException as error:
+            self._leave_nothing(error)  # while nobody else can have taken it
             self._stack.close()
-            self._leave_nothing(error)
             raise
         return self
 
@@ -102,7 +106,7 @@ class Checkpoints:
             patience=self._wait_for_save,
         )
         self._contents = Contents(run)
-        self._rehearsals = Rehearsals(run, self._storage, self._contents)
+        self._rehearsals = Rehearsals(run, self.session, self._contents)
 
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
@@ -123,18 +127,48 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for a save in flight, and give the directory back."""
+        hangs = False
         try:
             if kind is None:
                 self.collect()
                 wait_for_deletions(_DELETION_SECONDS)
             elif issubclass(kind, Exception):
-                with suppress(CheckpointError):  # the error that ends the run counts, not what became of a save
-                    self.session.collect()
+                hangs = not self._collect_before_leaving()
         finally:
+            self._leave_nothing(error)  # while nobody else can have taken it
             self._stack.close()
-            self._leave_nothing(error)
-            if self.session.status != "running":
+            if self.session.status != "running" and not hangs:
                 self._ranks.close()
+
+    def _collect_before_leaving(self) -> bool:
+        """Wait for the save in flight on this rank alone, as long as anything of it moves; return whether it ended.
+
+        What became of it matters no more, but for a start that would not find it: the error that ends the run counts.
+        """
+        session = self.session
+        seen: tuple[str, int] | None = None
+        patience = 60 * self._config.timeout_minutes
+        deadline = time.monotonic() + patience
+        while session.status == "running":
+            place = (session.phase, session.storage.moved_bytes)
+            if place != seen:
+                seen, deadline = place, time.monotonic() + patience
+            if time.monotonic() > deadline:
+                session.abandon()
+                print(f"warning: the save in flight hangs in phase {session.phase!r} and is given up", flush=True)
+                return False
+            time.sleep(_LOOK_SECONDS)
+        with suppress(CheckpointError):
+            saved = session.collect()
+            if saved is not None:
+                self._note(saved.manifest.step)
+        return True
+
+    def _note(self, step: int) -> None:
+        """Leave word of a save that the journal does not hear of: a start that finds it gone must know."""
+        if self._run.world.is_first:
+            with suppress(OSError):
+                directory.note_saved(self._run.directory, step)
 
     def _leave_nothing(self, error: BaseException | None) -> None:
         """Remove the directory of a new run that was refused before its first step."""
@@ -173,7 +207,7 @@ class Checkpoints:
         Raises:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
         """
-        self._rehearsals.before_first_step(self._ranks, requests)
+        self._rehearsals.before_first_step(requests)
 
     def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
         """Rehearse again what the first step, counted from 0, or the first that trains more, made other.
@@ -184,7 +218,7 @@ class Checkpoints:
         Raises:
             RehearsalFailed: As `rehearse`.
         """
-        return self._rehearsals.after_step(step, self._ranks, requests, self.collect)
+        return self._rehearsals.after_step(step, requests, self.collect)
 
     @property
     def is_new(self) -> bool:
@@ -192,29 +226,54 @@ class Checkpoints:
         newest = self.session.newest
         return newest is None or newest.step != self._run.state.step
 
-    def save(self, metrics: Mapping[str, float], *, wait: bool = False) -> list[Saved]:
-        """Save the run as it stands; return what was committed meanwhile: the save before, and this one if waited for.
+    def save(self, metrics: Mapping[str, float]) -> list[Saved]:
+        """Save the run as it stands; return what was committed meanwhile: the save before, as a rule.
 
         Args:
             metrics: Of this step.
-            wait: Return only when the checkpoint is on disk.
 
         Raises:
-            CheckpointError: This save (if waited for), or the one before, failed too often.
+            CheckpointError: The save before failed, and so did too many before it.
         """
-        run = self._run
         before = self.collect()
-        if not self.is_new:
-            return before
+        if self.is_new:
+            self._begin(metrics, wait=False)
+        return before
+
+    def save_last(self, metrics: Mapping[str, float]) -> list[Saved]:
+        """Save the run as it stands, and return when that is on disk; return what was committed meanwhile.
+
+        A save that fails is tried again, as often as `checkpoint.max_failures` allows: no later one makes up for it.
+
+        Args:
+            metrics: Of this step.
+
+        Raises:
+            CheckpointError: It failed too often.
+        """
+        saved = self.collect()
+        while self.is_new:
+            self._begin(metrics, wait=True)
+            saved += self.collect("It is tried again")
+        return saved
+
+    def _begin(self, metrics: Mapping[str, float], *, wait: bool) -> None:
+        run = self._run
         with run.phase("save"):
             self._check_place()
             run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             snapshot = self._contents.snapshot(Moment.now(run))
-            self.session.save(
-                snapshot, run.state.step, wait=wait, metrics=plain, **self._contents.about(self._deviations)
-            )
-            return before + self.collect() if wait else before
+            self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
+
+    def _about(self) -> dict[str, Any]:
+        run = self._run
+        return {
+            "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
+            "versions": versions(),
+            "fingerprints": run.identity,
+            "deviations": self._deviations,
+        }
 
     def _check_place(self) -> None:
         """Make sure that the run's directory is the one it was, and nobody else's.
@@ -247,8 +306,8 @@ class Checkpoints:
 
     def _save_in_emergency(self, moment: Moment, ranks: ProcessExchange) -> Manifest | None:
         self._run.residency.stay()  # the main thread may be in a rollout, and go on with it
-        with suppress(CheckpointError):
-            self.session.collect()
+        if not self._collect_before_leaving():
+            return None  # it would hang where that one does
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
             return None
@@ -256,18 +315,18 @@ class Checkpoints:
             self._places.check()
         observers = ranks.agree(moment.state["observers"])
         snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}))
-        manifest = self.session.save_now(
-            snapshot, moment.step, ranks, self._before_publishing, **self._contents.about(self._deviations)
-        )
-        if self._run.world.is_first:
-            directory.note_saved(self._run.directory, manifest.step)  # a start that finds it gone must know of it
+        manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
+        self._note(manifest.step)
         return manifest
 
     def _wait_for_save(self) -> None:
         wait_for_all(self._run.exchange, self.session, self._config.timeout_minutes)
 
-    def collect(self) -> list[Saved]:
+    def collect(self, then: str = "Training goes on") -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
+
+        Args:
+            then: What follows a failure that is allowed, in words.
 
         Raises:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
@@ -284,7 +343,7 @@ class Checkpoints:
             if self._failures > self._config.max_failures:
                 raise
             left = self._config.max_failures - self._failures
-            say(self._run, f"warning: {error} Training goes on; {left} more failures in a row are allowed.")
+            say(self._run, f"warning: {error} {then}; {left} more failures in a row are allowed.")
             return []
         if saved is None:
             return []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.companions import joined
 from holdfast.checkpoint.rehearsal import Trained
 from holdfast.checkpoint.snapshot import Held, Outline, Snapshot, hold, outline, take
-from holdfast.config.versions import versions
 from holdfast.training.assets import run_assets
 from holdfast.training.emergency import Moment
 from holdfast.training.run import Run
@@ -58,17 +55,3 @@ class Contents:
 
     def _with_beside(self, own: Snapshot) -> Snapshot:
         return joined(own, {name: take(held, optimizer) for name, (held, optimizer) in self.beside().items()})
-
-    def about(self, deviations: tuple[str, ...]) -> dict[str, Any]:
-        """Return what a manifest says of the run beside its tensors.
-
-        Args:
-            deviations: From the checkpoints it goes on from, as they were declared.
-        """
-        run = self._run
-        return {
-            "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
-            "versions": versions(),
-            "fingerprints": run.identity,
-            "deviations": deviations,
-        }

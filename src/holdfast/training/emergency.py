@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.snapshot import RandomState, random_state
 from holdfast.parallel.collectives import ProcessExchange
@@ -50,11 +49,14 @@ class Emergency:
     Args:
         run: The run.
         write: Makes the checkpoint.
-        grace_seconds: Longest time it may take.
+        grace_seconds: Longest time a rank waits for another one.
+        patience_seconds: Longest time it waits for its own watching thread, which may be writing already.
     """
 
-    def __init__(self, run: Run, write: Write, grace_seconds: float) -> None:
+    def __init__(self, run: Run, write: Write, grace_seconds: float, patience_seconds: float) -> None:
         self._run = run
+        self._patience = patience_seconds
+        self._made: Manifest | None = None
         self._write = write
         self._grace = grace_seconds
         self._ranks = ProcessExchange(timedelta(seconds=grace_seconds))
@@ -74,7 +76,7 @@ class Emergency:
         """Watch no more."""
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(timeout=1.0)
+            self._thread.join(timeout=self._patience if self._taken.locked() else 1.0)
         if not self._thread.is_alive():
             self._ranks.close()
 
@@ -89,23 +91,25 @@ class Emergency:
             The manifest; None if ranks stand at different steps, one is gone, or the step is on disk already.
         """
         self._run.world.failure.ask_for_save(self._name)
-        return self._save()
+        if self._taken.acquire(blocking=False):
+            self._save()
+        elif self._thread.ident is not None:  # another rank was faster, and the watching thread is at it
+            self._thread.join(self._patience)
+        return self._made
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             if self._run.world.failure.save_is_asked_for(self._name):
-                self._save()
+                if self._taken.acquire(blocking=False):  # else the main thread raised too, and is at it
+                    self._save()
                 return
 
-    def _save(self) -> Manifest | None:
-        if not self._taken.acquire(blocking=False):
-            return None  # the main thread raised too, while the watching one was at it, or the other way round
+    def _save(self) -> None:
         try:
             moment = self._agreed_moment()
-            return None if moment is None else self._write(moment, self._ranks)
-        except (CheckpointError, RuntimeError) as error:  # the error that is being raised counts, not this one
+            self._made = None if moment is None else self._write(moment, self._ranks)
+        except Exception as error:  # noqa: BLE001 - the error that is being raised counts, not this one
             print(f"the last whole step could not be saved before the error: {error}", flush=True)
-            return None
 
     def _agreed_moment(self) -> Moment | None:
         """Wait until all ranks stand at the same whole step; None if they do not come to."""

@@ -91,8 +91,9 @@ class _Loop(Generic[R]):
         if stopped is None and (evaluation.at_end or run.config.dry_run) and self.evaluated_at != run.state.step:
             self._evaluate_at_end()
         if stopped is not None or run.config.checkpoint.at_end:
-            self.journal.saved(self.checkpoints.save(self.line, wait=True))
+            self.journal.saved(self.checkpoints.save_last(self.line))
             self.checkpoints.check_grace(self.requests)
+        self.journal.saved(self.checkpoints.collect("The run ends without it"))
         return stopped
 
     def _evaluate_at_end(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, rehearse
-from holdfast.checkpoint.session import Saved
+from holdfast.checkpoint.rehearsal import Beside, RehearsalFailed, Report, Room, rehearse
+from holdfast.checkpoint.retention import replaceable
+from holdfast.checkpoint.session import Saved, Session
 from holdfast.checkpoint.snapshot import Held
-from holdfast.checkpoint.storage import Storage
-from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training.assets import checked_assets
 from holdfast.training.contents import Contents
 from holdfast.training.control import StopRequests
@@ -23,19 +22,19 @@ class Rehearsals:
 
     Args:
         run: The run.
-        storage: Where its checkpoints go.
+        session: Its saves: they tell where checkpoints go, and over which ranks.
         contents: What they hold.
     """
 
-    def __init__(self, run: Run, storage: Storage, contents: Contents) -> None:
+    def __init__(self, run: Run, session: Session, contents: Contents) -> None:
         self._run = run
         self._config = run.config.checkpoint
-        self._storage = storage
+        self._session = session
         self._contents = contents
         self._reports: dict[int, Report] = {}
         """By the step that trains first what was rehearsed."""
 
-    def before_first_step(self, ranks: ProcessExchange, requests: StopRequests) -> None:
+    def before_first_step(self, requests: StopRequests) -> None:
         """Save, verify and load once, and let a SIGTERM pass, before anything is trained; all ranks call this together.
 
         Raises:
@@ -50,11 +49,11 @@ class Rehearsals:
                 assets = checked_assets(run)
             run.state.observers = run.exchange.agree(run.state.observers)
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
-            report = self._rehearse(ranks, self._contents.held, beside)
+            report = self._rehearse(self._contents.held, beside)
             self._reports = {run.state.step: report}
             for step in run.unfreezing.after(run.state.step):
                 with run.unfreezing.as_after(step, now=run.state.step):
-                    self._reports[step] = self._rehearse(ranks, self._held_to_come(), beside)
+                    self._reports[step] = self._rehearse(self._held_to_come(), beside)
             self._drill(requests)
         words = report.describe(
             ranks=run.world.size,
@@ -68,14 +67,11 @@ class Rehearsals:
         )
         say(run, words, *([warning] if late else []))
 
-    def after_step(
-        self, step: int, ranks: ProcessExchange, requests: StopRequests, collect: Callable[[], list[Saved]]
-    ) -> list[Saved]:
+    def after_step(self, step: int, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
         """After the first step, and the first that trains more: drill, and rehearse what is other than was rehearsed.
 
         Args:
             step: That was made, counted from 0.
-            ranks: All of them.
             requests: Hear SIGTERM.
             collect: Waits for a save in flight, which uses the same ranks.
 
@@ -83,7 +79,7 @@ class Rehearsals:
             The save that this had to wait for.
 
         Raises:
-            RehearsalFailed: As `before_first_step`.
+            RehearsalFailed: No checkpoint can be made of what is trained by now.
         """
         before = self._reports.pop(step, None)
         if before is None:
@@ -95,14 +91,26 @@ class Rehearsals:
         if not any(self._run.exchange.gather(now != before.outline)):
             return []
         saved = collect()
-        self._rehearse(ranks, self._contents.held)
+        self._rehearse(self._contents.held)
         return saved
 
-    def _rehearse(self, ranks: ProcessExchange, held: Held, beside: Beside | None = None) -> Report:
-        contents, keep = self._contents, self._config.keep
-        wanted = keep.last + sum(best.count for best in keep.best)
-        others = contents.beside()
-        return rehearse(self._storage, held, contents.optimizer, ranks, keep=wanted, beside=beside, companions=others)
+    def _rehearse(self, held: Held, beside: Beside | None = None) -> Report:
+        run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
+        resumed = set() if session.resumed is None else {session.resumed.step}
+        replaced = 0
+        with run.exchange.together():
+            if run.world.is_first and session.storage.renames:  # how much room an object store has, nobody knows
+                replaced = replaceable(session.storage, session.retention, needed=resumed)
+        return rehearse(
+            session.storage,
+            held,
+            contents.optimizer,
+            session.ranks,
+            room=Room(keep.last + sum(best.count for best in keep.best), replaced),
+            trained_steps=run.state.step,
+            beside=beside,
+            companions=contents.beside(),
+        )
 
     def _held_to_come(self) -> Held:
         """Return what is held once all parameters that are trained now are averaged too."""

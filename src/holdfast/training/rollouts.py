@@ -11,17 +11,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from holdfast.config.rollout import SamplingConfig
 from holdfast.data.prompts import PromptBatch
 from holdfast.errors import RunStopped
 from holdfast.rewards.base import Progress, Sample, Scored
-from holdfast.rollout.engine import Request, generate
+from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.facts import GroupFact, share_facts
 from holdfast.training.policy import PolicyEvaluation, PolicyRun, SamplingEvaluation, progress_of, publish, rest
 from holdfast.training.resting import resting
 from holdfast.training.run import StepAbandoned
-from holdfast.training.selection import select, trained_part, unknown_part, without_dropped
+from holdfast.training.selection import select, trained_part, warn_of_unknown_reward, with_baselines, without_dropped
 from holdfast.training.trajectories import trajectory_of
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
@@ -61,7 +63,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     groups_config, wanted = run.config.groups, run.config.data.batch_size
     rollout = _joined(found, wanted)
     run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    run.said += unknown_part(rollout.sampled, groups_config.between)
+    run.said += warn_of_unknown_reward(rollout.sampled, groups_config.between)
     _refuse_unscored(run, rollout)
     return rollout
 
@@ -141,10 +143,7 @@ def _with_greedy(
     sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
     groups = sample_groups(run, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
     rewarded, told = score_groups(run, groups)
-    greedy = {fact.prompt_id: fact.completions[0] for fact in share_facts(run, rewarded, told)}
-    known = [
-        fact._replace(greedy=greedy[fact.prompt_id].reward, greedy_fault=greedy[fact.prompt_id].fault) for fact in facts
-    ]
+    known = with_baselines(facts, share_facts(run, rewarded, told), run.config.groups)
     return known, [*scored, *told]
 
 
@@ -195,6 +194,7 @@ def sample_groups(
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
         if any(run.exchange.gather(aborted)):
             raise StepAbandoned
+        _refuse_nan(run, sampled)
         by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
         of_id = {prompt.prompt_id: prompt for prompt in prompts}
         for completion in sampled:
@@ -203,6 +203,23 @@ def sample_groups(
             trajectory = trajectory_of(prompt, completion, seed, sampling, run.origin.tokenizer)
             by_prompt[prompt.prompt_id].append(trajectory)
     return [Group(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
+
+
+def _refuse_nan(run: SamplingEvaluation, sampled: Sequence[Sampled]) -> None:
+    """Stop a run whose policy gives no numbers: what is drawn from them is no sample of anything.
+
+    Raises:
+        RunStopped: The same on all ranks.
+    """
+    broken = {completion.request_id for completion in sampled if np.isnan(completion.logprobs).any()}
+    ids = sorted(number for part in run.exchange.gather(broken) for number in part)
+    if ids:
+        raise RunStopped(
+            f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {run.state.step + 1}, the first "
+            f"one prompt {ids[0]}, so nothing can be sampled from it. Its weights are as the last step left them: look "
+            "at grad_norm and loss in metrics.jsonl, and go on from an earlier checkpoint with a lower optim.lr, or "
+            "with parallel.compute_dtype: float32."
+        )
 
 
 def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:

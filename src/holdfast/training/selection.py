@@ -30,7 +30,8 @@ def select(
     if config.flat == "keep" or not eligible:
         return eligible
     parts = {label: parts_of(eligible, label) for label in weights}
-    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights)
+    trained = np.array([[trained_tokens(each, config) > 0 for each in fact.completions] for fact in eligible])
+    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights, trained)
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 
@@ -44,10 +45,10 @@ def _eligible(fact: GroupFact, config: GroupsConfig, advantage: AdvantageConfig)
 
 def trained_tokens(fact: CompletionFact, config: GroupsConfig) -> int:
     """Return how many tokens of a completion are trained."""
-    return 0 if _is_masked(fact.finish, config) or math.isnan(fact.reward) else fact.length
+    return 0 if _is_cut(fact.finish, config) or math.isnan(fact.reward) else fact.length
 
 
-def _is_masked(finish: Finish, config: GroupsConfig) -> bool:
+def _is_cut(finish: Finish, config: GroupsConfig) -> bool:
     return finish is Finish.LENGTH and config.truncated != "keep"
 
 
@@ -58,6 +59,20 @@ def _between(fact: GroupFact, between: BetweenConfig) -> bool:
         return False
     mean = float(np.mean(known))
     return (between.low is None or mean > between.low) and (between.high is None or mean < between.high)
+
+
+def with_baselines(facts: Sequence[GroupFact], greedy: Sequence[GroupFact], config: GroupsConfig) -> list[GroupFact]:
+    """Tell each group what its prompt's greedy completion earned; of one that counts for no baseline, NaN.
+
+    Args:
+        facts: The groups.
+        greedy: Of the same prompts, one completion each.
+        config: Says whether what was cut counts.
+    """
+    found = {fact.prompt_id: without_dropped(fact, config).completions[0] for fact in greedy}
+    return [
+        fact._replace(greedy=found[fact.prompt_id].reward, greedy_fault=found[fact.prompt_id].fault) for fact in facts
+    ]
 
 
 def without_dropped(fact: GroupFact, config: GroupsConfig) -> GroupFact:
@@ -76,14 +91,14 @@ def trained_part(group: Group, config: GroupsConfig) -> Group:
     """Mask completions that are not trained: those without a reward, and perhaps those that were cut."""
 
     def masked(trajectory: Trajectory) -> Trajectory:
-        if trajectory.reward is not None and not _is_masked(trajectory.finish, config):
+        if trajectory.reward is not None and not _is_cut(trajectory.finish, config):
             return trajectory
         return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
 
     return replace(group, trajectories=tuple(masked(trajectory) for trajectory in group.trajectories))
 
 
-def unknown_part(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
+def warn_of_unknown_reward(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
     """Say so where groups are chosen by what no completion has; its first word alone is checked before step 1."""
     known = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
     if between is None or not known or between.reward in known:

@@ -129,7 +129,7 @@ def _end_step(run: Run) -> None:
     unfreeze(run, step)
     if due:
         assert following is not None
-        following.follow(sharded_parameters(run.policy))
+        following.follow(sharded_parameters(run.policy), run.state.step)
     run.updating = False
 
 
