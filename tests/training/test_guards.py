@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,26 @@ def test_a_best_export_that_failed_is_no_best_one(pools: Any, tmp_path: Path) ->
     exported = load_file(place / "model.safetensors")
     second = find.one(str(tmp_path / "r" / "checkpoints" / "step-00000002"))
     assert all(torch.equal(tensor, second.read(f"model.{name}")) for name, tensor in exported.items())
+
+
+def test_a_best_export_of_steps_that_were_lost_is_replaced_by_a_better_one_alone(pools: Any, tmp_path: Path) -> None:
+    """The rate rises to 0.003 at step 3, which no checkpoint holds; the second start comes to 0.0024 there."""
+    best = {"metric": "learning_rate", "mode": "max"}
+    saves = {"every_steps": 2, "at_end": False, "export_best": best, "export_at_end": False}
+    schedule = {"kind": "constant", "warmup_steps": 3}
+    place = tmp_path / "r/exports/best"
+
+    def train(steps: int, rate: float) -> tuple[float, int, str]:
+        optim = {"lr": rate, "schedule": schedule}
+        pools(2).run(run, tree(str(tmp_path), steps=steps, optim=optim, checkpoint=saves))
+        told = json.loads((place / "holdfast_rating.json").read_text())
+        return told["value"], told["step"], hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
+
+    first, second, third = train(3, 0.003), train(4, 0.0024), train(6, 0.0036)
+
+    assert first[:2] == (0.003, 3)
+    assert second == first
+    assert third[:2] == (0.0036, 5)
 
 
 def test_the_last_checkpoint_has_the_evaluation_of_the_end(pools: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 
@@ -17,6 +18,8 @@ from holdfast.training import directory
 from holdfast.training.run import Run
 
 EXPORTS, BEST = "exports", "best"
+RATING = "holdfast_rating.json"
+"""Beside the weights of a best export: its metric, value and step. It may be of a later step than any checkpoint."""
 
 
 def check_export(run: Run) -> None:
@@ -41,37 +44,36 @@ def describe_adapters(run: Run) -> Description | None:
     return Description(settings, None if directory is None else files_mark(directory))
 
 
-def export_run(run: Run, name: str) -> str:
+def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) -> str:
     """Write exports/<name> and return the path; all ranks call this together.
 
+    Args:
+        run: The run.
+        name: Of the export.
+        metrics: Of this step; what a best export is the best of stands in it.
+
     Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
-    Averages of the weights are written to exports/<name>-ema, or in the place of the weights.
+    Averages of the weights go to exports/<name>-ema, or in the place of the weights. exports/<name> comes last:
+    where a kill leaves it out, the next start makes all of them again.
     """
-    ema = run.config.optim.ema
+    ema, texts = run.config.optim.ema, {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
+    best = run.config.checkpoint.export_best
+    if name == BEST and best is not None and metrics is not None:
+        value = run.exchange.agree(metrics.get(best.metric))
+        texts[RATING] = json.dumps({"metric": best.metric, "value": value, "step": run.state.step}) + "\n"
     if ema is not None and ema.export != "none":
         with run.averaged():
-            place = _export(run, name if ema.export == "instead" else f"{name}-ema")
+            place = _export(run, name if ema.export == "instead" else f"{name}-ema", texts)
         if ema.export == "instead":
             return place
-    return _export(run, name)
+    return _export(run, name, texts)
 
 
-def _export(run: Run, name: str) -> str:
+def _export(run: Run, name: str, texts: Mapping[str, str]) -> str:
     place = run.directory / EXPORTS / name
     with run.phase("export"):
-        export(
-            run.policy,
-            run.origin,
-            place,
-            run.exchange,
-            dtype=_dtype(run),
-            largest_file_bytes=run.config.checkpoint.export_shard_bytes,
-            extra_files={EXPORTED_CONFIG: directory.resolved_yaml(run.config)},
-            reached=lambda name: run.world.failure.phase(f"export: {name}"),
-        )
         about = describe_adapters(run)
         if about is not None:
-            texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
             export_adapters(
                 run.policy,
                 about,
@@ -80,6 +82,16 @@ def _export(run: Run, name: str) -> str:
                 texts,
                 reached=lambda name: run.world.failure.phase(f"adapter export: {name}"),
             )
+        export(
+            run.policy,
+            run.origin,
+            place,
+            run.exchange,
+            dtype=_dtype(run),
+            largest_file_bytes=run.config.checkpoint.export_shard_bytes,
+            extra_files=texts,
+            reached=lambda name: run.world.failure.phase(f"export: {name}"),
+        )
     return str(place)
 
 
@@ -108,12 +120,21 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
         names.append(f"step-{run.state.step:08d}")
     wanted = config.export_best
     if wanted is not None and wanted.metric in metrics:
-        value, best = metrics[wanted.metric], run.state.best_exported
-        if not math.isfinite(value):
-            return names
-        if best is None or (value > best if wanted.mode == "max" else value < best):
+        value, known = metrics[wanted.metric], (run.state.best_exported, _rated(run, wanted.metric))
+        better = max if wanted.mode == "max" else min
+        best = better((each for each in known if each is not None), default=None)
+        if math.isfinite(value) and (best is None or better(value, best) != best):
             names.append(BEST)
     return names
+
+
+def _rated(run: Run, metric: str) -> float | None:
+    """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
+    try:
+        told = json.loads((run.directory / EXPORTS / BEST / RATING).read_text(encoding="utf-8"))
+        return float(told["value"]) if told["metric"] == metric else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _dtype(run: Run) -> torch.dtype | None:

@@ -160,7 +160,7 @@ class _Loop(Generic[R]):
 
     def _export(self, names: list[str]) -> None:
         for name in names:
-            self.journal.event("export", path=export_run(self.run, name))
+            self.journal.event("export", path=export_run(self.run, name, self.line))
             note_exported(self.run, name, self.line)
 
     def _save_before(self, error: Exception) -> None:
