@@ -99,6 +99,17 @@ def test_diff_names_every_key_that_differs_and_exits_1(holdfast: Command, tmp_pa
     ]
 
 
+def test_a_run_is_compared_by_what_was_resolved_for_it(holdfast: Command, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "one.yaml", tree)
+    (tmp_path / "runs" / "two").mkdir(parents=True)
+    resolved = holdfast("config", "show", "one.yaml", "seed=3").out
+    (tmp_path / "runs" / "two" / "config.resolved.yaml").write_text(resolved)
+
+    done = holdfast("config", "diff", "one.yaml", "runs/two")
+
+    assert (done.code, done.out) == (1, "seed: 0 -> 3\n")
+
+
 def test_runs_that_differ_by_name_alone_are_the_same(holdfast: Command, tmp_path: Path, tree: dict[str, Any]) -> None:
     write_run(tmp_path / "one.yaml", tree)
     write_run(tmp_path / "two.yaml", tree)

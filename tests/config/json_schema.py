@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ def _keyword(name: str, wanted: Any, schema: Mapping[str, Any], value: Any, root
     match name:
         case "minLength":
             return not isinstance(value, str) or len(value) >= wanted
+        case "pattern":
+            return not isinstance(value, str) or re.search(wanted, value) is not None
         case "$ref":
             return accepts(root["$defs"][wanted.removeprefix("#/$defs/")], value, root)
         case "anyOf" | "oneOf":

@@ -26,6 +26,8 @@ TAKEN: list[dict[str, Any]] = [
     {"reward": {"kind": "exact", "column": "gold"}},
     {"reward": ["exact", {"path": "f.py:g", "weight": 0.5}]},
     {"reward": {"path": "f.py:g"}},
+    {"reward": "f.py:g"},
+    {"reward": ["exact", "f.py:g"]},
     {"objective": {"high": 0.28}},
     {"objective": "cispo"},
     {"objective": "gspo", "data": {"path": "d", "average": "sequence_mean"}},
@@ -54,7 +56,17 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
     assert accepts(SCHEMA, LEAST | change)
 
 
+def test_a_function_alone_stands_for_its_section() -> None:
+    short, long = (from_mapping(LEAST | {"reward": of}, GRPOConfig) for of in ("f.py:g", {"path": "f.py:g"}))
+
+    assert short == long
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"evaluation": {"sets": {"a": {"path": "x"}}, "completions": {"samples": 3}}},
+        "evaluation.completions: {'samples': 3} has no use for this command; remove it, or write null",
+    ),
     ({"reward": []}, "reward: this list is empty; name at least one"),
     (
         {"kl": {"coefficient": 0.05}, "reference": {"kind": "adapter_off", "sync": {"every_steps": 1}}},

@@ -93,7 +93,8 @@ def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(mistakes: Mistakes, l
         ("launch: 3", "launch: this is a section with keys of its own, not the value 3"),
         ("launch: [3]", "launch: this is a section with keys of its own, not the value [3]"),
         ("optim: 3", "optim: this is a section with keys of its own, not the value 3"),
-        ("optim:", "optim: this section is empty; remove it, or give it keys"),
+        ("optim:", "optim: this section is empty; remove it, or give it keys ({} is a section with "
+                   "its defaults)"),
         ("evaluation: {sets: [a]}", "evaluation.sets: this is a section with keys of its own, not the value ['a']"),
         ("evaluation: {sets: {a: rows.jsonl}}", "evaluation.sets.a: this is a section with keys of its own, not the "
                                                 "value 'rows.jsonl'"),

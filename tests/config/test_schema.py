@@ -31,6 +31,8 @@ TAKEN: list[dict[str, Any]] = [
     {"optim": {"kind": "adamw", "schedule": {"final_ratio": 0.1}, "clip_norm": None}},
     {"parallel": {"recompute": {"kind": "every_k", "k": 3}, "shard": 4}},
     {"objective": {"kind": "path", "path": "f.py:g", "kwargs": {"any": ["thing"]}}},
+    {"objective": "f.py:g"},
+    {"optim": "own.py:Lion"},
     {"launch": {"ranks": "auto"}},
     {"data": {"sources": [{"path": "a", "weight": 2}, {"synthetic": {"task": "add"}, "weight": 1.5}]}},
     {"data": {"path": "a", "batch_size_schedule": {"100": 64}, "columns": {"prompt": "question"}}},
@@ -39,6 +41,7 @@ TAKEN: list[dict[str, Any]] = [
 REFUSED: list[dict[str, Any]] = [
     {"optm": {}},
     {"optim": "adam"},
+    {"parallel": {"recompute": "f.py:g"}},
     {"optim": {"momentum": 0.9}},
     {"optim": {"kind": "sgd", "betas": [0.9, 0.9]}},
     {"optim": {"lr": 0}},

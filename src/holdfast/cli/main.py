@@ -171,7 +171,10 @@ def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")
 
 
 @config_app.command("diff")
-def config_diff(first: Path, second: Path) -> None:
+def config_diff(
+    first: Annotated[Path, typer.Argument(help="A YAML file, or the directory of a run.")],
+    second: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
     """Print the keys in which two runs differ; exit 1 if they do."""
     from holdfast.cli.inspect import diff_configs
 

@@ -89,12 +89,18 @@ Fraction = Annotated[float, Field(ge=0, le=1), _A_NUMBER]
 ProperFraction = Annotated[float, Field(ge=0, lt=1), _A_NUMBER]
 
 
+PATH = "path"
+"""The kind of a section that names a function or a class in a file of the user's."""
+_FUNCTION = re.compile(r"\.py:")
+
+
 @dataclass(frozen=True)
 class ByKind:
     """Makes a union of sections a tagged one: its `kind` chooses the member, and an option of another kind is refused.
 
-    A section without a kind is of the default one, and a kind alone stands for a section: `recompute: full`. The JSON
-    schema says all of this, so that an editor which follows it accepts what Holdfast accepts.
+    A section without a kind is of the default one, and a kind alone stands for a section: `recompute: full`. Where one
+    of the kinds is `path`, a function in a file does too: `reward: my_reward.py:short`. The JSON schema says so, and
+    an editor which follows it accepts what Holdfast accepts.
     """
 
     default: str
@@ -104,7 +110,14 @@ class ByKind:
         for model in get_args(source) or (source,):
             members |= dict.fromkeys(kinds_of(model), handler.generate_schema(model))
         union = core_schema.tagged_union_schema(members, discriminator=self._chosen)
-        return core_schema.no_info_before_validator_function(_as_section, union)
+
+        def as_section(value: Any) -> Any:
+            if not isinstance(value, str):
+                return value
+            is_function = PATH in members and _FUNCTION.search(value)
+            return {"kind": PATH, "path": value} if is_function else {"kind": value}
+
+        return core_schema.no_info_before_validator_function(as_section, union)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         sections = []
@@ -112,7 +125,9 @@ class ByKind:
             kind = handler.resolve_ref_schema(member)["properties"]["kind"]
             is_default = self.default in kind.get("enum", [kind.get("const")])
             sections.append(member if is_default else {**member, "required": ["kind"]})
-        return {"oneOf": [{"enum": list(schema["schema"]["choices"]), "type": "string"}, *sections]}
+        kinds = list(schema["schema"]["choices"])
+        functions = [{"pattern": _FUNCTION.pattern, "type": "string"}] if PATH in kinds else []
+        return {"oneOf": [{"enum": kinds, "type": "string"}, *functions, *sections]}
 
     def _chosen(self, value: Any) -> str:
         found = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
@@ -146,10 +161,6 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     if field is None:
         return ()
     return tuple(dict.fromkeys([str(field.default), *map(str, get_args(field.annotation))]))
-
-
-def _as_section(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
 
 
 def leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

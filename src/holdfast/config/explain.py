@@ -146,7 +146,9 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "too_short":
             return "this list is empty; name at least one"
         case "model_type" | "dict_type" if first["input"] is None:
-            return "this section is empty; remove it, or give it keys"
+            return "this section is empty; remove it, or give it keys ({} is a section with its defaults)"
+        case "none_required":
+            return f"{_short(first['input'])} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
             return f"this is a section with keys of its own, not the value {_short(first['input'])}"
     return _wrong_value(items)
