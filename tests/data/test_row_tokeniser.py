@@ -323,6 +323,21 @@ def test_prompt_tokens_open_the_answer_of_a_conversation_and_leave_text_alone(
     )
 
 
+def test_text_that_goes_past_a_chat_template_is_told(with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template("zephyr")
+    tokenizer.name_or_path = "models/zephyr"
+
+    def skips(row: dict[str, Any], **text: Any) -> bool:
+        return RowTokeniser(tokenizer, TextConfig(**text), Path()).opening(row, "Row 0").skips_template
+
+    assert skips({"prompt": "What is 2+2?"})
+    assert not skips({"messages": TALK})
+    assert not skips({"instruction": "What is 2+2?"})
+    assert not skips({"prompt": "What is 2+2?"}, system="Be brief.")
+    tokenizer.name_or_path = ""
+    assert not skips({"prompt": "What is 2+2?"})
+
+
 def test_prompt_and_completion_tokens_are_those_a_policy_meets(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template("llama3")
     tokeniser = RowTokeniser(tokenizer, TextConfig(), Path())

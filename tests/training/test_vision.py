@@ -195,7 +195,7 @@ def test_completions_of_an_evaluation_see_the_images(place: Path, pools: Any, tm
     lines = [json.loads(line) for line in (tmp_path / "r/completions/eval.held_out.jsonl").read_text().splitlines()]
     assert [line["sample_id"] for line in lines] == [0, 1, 2, 3]
     for line, text in zip(lines, (place / "rows.jsonl").read_text().splitlines(), strict=False):
-        written, laid, _ = rows.opening({"messages": json.loads(text)["messages"]}, "row")
+        written, laid, *_ = rows.opening({"messages": json.loads(text)["messages"]}, "row")
         tokens, images = list(laid.tokens), joined_inputs(laid)
         for _ in range(6):
             given = side.upstream_inputs(np.array(tokens), images) if images else {}

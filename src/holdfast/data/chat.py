@@ -58,6 +58,8 @@ class Opening(NamedTuple):
     """Each image is its own tokens; none is trained."""
     positions: NDArray[np.int64] | None
     """[A, L] of `laid`; None where all are 0, 1, 2, ..."""
+    skips_template: bool = False
+    """Whether it is plain text, and the tokenizer it came with has a chat template, which is then not used."""
 
 
 class RowTokeniser:
@@ -80,6 +82,7 @@ class RowTokeniser:
         self._plain = PlainTokeniser(tokenizer, append_eos=text.append_eos)
         self._format = None if text.format is None else PromptFormat(text.format, base)
         self._template = _chat_template(tokenizer, text, base, images)
+        self._has_template = bool(tokenizer.name_or_path and self._template.source)  # built-in ones have no name
         # Whoever sets one of these wants a chat: a prompt that is plain text becomes the user's message.
         self._wraps_text = bool(text.system or text.chat_template or text.template_kwargs)
 
@@ -146,7 +149,8 @@ class RowTokeniser:
         images = self._images.prepared(content, row_name, whole=True)
         written = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
-        return Opening(written, laid, self._images.positions(laid))
+        skips = isinstance(content, PlainText) and self._has_template
+        return Opening(written, laid, self._images.positions(laid), skips)
 
     def _prompt(self, row: Row, row_name: str) -> Conversation | PlainText:
         if self._format is not None:

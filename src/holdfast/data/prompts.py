@@ -67,7 +67,7 @@ def prompt_tokeniser(
     """
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
-        written, laid, positions = tokeniser.opening(row, name, why_no_videos)
+        written, laid, positions, skips_template = tokeniser.opening(row, name, why_no_videos)
         tokens = np.asarray(laid.tokens, dtype=np.int64)
         if tokens.size == 0:
             raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
@@ -75,7 +75,7 @@ def prompt_tokeniser(
             columns: dict[str, Any] = dict(row)
             inputs = joined_inputs(laid)
             prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions)
-            return Tokenised((prompt,), {})
+            return Tokenised((prompt,), {"without_chat_template": 1} if skips_template else {})
         if config.overlong == "refuse":
             raise DataError(
                 f"{name}: its prompt has {tokens.size} tokens, and data.max_length={config.max_length} less "

@@ -64,6 +64,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     rollout = _joined(found, wanted)
     run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
     run.said += warn_of_unknown_reward(rollout.sampled, groups_config.between)
+    run.said += _plain_prompts(run, rollout)
     _refuse_unscored(run, rollout)
     return rollout
 
@@ -91,6 +92,18 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
         run.stream.load_state(before)
         raise
     return found
+
+
+def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
+    """Say once that a chat model is asked in plain text: its reward may stay low for no other reason."""
+    plain = rollout.counted.get("data/without_chat_template", 0)
+    if run.state.step > 0 or not plain:
+        return []
+    return [
+        f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
+        "template. To ask a model that follows instructions, set data.columns: {instruction: prompt}, or write "
+        "prompts as messages; `holdfast data preview` shows what is asked"
+    ]
 
 
 def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
