@@ -93,6 +93,31 @@ def test_a_rank_that_is_stopped_in_a_save_is_named_with_its_phase_within_the_tim
         assert verify(str(tmp_path / f"r/checkpoints/step-{step:08d}")).step == step
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_in_a_save_is_named_although_saves_may_take_long(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    """Training waits nine seconds for a rank, a save half an hour: the save in flight must not hold the news up."""
+    words = ["steps=100000", "checkpoint.rehearsal.enabled=false", "launch.timeout_minutes=0.15"]
+    job = subprocess.Popen(
+        [warm.program, *command(tmp_path, *words, "checkpoint.timeout_minutes=30", "checkpoint.grace_seconds=3")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    stopped, _ = stop_in_a_save(job, tmp_path)
+
+    try:
+        said, _ = job.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGKILL)
+
+    assert job.returncode == 3, said
+    assert "Rank 1 hangs" in said or "rank 1 has stopped answering" in said, said
+
+
 def run_with_a_late_save(world: World, values: dict[str, Any], seconds: float) -> tuple[int, str]:
     """Run; rank 1 is late to a phase of its first save. Return the last step, and what was printed."""
     channel: Any = OnceSlow(world.failure, "rank state", seconds if world.rank == 1 else 0.0)

@@ -156,7 +156,7 @@ class DataConfig(SourceConfig, TextConfig):
     batch_size_schedule: dict[Count, PositiveInt] = Field(default_factory=dict)
     """Step to batch size from that step on, as in {100: 64}; before the first entry `batch_size` holds."""
     tokens_per_micro_batch: PositiveInt = 4096
-    """Most tokens in one forward pass of one rank. Memory only: it never changes the result."""
+    """Most tokens in one forward pass of one rank: memory and speed. The result stays the same up to rounding."""
     packing: Literal["best_fit", "wrapped", "none"] = "best_fit"
     """`best_fit` lays whole sequences side by side; `wrapped` cuts the stream of documents into windows of
     max_length; `none` pads, one sequence per row."""

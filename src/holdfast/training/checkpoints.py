@@ -51,6 +51,7 @@ class Checkpoints:
         self._places = Places(run.directory, self._storage, lambda words: say(run, words))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
+        self._patience = 60 * self._config.timeout_minutes
 
     def __enter__(self) -> Checkpoints:
         """Take the directory, and put the run where its newest verified checkpoint left it.
@@ -82,8 +83,7 @@ class Checkpoints:
                 directory.create(run.directory, run.config, run.config.verb)
                 clean(self._storage)
                 clean_exports(run.directory / EXPORTS)
-            patience = 60 * self._config.timeout_minutes
-            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, patience)
+            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
         except BaseException as error:
@@ -133,21 +133,25 @@ class Checkpoints:
                 self.collect()
                 wait_for_deletions(_DELETION_SECONDS)
             elif issubclass(kind, Exception):
-                hangs = not self._collect_before_leaving()
+                # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
+                lost = error is not None and self._run.world.failure.broken_by_peer(error)
+                hangs = not self._collect_before_leaving(self._config.grace_seconds if lost else self._patience)
         finally:
             self._leave_nothing(error)  # while nobody else can have taken it
             self._stack.close()
             if self.session.status != "running" and not hangs:
                 self._ranks.close()
 
-    def _collect_before_leaving(self) -> bool:
+    def _collect_before_leaving(self, patience: float) -> bool:
         """Wait for the save in flight on this rank alone, as long as anything of it moves; return whether it ended.
 
         What became of it matters no more, but for a start that would not find it: the error that ends the run counts.
+
+        Args:
+            patience: Seconds in which nothing of it moves.
         """
         session = self.session
         seen: tuple[str, int] | None = None
-        patience = 60 * self._config.timeout_minutes
         deadline = time.monotonic() + patience
         while session.status == "running":
             place = (session.phase, session.storage.moved_bytes)
@@ -306,7 +310,7 @@ class Checkpoints:
 
     def _save_in_emergency(self, moment: Moment, ranks: ProcessExchange) -> Manifest | None:
         self._run.residency.stay()  # the main thread may be in a rollout, and go on with it
-        if not self._collect_before_leaving():
+        if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
