@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "checkpoint"),
     ("training",),
     ("recipes",),
-    ("plan", "launch", "report", "integrations"),
+    ("launch", "report"),
     ("cli", "api"),
 )
 """From the lowest up. Those of one layer never import each other."""
