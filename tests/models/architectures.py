@@ -132,8 +132,21 @@ def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: A
     return model
 
 
+def forgetful(model: Any) -> Any:
+    """Let a model's rotary angles be those of a new model at every pass; return it."""
+
+    def forget(module: Any, *_: object) -> None:
+        module.inv_freq = module.original_inv_freq.clone()
+        module.max_seq_len_cached = module.original_max_seq_len
+
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq"):
+            module.register_forward_pre_hook(forget)
+    return model
+
+
 def fresh(model: Any) -> Any:
-    """Return a copy that shares a model's parameters and no buffers: dynamic scaling remembers the texts it has seen."""
+    """Return a copy that shares a model's parameters and no buffers: dynamic scaling remembers texts it has seen."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 

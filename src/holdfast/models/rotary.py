@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ _LONGROPE = "longrope"
 _DYNAMIC = "dynamic"
 _FACTORS = ("factor", "mscale")
 """What LongRoPE has twice, for short and for long texts: factors of wavelengths, and Phi-3.5-MoE's of amplitudes."""
-_KEPT_FREQUENCIES = 1024
+_MOST_LENGTHS = 1024
 """Lengths whose frequencies are remembered; dynamic scaling has some for every length."""
 
 
@@ -66,13 +67,23 @@ def angle_changes(config: Any) -> tuple[AngleChange, ...]:
         return ()
     text.standardize_rope_params()  # brings fields of older files to where transformers reads them
     by_layer_type = [part for part in text.rope_parameters.values() if isinstance(part, Mapping)]
-    found = set()
+    changes = set()
     for settings in by_layer_type or [text.rope_parameters]:
         kind = str(settings.get("rope_type", "default"))
         # Hunyuan's files say dynamic and name a factor `alpha`, which fixes the angles for every length.
         if not settings.get("alpha") and (change := _change(kind, settings, text)) is not None:
-            found.add(change)
-    return tuple(sorted(found))
+            changes.add(change)
+    return tuple(sorted(changes))
+
+
+def angles_by_length(configs: Iterable[Any]) -> Callable[[int], Hashable] | None:
+    """Return what is the same for two lengths if they have the same angles in every model; None if all lengths have.
+
+    Args:
+        configs: transformers' configurations of the models that read the same packs.
+    """
+    changes = [change for config in configs for change in angle_changes(config)]
+    return (lambda length: tuple(change.angles_of(length) for change in changes)) if changes else None
 
 
 def _change(kind: str, settings: Mapping[str, Any], config: Any) -> AngleChange | None:
@@ -89,13 +100,13 @@ def _changes_of(module: nn.Module) -> dict[str | None, tuple[str, AngleChange]]:
     config: Any = getattr(module, "config", None)
     if kinds is None or not getattr(config, "rope_parameters", None):
         return {}
-    found = {}
+    changes = {}
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
         settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         change = _change(str(kind), settings, config)
         if change is not None:
-            found[layer_type] = (str(kind), change)
-    return found
+            changes[layer_type] = (str(kind), change)
+    return changes
 
 
 def keep_short_angles(model: nn.Module) -> None:
@@ -148,16 +159,15 @@ class RotaryAngles:
         """
         if not self._changes:
             return
-        found = [[_Stretch(tokens, tokens) for tokens in row] for row in rows]
+        stretches = [[_Stretch(tokens, tokens) for tokens in row] for row in rows]
         for number, parts in enumerate(branches):
             if parts:
                 tokens = rows[0][number]
                 lengths = [tokens - sum(parts) + part for part in parts]
-                assert all(
-                    len({change.angles_of(length) for length in lengths}) == 1 for change in self._every_change()
-                )
-                found[0][number] = _Stretch(tokens, max(lengths))
-        self._rows = tuple(map(tuple, found))
+                for change in (change for several in self._changes.values() for _, change in several.values()):
+                    assert len({change.angles_of(length) for length in lengths}) == 1, "packing has to part such texts"
+                stretches[0][number] = _Stretch(tokens, max(lengths))
+        self._rows = tuple(map(tuple, stretches))
 
     @contextmanager
     def as_upstream(self) -> Iterator[None]:
@@ -167,9 +177,6 @@ class RotaryAngles:
             yield
         finally:
             self._rows = rows
-
-    def _every_change(self) -> Iterator[AngleChange]:
-        return (change for changes in self._changes.values() for _, change in changes.values())
 
     @torch.no_grad()
     def _angles(self, module: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
@@ -183,64 +190,70 @@ class RotaryAngles:
         """
         if self._rows is None:
             return type(module).forward(_copy(module), x, position_ids, *args, **options)
-        several = len(self._rows) > 1
-        if several and position_ids.shape[-2] == 1:  # transformers' own, where it was given none
+        by_row = len(self._rows) > 1
+        if by_row and position_ids.shape[-2] == 1:  # a model's own, where it was given none
             position_ids = position_ids.expand(*position_ids.shape[:-2], len(self._rows), -1)
-        stretches = tuple(row[0] for row in self._rows) if several else self._rows[0]
-        dim, sizes = (-2, [1] * len(stretches)) if several else (-1, [stretch.tokens for stretch in stretches])
+        dim = -2 if by_row else -1
+        texts = [row[0] for row in self._rows] if by_row else list(self._rows[0])
+        sizes = [1 if by_row else text.tokens for text in texts]
         if position_ids.shape[dim] != sum(sizes):
             raise ModelError(
                 f"{type(module).__name__} computes angles of {position_ids.shape[dim]} positions for a batch of "
                 f"{sum(sizes)}, and they depend on the length of each text. Please report the architecture."
             )
-        lengths = [stretch.length for stretch in stretches]
-        if position_ids.ndim > 2:  # positions of an image are fewer than its tokens, and transformers counts positions
-            parts = zip(position_ids.split(sizes, dim), stretches, strict=True)
-            lengths = [int(part[..., : stretch.tokens].max()) + 1 for part, stretch in parts]
-        alike = [self._of_same_angles(module, length) for length in lengths]
-        runs = [
-            (key, sum(size for _, size in run))
-            for key, run in groupby(zip(alike, sizes, strict=True), lambda one: one[0])
-        ]
+        lengths = _lengths(texts, torch.split(position_ids, sizes, dim))
+        alike = [tuple(change.angles_of(length) for _, change in self._changes[module].values()) for length in lengths]
+        runs = [list(run) for _, run in groupby(zip(alike, sizes, strict=True), itemgetter(0))]
+        parts = torch.split(position_ids, [sum(size for _, size in run) for run in runs], dim)
         compute = inspect.unwrap(type(module).forward)
-        found = [
-            compute(self._knowing(module, key, x.device), x, part, *args, **options)
-            for (key, _), part in zip(runs, position_ids.split([size for _, size in runs], dim), strict=True)
+        angles = [
+            compute(self._of_lengths(module, run[0][0], x.device), x, part, *args, **options)
+            for run, part in zip(runs, parts, strict=True)
         ]
-        return found[0] if len(found) == 1 else _joined(found, dim - 1)
+        return angles[0] if len(angles) == 1 else _joined(angles, dim - 1)
 
-    def _of_same_angles(self, module: nn.Module, length: int) -> tuple[int, ...]:
-        return tuple(change.angles_of(length) for _, change in self._changes[module].values())
-
-    def _knowing(self, module: nn.Module, lengths: tuple[int, ...], device: torch.device) -> nn.Module:
-        """Return a copy of a module with the frequencies of one length for each type of its layers."""
-        found = _copy(module)
+    def _of_lengths(self, module: nn.Module, lengths: tuple[int, ...], device: torch.device) -> nn.Module:
+        """Return a copy of a module that has the frequencies of one length for each type of its layers."""
+        own = _copy(module)
         for (layer_type, (kind, change)), length in zip(self._changes[module].items(), lengths, strict=True):
             if length > change.length:
                 key = (module, layer_type, length, device)
                 if key not in self._frequencies:
-                    if len(self._frequencies) >= _KEPT_FREQUENCIES:
+                    if len(self._frequencies) >= _MOST_LENGTHS:
                         self._frequencies.clear()
                     self._frequencies[key] = _frequencies(module, layer_type, kind, length, device)
-                setattr(found, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq", self._frequencies[key])
-        return found
+                own._buffers["inv_freq" if layer_type is None else f"{layer_type}_inv_freq"] = self._frequencies[key]
+        return own
+
+
+def _lengths(texts: Sequence[_Stretch], positions: Sequence[Tensor]) -> list[int]:
+    """Return the length of each text as transformers counts it: by positions, which images have fewer of than tokens.
+
+    Args:
+        texts: Of a batch.
+        positions: [..., T] of each; several axes where there may be images.
+    """
+    if positions[0].ndim < 3:
+        return [text.length for text in texts]
+    return [int(part[..., : text.tokens].max()) + 1 for text, part in zip(texts, positions, strict=True)]
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a module whose changes are its own; transformers' functions write to what they are given."""
-    found = copy.copy(module)
-    found._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    return found
+    """Return a module whose changes are its own: transformers' functions write to the one they are called with."""
+    own = copy.copy(module)
+    own._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    return own
 
 
 def _frequencies(module: Any, layer_type: str | None, kind: str, length: int, device: torch.device) -> Tensor:
+    """Return the frequencies of a text of this length, computed as transformers' models do while they run."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     options = {} if layer_type is None else {"layer_type": layer_type}
-    # Dynamic scaling gets a tensor from transformers' models: a number would be computed in another precision.
-    told = torch.full((), length, device=device) if _DYNAMIC in kind else length
-    found: Tensor = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=told, **options)[0]
-    return found
+    # Dynamic scaling takes the length as a tensor there; from a number it would follow in another precision.
+    tokens = torch.full((), length, device=device) if _DYNAMIC in kind else length
+    frequencies: Tensor = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=tokens, **options)[0]
+    return frequencies
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
