@@ -191,10 +191,22 @@ class RotaryAngles:
         if self._rows is None:
             return type(module).forward(_copy(module), x, position_ids, *args, **options)
         by_row = len(self._rows) > 1
-        if by_row and position_ids.shape[-2] == 1:  # a model's own, where it was given none
-            position_ids = position_ids.expand(*position_ids.shape[:-2], len(self._rows), -1)
         dim = -2 if by_row else -1
-        texts = [row[0] for row in self._rows] if by_row else list(self._rows[0])
+        compute = inspect.unwrap(type(module).forward)
+        angles = [
+            compute(self._of_lengths(module, alike, x.device), x, part, *args, **options)
+            for alike, part in self._runs(module, position_ids, by_row, dim)
+        ]
+        return angles[0] if len(angles) == 1 else _joined(angles, dim - 1)
+
+    def _runs(
+        self, module: nn.Module, position_ids: Tensor, by_row: bool, dim: int
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yield, for each run of neighbours with the same angles, the lengths that stand for theirs, and positions."""
+        assert self._rows is not None
+        texts = [row[0] for row in self._rows] if by_row else self._rows[0]
+        if by_row and position_ids.shape[-2] == 1:  # a model makes one row of them where it gets none
+            position_ids = position_ids.expand(*position_ids.shape[:-2], len(texts), -1)
         sizes = [1 if by_row else text.tokens for text in texts]
         if position_ids.shape[dim] != sum(sizes):
             raise ModelError(
@@ -202,15 +214,16 @@ class RotaryAngles:
                 f"{sum(sizes)}, and they depend on the length of each text. Please report the architecture."
             )
         lengths = _lengths(texts, torch.split(position_ids, sizes, dim))
-        alike = [tuple(change.angles_of(length) for _, change in self._changes[module].values()) for length in lengths]
-        runs = [list(run) for _, run in groupby(zip(alike, sizes, strict=True), itemgetter(0))]
-        parts = torch.split(position_ids, [sum(size for _, size in run) for run in runs], dim)
-        compute = inspect.unwrap(type(module).forward)
-        angles = [
-            compute(self._of_lengths(module, run[0][0], x.device), x, part, *args, **options)
-            for run, part in zip(runs, parts, strict=True)
-        ]
-        return angles[0] if len(angles) == 1 else _joined(angles, dim - 1)
+        alike = [self._representative(module, length) for length in lengths]
+        start = 0
+        for key, run in groupby(zip(alike, sizes, strict=True), itemgetter(0)):
+            width = sum(size for _, size in run)
+            yield key, position_ids.narrow(dim, start, width)
+            start += width
+
+    def _representative(self, module: nn.Module, length: int) -> tuple[int, ...]:
+        """Return a length of the same angles for each type of a module's layers."""
+        return tuple(change.angles_of(length) for _, change in self._changes[module].values())
 
     def _of_lengths(self, module: nn.Module, lengths: tuple[int, ...], device: torch.device) -> nn.Module:
         """Return a copy of a module that has the frequencies of one length for each type of its layers."""

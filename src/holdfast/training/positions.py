@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.config.distill import DistillConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import TrainingConfig
@@ -27,8 +29,8 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
     key, tokens = _longest(config)
     name, samples = origin.family.name, _samples(config) and not reads_only
     changes = angle_changes(origin.skeleton.config)
-    if samples and (crossed := [change for change in changes if change.length < tokens]):
-        raise ConfigError(_crossing(key, tokens, name, crossed[0]))
+    if samples:
+        _refuse_crossing(key, tokens, name, changes)
     if positions is None or tokens <= positions.count:
         return ""
     if any(change.by_length for change in changes):
@@ -50,8 +52,11 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
     )
 
 
-def _crossing(key: str, tokens: int, name: str, change: AngleChange) -> str:
-    """Return the refusal of a policy whose completions may cross to other rotary angles, with its two ways out."""
+def _refuse_crossing(key: str, tokens: int, name: str, changes: Sequence[AngleChange]) -> None:
+    """Refuse a policy whose completions may cross to other rotary angles, with its two ways out."""
+    change = next((change for change in changes if change.length < tokens), None)
+    if change is None:
+        return
     if change.by_length:
         rule = "every longer text has angles of its own (dynamic scaling)"
         override, result = f"{{max_position_embeddings: {tokens}}}", "those of short ones"
@@ -59,7 +64,7 @@ def _crossing(key: str, tokens: int, name: str, change: AngleChange) -> str:
         rule = "all longer texts follow a second set of factors (LongRoPE)"
         override = "{rope_parameters: {short_factor: [...]}} with the numbers of its long_factor"
         result = "those of long ones"
-    return (
+    raise ConfigError(
         f"{key} allows sequences of {tokens} tokens, and {name} changes its rotary angles beyond {change.length}: "
         f"{rule}. A completion that crosses that length would be sampled under some angles and trained under others. "
         f"Lower data.max_length or max_new_tokens until no sequence is longer than {change.length}, or give texts of "
