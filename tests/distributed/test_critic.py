@@ -25,8 +25,8 @@ KIND = "starcoder2"
 """Its norms keep float64, those of llama do not."""
 
 
-def scorer() -> Any:
-    config = AutoConfig.for_model(KIND, **COMMON, num_labels=1)
+def scorer(**overrides: Any) -> Any:
+    config = AutoConfig.for_model(KIND, **COMMON | overrides, num_labels=1)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForSequenceClassification.from_config(config)

@@ -24,6 +24,7 @@ from holdfast.rewards.base import Sample
 from holdfast.training.build_reward_model import open_reward_model
 from holdfast.training.rewards import Scorer
 from tests.distributed.grpo_cases import settings
+from tests.models.architectures import DYNAMIC, fresh
 from tests.tiny import COMMON, tiny_directory
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def directory(path: Path, outputs: int = 1, template: str | None = None, **overr
 def alone(path: Path, texts: list[str], output: int = 0) -> list[float]:
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), character_tokenizer()
     with torch.no_grad():
-        return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, output]) for text in texts]
+        return [float(fresh(model)(**tokenizer(text, return_tensors="pt")).logits[0, output]) for text in texts]
 
 
 def scorer_of(sections: list[Reward], place: Path) -> Scorer:
@@ -69,6 +70,16 @@ def scores(model: TextScorer, texts: list[str]) -> list[float]:
 
 def sample(number: int, completion: str, **row: Any) -> Sample:
     return Sample(number, "sort 31=", completion, [1] * 8, [1] * len(completion), "stop", row)
+
+
+@pytest.mark.parametrize("texts_per_pass", [1, 4])
+def test_rotary_angles_are_those_of_each_text_alone(tmp_path: Path, texts_per_pass: int) -> None:
+    path = str(directory(tmp_path / "m", max_position_embeddings=8, rope_parameters=DYNAMIC))
+
+    model = RewardModel(ModelRewardConfig(path=path, batch_size=texts_per_pass), tmp_path, CPU)
+
+    for _ in range(2):  # a call ends with the longest text, which the next one must not remember
+        np.testing.assert_allclose(scores(model, TEXTS), alone(tmp_path / "m", TEXTS), rtol=1e-4, atol=1e-5)
 
 
 def test_scores_are_those_of_each_text_alone(tmp_path: Path) -> None:

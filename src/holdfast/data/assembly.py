@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ class Layout:
     """Values that every token carries, and their dtypes: the batch of an idle rank has them too."""
     shares_heads: bool = False
     """Whether sequences of one draw are laid down with their common head once."""
+    angles_of: Callable[[int], Hashable] | None = None
+    """What differs between lengths of sequences that a model reads under different rotary angles; such share no head,
+    for which there is no single set of keys. None for models whose angles are those of any length."""
     weighs_heads: bool = False
     """Whether they share it only where that is less work by `saves_work`, or where images belong to it."""
     whole_draws: bool = False
@@ -100,11 +103,25 @@ def _plan(
 
 def _units(known: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
     lengths = [sequence.tokens for sequence in known]
-    heads = [sequence.head if layout.shares_heads else 0 for sequence in known]
+    apart = _drawn_apart(lengths, draws, layout)
+    heads = [
+        0 if draw in apart or not layout.shares_heads else sequence.head
+        for sequence, draw in zip(known, draws, strict=True)
+    ]
     units = plan_units(lengths, heads, draws, budget, whole=layout.whole_draws)
     if not layout.weighs_heads:
         return units
     return [part for unit in units for part in _weighed(unit, lengths, known, layout.attention_share)]
+
+
+def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -> set[int]:
+    """Return the draws whose sequences have several sets of rotary angles between them."""
+    if layout.angles_of is None:
+        return set()
+    angles: dict[int, set[Hashable]] = {}
+    for length, draw in zip(lengths, draws, strict=True):
+        angles.setdefault(draw, set()).add(layout.angles_of(length))
+    return {draw for draw, several in angles.items() if len(several) > 1}
 
 
 def _weighed(unit: Unit, lengths: Sequence[int], known: Sequence[Known], attention_share: float) -> list[Unit]:

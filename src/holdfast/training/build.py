@@ -17,6 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.metrics.sink import check_sinks
 from holdfast.metrics.throughput import peak_flops
 from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.rotary import angles_by_length
 from holdfast.objectives.base import Objective
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.collectives import ProcessExchange
@@ -223,7 +224,9 @@ def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:
     dtype = torch.float64 if parts.config.model.dtype == "float64" else torch.float32
     several = parts.plan.sharded and parts.exchange.size > 1
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
-    return Layout(parts.policy.padded, pad_token(parts.origin.tokenizer), dtype, attention, stand_in=stand_in)
+    angles = angles_by_length([parts.origin.skeleton.config])
+    padded, filler = parts.policy.padded, pad_token(parts.origin.tokenizer)
+    return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in)
 
 
 def _needs_its_end(config: TrainingConfig) -> bool:

@@ -19,6 +19,7 @@ from holdfast.data.assembly import Layout, assemble
 from holdfast.data.candidates import Candidates, Known
 from holdfast.data.vision import ImageSide
 from holdfast.models.attention import pads_branches
+from holdfast.models.rotary import angles_by_length
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build import layout_of
@@ -79,6 +80,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
         layout_of(run, run.images),
         columns=columns_of(run.config),
         constant_length=run.config.rollout.max_new_tokens,
+        angles_of=angles_by_length(each.origin.skeleton.config for each in (run, *run.companions.values())),
         shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
         weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(run),
     )

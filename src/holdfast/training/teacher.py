@@ -151,7 +151,7 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str
             "student reads several. Set data.packing: none."
         )
     rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.origin, origin)]
-    notes = [check_positions(twin, origin)]
+    notes = [check_positions(twin, origin, reads_only=True)]
     if twin.rollout is not None and rows[0] > rows[1]:
         raise ModelError(
             f"The student's head has {rows[0]} rows and that of the teacher {twin.model.path} {rows[1]}: the student "
