@@ -45,7 +45,7 @@ def listeners(run: LiveRun) -> list[Listener]:
     sockets = set()
     for pid in run.processes():
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            sockets.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+            sockets.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     found = []
     for file, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:
