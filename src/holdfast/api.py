@@ -17,6 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World, joined
+from holdfast.parallel.rendezvous import number_of_call
 from holdfast.recipes.distill import distill as run_distill
 from holdfast.recipes.dpo import dpo as run_dpo
 from holdfast.recipes.grpo import grpo as run_grpo
@@ -185,6 +186,7 @@ def _run(
         live: Objects in the place of what the tree names.
         replaced: Sections that stand for live objects, instead of the tree's.
     """
+    call = number_of_call()  # before anything is refused: a rank that is refused alone has made this call too
     tree = _checked(root, config, live, replaced)
     wanted = tree.config.launch.ranks
     if not under_torchrun() and wanted not in {"auto", 1}:
@@ -192,7 +194,7 @@ def _run(
             f"launch.ranks={wanted}, but a Python call is one process. Start the script with `torchrun "
             f"--nproc-per-node {wanted} script.py`, or use `holdfast {root.verb} RUN.yaml`."
         )
-    with joined(tree.config.launch) as world:
+    with joined(tree.config.launch, call) as world:
         return recipe(tree.config, tree.base, world, live)
 
 

@@ -16,6 +16,7 @@ from tests.cli.conftest import TINY, write_run
 from tests.cli.warm import Done, WarmPython, run
 
 SCRIPT = Path(__file__).parent / "live_script.py"
+MANY_CALLS = Path(__file__).parent / "many_calls_script.py"
 
 
 def settings(name: str, **sections: Any) -> dict[str, Any]:
@@ -103,3 +104,20 @@ def test_mistakes_in_a_tree_from_python_are_told_like_those_of_a_file() -> None:
         "config: data.batch_size: 0 should be greater than or equal to 1",
         "config: stepz: unknown key; did you mean steps?",
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ten_calls_of_one_process_do_not_meet_what_earlier_ones_left(
+    warm: WarmPython, tmp_path: Path, ranks: int
+) -> None:
+    """Two of them are refused and one fails in its first step; those after them work."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", ranks]
+    command = [warm.program, MANY_CALLS, json.dumps(TINY)]
+
+    found = said(run(command if ranks == 1 else [*torchrun, *command], cwd=tmp_path, timeout_seconds=300))
+
+    ends = {rank: [each["how"] for each in found if each["rank"] == rank] for rank in range(ranks)}
+    fine = [1, 1, 1]
+    assert ends == dict.fromkeys(range(ranks), [*fine, "ConfigError", "DataError", 1, "ObserverFailed", *fine])
+    threads = [each["threads"] for each in found if each["call"] in {8, 10}]
+    assert max(threads) - min(threads) < 4, "groups of earlier calls are given back, and each has three threads"

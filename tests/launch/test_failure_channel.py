@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 from holdfast.config.launch import LaunchConfig
 from holdfast.errors import ConfigError, RankFailed, RunStopped
-from holdfast.launch.environment import free_port, rank_environment
 from holdfast.launch.local import launch_local
 from holdfast.parallel.failure import FailureChannel
 
@@ -26,10 +26,11 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from holdfast.errors import HoldfastError
 from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.rendezvous import store_of
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 directory = Path(os.environ["HOLDFAST_LAUNCH_DIR"]) if "--files" in sys.argv else None
-store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0, timedelta(seconds=60))
+store = store_of(0, rank, world, timedelta(seconds=60), os.environ)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 channel = FailureChannel(store, rank, world, directory)
 total = torch.ones(4)
@@ -53,11 +54,13 @@ def worker(action):
 
 def run_ranks(action, tmp_path, ranks=3):
     """Run gloo ranks without the launcher; return exit codes, what each wrote, and the seconds since the failure."""
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     processes = [
         subprocess.Popen(
             worker(action),
-            env={**rank_environment(os.environ, rank, ranks, port, 1, tmp_path), "FAILED_AT": str(tmp_path / "failed")},
+            env={**os.environ, **shared, "RANK": str(rank), "FAILED_AT": str(tmp_path / "failed")},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -91,7 +94,7 @@ def test_survivors_of_a_killed_rank_say_that_it_died_without_a_word(tmp_path):
         assert "RankFailed: Another rank died without a word at step 7: its connections closed" in words[survivor]
 
 
-def test_under_the_launcher_a_killed_rank_0_is_named_although_it_hosted_the_store(tmp_path, capfd):
+def test_under_the_launcher_a_killed_rank_0_is_named_although_the_store_outlives_it(tmp_path, capfd):
     command = [*worker("rank == 0 and os.kill(os.getpid(), signal.SIGKILL)"), "--files"]
 
     code = launch_local(command, 2, LaunchConfig(), tmp_path / "runs" / "demo")

@@ -21,16 +21,16 @@ def test_all_ranks_end_well_is_exit_code_0_and_leaves_no_hidden_directory(ground
 
 def test_each_rank_finds_its_place_in_the_environment(ground):
     ground.launch("""
-        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS TOKENIZERS_PARALLELISM"
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE OMP_NUM_THREADS TOKENIZERS_PARALLELISM"
         names += " HF_HUB_DISABLE_TELEMETRY DO_NOT_TRACK"
         (here / f"env-{rank}").write_text(" ".join(os.environ[name] for name in names.split()))
-        (here / f"port-{rank}").write_text(os.environ["MASTER_PORT"])
+        (here / f"store-{rank}").write_text(os.environ["HOLDFAST_STORE"])
         assert launch.is_dir() and launch.parent == run.parent
     """)
 
-    assert (ground.path / "env-0").read_text() == "0 0 2 2 127.0.0.1 1 false 1 1"
-    assert (ground.path / "env-1").read_text() == "1 1 2 2 127.0.0.1 1 false 1 1"
-    assert (ground.path / "port-0").read_text() == (ground.path / "port-1").read_text()
+    assert (ground.path / "env-0").read_text() == "0 0 2 2 1 false 1 1"
+    assert (ground.path / "env-1").read_text() == "1 1 2 2 1 false 1 1"
+    assert (ground.path / "store-0").read_text() == (ground.path / "store-1").read_text()
 
 
 def test_a_killed_rank_is_named_and_the_others_are_gone_within_10_seconds(ground):
@@ -264,20 +264,6 @@ def test_two_deaths_at_one_step_end_the_run(ground, capfd):
     assert code == 3
     assert (ground.path / "attempts-0").read_text() == "xxx"
     assert "The run died at step 5 twice, so it is not started again" in capfd.readouterr().err
-
-
-def test_a_taken_port_starts_the_ranks_again_without_counting_as_a_restart(ground, capfd):
-    code = ground.launch("""
-        with open(here / "ports", "a") as file:
-            print(os.environ["MASTER_PORT"], file=file)
-        if attempt() == 1 and rank == 0:
-            port = os.environ["MASTER_PORT"]
-            sys.exit(f"DistNetworkError: failed to listen. port: {port}, name: EADDRINUSE")
-    """)
-
-    assert code == 0
-    assert len(set((ground.path / "ports").read_text().split())) == 2
-    assert "was taken by another program" in capfd.readouterr().err
 
 
 def test_a_launcher_starts_in_under_half_a_second_of_processor_time(ground):

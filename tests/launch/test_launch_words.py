@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from holdfast.config.launch import LaunchConfig
-from holdfast.launch.deaths import Death, first_cause, last_error, says_port_taken
+from holdfast.launch.deaths import Death, first_cause, last_error
 from holdfast.launch.directory import Report
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
 
@@ -101,10 +101,3 @@ def test_a_crash_in_native_code_is_read_from_the_fault_handler():
 
 def test_without_an_exception_the_last_lines_are_the_error():
     assert last_error("one\n\n10%\r20%\rtwo\n\x1b[1mthree\x1b[0m\n\n") == "two\nthree"
-
-
-def test_only_the_rendezvous_port_counts_as_taken():
-    log = "socket: port: 29511, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
-
-    assert says_port_taken(log, 29511)
-    assert not says_port_taken(log, 29512)

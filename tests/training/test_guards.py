@@ -228,8 +228,12 @@ def test_a_best_export_of_steps_that_were_lost_is_replaced_by_a_better_one_alone
     def train(steps: int, rate: float) -> tuple[float, int, str]:
         optim = {"lr": rate, "schedule": schedule}
         pools(2).run(run, tree(str(tmp_path), steps=steps, optim=optim, checkpoint=saves))
-        told = json.loads((place / "holdfast_rating.json").read_text())
-        return told["value"], told["step"], hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest()
+        about = json.loads((place / "holdfast_export.json").read_text())
+        return (
+            about["rating"]["value"],
+            about["step"],
+            hashlib.sha256((place / "model.safetensors").read_bytes()).hexdigest(),
+        )
 
     first, second, third = train(3, 0.003), train(4, 0.0024), train(6, 0.0036)
 

@@ -19,6 +19,7 @@ from holdfast.checkpoint.export import (
     settled,
     write_texts,
 )
+from holdfast.checkpoint.exported import completed
 from holdfast.checkpoint.layout import STAGING
 from holdfast.checkpoint.readable import ExportFailed
 from holdfast.checkpoint.storage import LocalStorage
@@ -95,7 +96,8 @@ def write_adapters(
             notes = {} if about.base is None else {BASE: about.base}
             write_file(file, wanted, ((name, iter([tensors[name]])) for name in wanted), notes)
         reached("assets")
-        hashes = {WEIGHTS: file.hexdigest(), **write_texts(staging, {**texts, SETTINGS: about.settings})}
+        hashes = {WEIGHTS: file.hexdigest()}
+        hashes |= write_texts(staging, {**completed(texts, staging, hashes), SETTINGS: about.settings})
         reached("read back")
         with settled(staging, hashes):
             check_bytes(staging, hashes)

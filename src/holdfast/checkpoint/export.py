@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.checkpoint.exported import completed
 from holdfast.checkpoint.layout import STAGING, TRASH
 from holdfast.checkpoint.manifest import NAME as MANIFEST
 from holdfast.checkpoint.readable import ExportFailed, check_readable
@@ -180,7 +181,7 @@ def _write(
             hashes[name] = file.hexdigest()
         form.reached("assets")
         index = {INDEX: index_json(files, headers)} if len(files) > 1 else {}
-        hashes |= write_texts(staging, {**index, **form.texts})
+        hashes |= write_texts(staging, {**index, **completed(form.texts, staging, hashes)})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
         hashes = all_hashes(staging, hashes)

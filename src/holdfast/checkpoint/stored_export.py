@@ -27,6 +27,8 @@ from holdfast.checkpoint.export import (
     sync_directory,
     write_model,
 )
+from holdfast.checkpoint.exported import NAME as ABOUT
+from holdfast.checkpoint.exported import Exported
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS, STAGING
 from holdfast.checkpoint.readable import ExportFailed
@@ -50,6 +52,9 @@ STORED_HEADERS = "stored_headers.json"
 
 ADAPTERS = "adapters.json"
 """What is written of a run's adapters beside their tensors."""
+
+PARENT = "parent.json"
+"""What the run started from."""
 
 
 def export_stored(
@@ -88,7 +93,7 @@ def export_stored(
         )
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
-        texts = {EXPORTED_CONFIG: (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")}
+        texts = _texts(checkpoints, Path(folder), averaged=averaged)
         tensors = ModelTensors(checkpoints, averaged=averaged)
         each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
@@ -118,7 +123,7 @@ def export_stored_adapter(
     _check_writable(directory)
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         _lay_assets(checkpoint, Path(folder))
-        text = (Path(folder) / EXPORTED_CONFIG).read_text(encoding="utf-8")
+        texts = _texts([checkpoint], Path(folder), averaged=averaged)
         lora = _model_section(Path(folder)).lora
         about = Path(folder) / ADAPTERS
         described_as = None if not about.exists() else Description(**json.loads(about.read_text(encoding="utf-8")))
@@ -138,7 +143,23 @@ def export_stored_adapter(
         for name in held:
             if ".lora_" in name or name.startswith(whole):
                 tensors[PEFT_PREFIX + name] = held[name] if dtype is None else held[name].to(dtype)
-    write_adapters(directory, tensors, described_as, {EXPORTED_CONFIG: text})
+    write_adapters(directory, tensors, described_as, texts)
+
+
+def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
+    """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
+    manifest, steps = checkpoints[-1].manifest, [each.manifest.step for each in checkpoints]
+    config = (folder / EXPORTED_CONFIG).read_text(encoding="utf-8")
+    parent = folder / PARENT
+    about = Exported(
+        run_id=manifest.run_id,
+        run=str(yaml.safe_load(config)["run"]["name"]),
+        step=manifest.step,
+        steps=steps if len(steps) > 1 else (),
+        weights="averages" if averaged else "trained",
+        parent=json.loads(parent.read_text(encoding="utf-8")) if parent.exists() else None,
+    )
+    return {EXPORTED_CONFIG: config, ABOUT: about.text()}
 
 
 def _check_writable(place: Path) -> None:

@@ -151,11 +151,3 @@ def last_paragraph(log: str) -> str:
             break
         kept.append(line)
     return "\n".join(reversed(kept))
-
-
-def says_port_taken(log: str, port: int) -> bool:
-    """Say whether a log reports that the rendezvous port already has a listener."""
-    return any(
-        str(port) in line and ("EADDRINUSE" in line or "address already in use" in line.lower())
-        for line in log.splitlines()
-    )

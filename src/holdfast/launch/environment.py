@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.config.launch import LaunchConfig
+from holdfast.launch.rendezvous import STORE_VARIABLE
 
 LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"
 """Set in every rank; also the mark by which processes of a launch are found again."""
@@ -73,18 +73,18 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback address that is free now; another program may still take it first."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
-
-
 def rank_environment(
-    environ: Mapping[str, str], rank: int, ranks: int, port: int, threads: int, directory: Path
+    environ: Mapping[str, str], rank: int, ranks: int, store: Path, threads: int, directory: Path
 ) -> dict[str, str]:
-    """Return the environment of one rank: the user's own, plus what `torch.distributed` and Holdfast read."""
+    """Return the environment of one rank: the user's own, plus what `torch.distributed` and Holdfast read.
+
+    Args:
+        environ: The user's.
+        rank, ranks: Which of how many.
+        store: The file in which they meet.
+        threads: Of each rank.
+        directory: The launch directory.
+    """
     return {
         # A killed rank must not take its last lines with it, and a crash in C++ must show the Python stack.
         "PYTHONUNBUFFERED": "1",
@@ -95,8 +95,7 @@ def rank_environment(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        STORE_VARIABLE: str(store),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",

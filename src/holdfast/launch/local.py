@@ -21,8 +21,6 @@ from holdfast.launch.watch import Ending, Patience, Start, Verdict, attempt, tel
 
 __all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
 
-_MOST_PORTS = 5
-
 
 def launch_local(
     command: Sequence[str],
@@ -51,7 +49,7 @@ def launch_local(
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopRequests() as stops:
             ending = _attempts(start, launch.max_restarts, directory, guard, stops)
-        directory.keep_logs = ending.verdict in (Verdict.DIED, Verdict.PORT_TAKEN)
+        directory.keep_logs = ending.verdict is Verdict.DIED
     match ending.verdict:
         case Verdict.DONE:
             return 0
@@ -59,22 +57,19 @@ def launch_local(
             return HoldfastError.exit_code
         case Verdict.REFUSED:
             return UserError.exit_code
-        case Verdict.STOPPED | Verdict.DIED | Verdict.PORT_TAKEN:
+        case Verdict.STOPPED | Verdict.DIED:
             return RunStopped.exit_code
 
 
 def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard: Guard, stops: StopRequests) -> Ending:
     died_at: set[int | None] = set()
-    restarts = ports = 0
+    restarts = 0
     number = 1
     while True:
         ending = attempt(number, start, directory, guard, stops)
         if ending.text:
             tell(ending.text)
         number += 1
-        if ending.verdict is Verdict.PORT_TAKEN and ports < _MOST_PORTS and not stops.any:
-            ports += 1
-            continue
         if ending.verdict is not Verdict.DIED:
             return ending
         place = "before its first step" if ending.step is None else f"at step {ending.step}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 
 from holdfast.launch.deaths import (
@@ -24,11 +25,11 @@ from holdfast.launch.deaths import (
     first_cause,
     how_it_ended,
     last_paragraph,
-    says_port_taken,
 )
 from holdfast.launch.directory import LaunchDirectory, Report
-from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, free_port, rank_environment
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment
 from holdfast.launch.processes import Guard, catches, end
+from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopRequests
 from holdfast.launch.terminal import Relay
 
@@ -59,7 +60,6 @@ class Verdict(Enum):
     STOPPED = "stopped"
     WITHOUT_RESULT = "without result"
     REFUSED = "refused"
-    PORT_TAKEN = "port taken"
     DIED = "died"
 
 
@@ -108,30 +108,30 @@ def tell(text: str) -> None:
 def attempt(number: int, start: Start, directory: LaunchDirectory, guard: Guard, stops: StopRequests) -> Ending:
     """Run all ranks once, from their start to the end of the last process."""
     directory.begin_attempt()
-    port = free_port()
     starts = [directory.begin_log(rank, start.ranks, number) for rank in range(start.ranks)]
     relay = Relay(directory.log(0))
     ranks: list[_Rank] = []
-    try:
-        for rank in range(start.ranks):
-            ranks.append(_Rank(rank, _start_rank(rank, port, start, directory, relay), starts[rank]))
-            guard.watch(ranks[-1].process.pid)
-    finally:
-        relay.start()
-        if len(ranks) == start.ranks:
-            _watch(ranks, directory, stops, start.patience)
-        left = _end(ranks, directory, start.patience)
-        relay.finish(1.0)
-        directory.settle()
+    with meeting_file(directory.path) as store:
+        try:
+            for rank in range(start.ranks):
+                ranks.append(_Rank(rank, _start_rank(rank, store, start, directory, relay), starts[rank]))
+                guard.watch(ranks[-1].process.pid)
+        finally:
+            relay.start()
+            if len(ranks) == start.ranks:
+                _watch(ranks, directory, stops, start.patience)
+            left = _end(ranks, directory, start.patience)
+            relay.finish(1.0)
+            directory.settle()
     if left:
         tell(f"These processes did not end even on SIGKILL: {', '.join(map(str, sorted(left)))}.")
-    return _judge(ranks, directory, stops, port, relay.wrote)
+    return _judge(ranks, directory, stops, relay.wrote)
 
 
 def _start_rank(
-    rank: int, port: int, start: Start, directory: LaunchDirectory, relay: Relay
+    rank: int, store: Path, start: Start, directory: LaunchDirectory, relay: Relay
 ) -> subprocess.Popen[bytes]:
-    environ = rank_environment(start.environ, rank, start.ranks, port, start.threads, directory.path)
+    environ = rank_environment(start.environ, rank, start.ranks, store, start.threads, directory.path)
     with directory.log(rank).open("ab") as log:
         return subprocess.Popen(
             list(start.command),
@@ -256,7 +256,7 @@ def _met_user_error(death: Death) -> bool:
     return death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher
 
 
-def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, port: int, wrote: bool) -> Ending:
+def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, wrote: bool) -> Ending:
     step = directory.step()
     reports = {report.rank: report for report in directory.reports()}
     deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
@@ -266,9 +266,6 @@ def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
     verdict = after.orderly(stops)
     if verdict is not None:
         return Ending(verdict, "", step)
-    if step is None and deaths[0].exit_code > 0 and says_port_taken(deaths[0].log, port):
-        text = f"Port {port} was taken by another program; starting the ranks again on another port."
-        return Ending(Verdict.PORT_TAKEN, text, step)
     cause = first_cause(deaths)
     shown = cause.rank == 0 and wrote
     return Ending(Verdict.DIED, describe(cause, step, _short(directory.log(cause.rank)), shown), step)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # public under torch.distributed
+from torch._C._distributed_c10d import Store  # public under torch.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.config.launch import LaunchConfig
 from holdfast.config.parallel import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.failure import FailureChannel, KillPoint
+from holdfast.parallel.rendezvous import number_of_call, on_loopback, store_of
 
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """Set by `holdfast prove` alone: rank:step:phase at which a rank kills itself, and what is damaged after a resume."""
@@ -55,17 +56,22 @@ class World:
 
 
 @contextmanager
-def joined(launch: LaunchConfig) -> Iterator[World]:
+def joined(launch: LaunchConfig, call: int | None = None) -> Iterator[World]:
     """Join the other ranks for the length of a block; a failure in it reaches all of them.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from the launcher, torchrun or Slurm; a process
-    without them is a world of its own. Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+    RANK, WORLD_SIZE and LOCAL_RANK come from the launcher, torchrun or Slurm, and so does the place where ranks meet; a
+    process without them is a world of its own. Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+
+    Args:
+        launch: Device, threads and the longest wait for another rank.
+        call: From `number_of_call`, where something that may fail comes before; None takes a number now.
 
     Raises:
         ConfigError: A GPU was asked for and there is none.
         RankFailed: Another rank failed, and this one could not go on without it.
     """
     began = time.monotonic()
+    call = number_of_call() if call is None else call
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank))))
@@ -77,24 +83,18 @@ def joined(launch: LaunchConfig) -> Iterator[World]:
     timeout = timedelta(minutes=launch.timeout_minutes)
     directory = os.environ.get("HOLDFAST_LAUNCH_DIR")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store: Store
-    if "MASTER_ADDR" in os.environ:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
-        hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = TCPStore(address, port, size, rank == 0 and not hosted_elsewhere, timeout=timeout)
-    else:
-        store = HashStore()
-    # torchrun starts ranks again on the same store: what an earlier attempt left there is not ours.
-    store = PrefixStore(f"holdfast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
-        channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
-        with channel.guard():
-            local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, socket.gethostname())
-            yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE), began)
-            dist.barrier()  # rank 0 hosts the store: nobody leaves it while another rank still needs it
-    finally:
-        dist.destroy_process_group()
+    with on_loopback(os.environ):
+        store = store_of(call, rank, size, timeout, os.environ)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
+            with channel.guard():
+                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, socket.gethostname())
+                yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE), began)
+                dist.barrier()  # whoever hosts the store stays as long as another rank needs it
+        finally:
+            dist.destroy_process_group()
+            _meshes.clear()  # a mesh keeps its groups, and each of those keeps sockets and threads
 
 
 def ranks_on(store: Store, machine: str) -> int:

@@ -10,6 +10,7 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
+from holdfast.models.origin import locate
 from holdfast.parallel.mesh import World
 from holdfast.training.build import build_evaluation
 from holdfast.training.build_distillation import build_distillation_evaluation
@@ -19,9 +20,11 @@ from holdfast.training.directory import run_directory
 from holdfast.training.distillation import evaluate_distilled
 from holdfast.training.evaluate import evaluate
 from holdfast.training.evaluate_policy import evaluate_policy
+from holdfast.training.parents import notes_of_exports
 from holdfast.training.preference import evaluate_preferences
 from holdfast.training.reward_columns import check_columns
 from holdfast.training.rewards import open_rewards
+from holdfast.training.together import open_exchange
 
 
 def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, float]:
@@ -32,6 +35,7 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
     """
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
+    _check_weights(config, base)
     metrics, said = _measured(config, base, world)
     if world.is_first:
         for text in said:
@@ -59,6 +63,20 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
             return evaluate(build_evaluation(config, base, world), "eval"), []
         case _:
             raise AssertionError(type(config))
+
+
+def _check_weights(config: TrainingConfig, base: Path) -> None:
+    """Compare every byte of an export with what it says of itself; all ranks call this together.
+
+    Raises:
+        ModelError: The weights are others.
+    """
+    path, exchange = config.model.path, open_exchange(config)
+    with exchange.together():
+        if path is not None and exchange.rank == 0:
+            place = locate(path, config.model, base, weights=True)
+            notes_of_exports(config, place, base, whole=True)
+    exchange.close()
 
 
 def scored_nothing(config: TrainingConfig, metrics: Mapping[str, float]) -> bool:

@@ -12,11 +12,12 @@ import torch
 from holdfast.checkpoint.export import EXPORTED_CONFIG, write_assets
 from holdfast.checkpoint.readable import ExportFailed, check_readable
 from holdfast.checkpoint.rehearsal import RehearsalFailed
-from holdfast.checkpoint.stored_export import ADAPTERS, STORED_HEADERS, headers_json
+from holdfast.checkpoint.stored_export import ADAPTERS, PARENT, STORED_HEADERS, headers_json
 from holdfast.models.adapter_files import AdapterSource
 from holdfast.models.weights_in import StoredSource
 from holdfast.training import directory
 from holdfast.training.exports import describe_adapters
+from holdfast.training.parents import parent_of
 from holdfast.training.run import Run
 
 
@@ -38,6 +39,9 @@ def run_assets(run: Run) -> dict[str, bytes]:
         about = describe_adapters(run)
         if about is not None:
             run.assets[ADAPTERS] = json.dumps(asdict(about), sort_keys=True).encode()
+        parent = parent_of(run)
+        if parent is not None:
+            run.assets[PARENT] = json.dumps(parent, sort_keys=True).encode()
         run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.config).encode()
     return run.assets
 

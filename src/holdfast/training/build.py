@@ -30,6 +30,7 @@ from holdfast.training.identity import Identity, identity, image_marks
 from holdfast.training.losses import supervised_objective
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.optimizers import averages_of, optimizer_of
+from holdfast.training.parents import notes_of_exports
 from holdfast.training.positions import check_positions
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, Run
@@ -191,9 +192,9 @@ def build_model(  # noqa: PLR0913 - the borders of a run
     )
     if is_marked(config):
         mark_once(origin.directory, exchange)
+    exports = first_rank_first(exchange, lambda: notes_of_exports(config, origin.directory, base))
     note = together(exchange, lambda: check_positions(config, origin))
-    if note:
-        origin = replace(origin, notes=(*origin.notes, note))
+    origin = replace(origin, notes=(*origin.notes, *exports, *([note] if note else [])))
     policy, plan = build_policy(config, origin, world, exchange)
     return Evaluation(
         config=config,

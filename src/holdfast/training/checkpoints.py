@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -13,10 +14,12 @@ from typing import Any
 
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.export import clean_exports
+from holdfast.checkpoint.layout import step_name
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.recorded import retention_of
 from holdfast.checkpoint.retention import clean, wait_for_deletions
 from holdfast.checkpoint.session import Saved, Session
+from holdfast.checkpoint.snapshot import TRAINED
 from holdfast.checkpoint.storage import open_storage
 from holdfast.config.versions import versions
 from holdfast.errors import UserError
@@ -27,6 +30,7 @@ from holdfast.training.contents import Contents
 from holdfast.training.control import StopRequests
 from holdfast.training.emergency import Emergency, Moment
 from holdfast.training.exports import EXPORTS
+from holdfast.training.parents import parent_of
 from holdfast.training.places import Places
 from holdfast.training.rehearsals import Rehearsals
 from holdfast.training.resume import go_on, say, start_from
@@ -119,7 +123,7 @@ class Checkpoints:
                 self._is_new_run, known = not self._places.has_run(), self._places.has_any()
                 lost = self._places.lost_identity()
                 if lost is not None or not directory.is_run(run.directory):
-                    directory.create(run.directory, run.config, run.config.verb, lost)
+                    directory.create(run.directory, run.config, run.config.verb, lost, parent_of(run))
                 found.append((directory.run_id(run.directory), known))
         return run.exchange.agree(found[0] if found else ("", False))
 
@@ -223,6 +227,19 @@ class Checkpoints:
             RehearsalFailed: As `rehearse`.
         """
         return self._rehearsals.after_step(step, requests, self.collect)
+
+    @property
+    def export_command(self) -> str | None:
+        """The command that makes a model of the newest checkpoint; None if there is no checkpoint."""
+        newest = self.session.newest
+        if newest is None:
+            return None
+        name, options = step_name(newest.step), ["--adapter"] if TRAINED in newest.contents else []
+        options += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        place = self._run.directory / EXPORTS / name
+        return shlex.join(
+            ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(place)]
+        )
 
     @property
     def is_new(self) -> bool:

@@ -56,7 +56,9 @@ def check_writable(directory: Path) -> None:
         raise ConfigError(f"{place} cannot be written by this user. Choose another run.dir.")
 
 
-def create(directory: Path, config: Section, verb: str, run_id: str | None = None) -> None:
+def create(
+    directory: Path, config: Section, verb: str, run_id: str | None = None, parent: dict[str, Any] | None = None
+) -> None:
     """Create the directory, or refresh the descriptions in one that exists.
 
     Args:
@@ -64,13 +66,14 @@ def create(directory: Path, config: Section, verb: str, run_id: str | None = Non
         config: The whole tree.
         verb: Of the command.
         run_id: Of a run whose run.json was lost.
+        parent: What the run starts from; recorded once.
     """
     from holdfast.checkpoint.storage import make_durably  # imports torch
 
     make_durably(directory)
     identity = directory / IDENTITY
     if run_id is not None or not identity.exists():
-        known = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1}
+        known = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1, "parent": parent}
         _write(identity, json.dumps(known, indent=2) + "\n")
     _write(directory / "config.resolved.yaml", resolved_yaml(config))
     _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
@@ -100,6 +103,15 @@ def run_id(directory: Path) -> str:
         raise ConfigError(
             f"{path} is not what Holdfast writes ({error!r}). Choose another run.dir or run.name."
         ) from error
+
+
+def parent(directory: Path) -> dict[str, Any] | None:
+    """Return what the run in a directory started from, as run.json has it; an earlier version recorded nothing."""
+    try:
+        found: dict[str, Any] | None = json.loads((directory / IDENTITY).read_text(encoding="utf-8")).get("parent")
+    except (OSError, ValueError, AttributeError):  # `run_id` says what is wrong with it
+        return None
+    return found
 
 
 def last_saved(directory: Path) -> int | None:

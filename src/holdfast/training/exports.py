@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from holdfast.checkpoint.adapter_export import Description, export_adapters
-from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
+from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export, sync_directory
+from holdfast.checkpoint.exported import NAME as ABOUT
+from holdfast.checkpoint.exported import Exported, read
+from holdfast.checkpoint.layout import TRASH, fresh, step_name
+from holdfast.errors import ModelError
 from holdfast.models.adapter_files import peft_settings
 from holdfast.models.adapters import adapters_of
 from holdfast.models.origin import files_mark
@@ -18,8 +26,11 @@ from holdfast.training import directory
 from holdfast.training.run import Run
 
 EXPORTS, BEST = "exports", "best"
+FINAL = "final"
 RATING = "holdfast_rating.json"
-"""Beside the weights of a best export: its metric, value and step. It may be of a later step than any checkpoint."""
+"""Beside the weights of a best export of earlier versions: its metric, value and step."""
+_KINDS = ("-adapter", "-ema-adapter", "-ema", "")
+"""What ends the names of exports that are made together; the last one tells that all are there."""
 
 
 def check_export(run: Run) -> None:
@@ -56,21 +67,26 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     Averages of the weights go to exports/<name>-ema, or in the place of the weights. exports/<name> comes last:
     where a kill leaves it out, the next start makes all of them again.
     """
-    ema, texts = run.config.optim.ema, {EXPORTED_CONFIG: directory.resolved_yaml(run.config)}
-    best = run.config.checkpoint.export_best
+    ema, best, rating = run.config.optim.ema, run.config.checkpoint.export_best, None
     if name == BEST and best is not None and metrics is not None:
-        value = run.exchange.agree(metrics.get(best.metric))
-        texts[RATING] = json.dumps({"metric": best.metric, "value": value, "step": run.state.step}) + "\n"
+        rating = {"metric": best.metric, "value": run.exchange.agree(metrics.get(best.metric))}
+    with run.exchange.together():
+        about = Exported("", run.config.run.name, run.state.step, rating=rating)
+        if run.world.is_first:  # who writes
+            parent = directory.parent(run.directory)
+            about = replace(about, run_id=directory.run_id(run.directory), parent=parent)
     if ema is not None and ema.export != "none":
         with run.averaged():
-            place = _export(run, name if ema.export == "instead" else f"{name}-ema", texts)
+            averages = replace(about, weights="averages")
+            place = _export(run, name if ema.export == "instead" else f"{name}-ema", averages)
         if ema.export == "instead":
             return place
-    return _export(run, name, texts)
+    return _export(run, name, about)
 
 
-def _export(run: Run, name: str, texts: Mapping[str, str]) -> str:
+def _export(run: Run, name: str, exported: Exported) -> str:
     place = run.directory / EXPORTS / name
+    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config), ABOUT: exported.text()}
     with run.phase("export"):
         about = describe_adapters(run)
         if about is not None:
@@ -130,11 +146,55 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
 
 def _rated(run: Run, metric: str) -> float | None:
     """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
+    place = run.directory / EXPORTS / BEST
     try:
-        told = json.loads((run.directory / EXPORTS / BEST / RATING).read_text(encoding="utf-8"))
-        return float(told["value"]) if told["metric"] == metric else None
-    except (OSError, ValueError, KeyError, TypeError):
+        about = read(place)
+        rating = about.rating if about is not None else json.loads((place / RATING).read_text(encoding="utf-8"))
+        return None if rating is None or rating["metric"] != metric else float(rating["value"])
+    except (ModelError, OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def set_final_aside(run: Run) -> list[str]:
+    """Rename exports/final, which an earlier end of the run left, to its step: training goes on beyond it.
+
+    Returns:
+        Words about each, on rank 0.
+    """
+    lines = []
+    with run.exchange.together():
+        folder = run.directory / EXPORTS
+        for kind in _KINDS if run.world.is_first else ():
+            place = folder / f"{FINAL}{kind}"
+            if place.is_dir():
+                lines.append(_set_aside(place, kind, run.state.step))
+    return lines
+
+
+def _set_aside(place: Path, kind: str, now: int) -> str:
+    """Give an export the name of its step; it is removed where that one exists, which the run exported as well."""
+    about = read(place)
+    step = f"before-{step_name(now)}" if about is None else step_name(about.step)
+    target = place.with_name(f"{step}{kind}")
+    if target.exists():
+        # As a kill must not leave half of it under its name, it loses that first; `clean_exports` finds the rest.
+        target = place.with_name(fresh(TRASH, place.name))
+    place.rename(target)
+    sync_directory(place.parent)
+    if target.name.startswith(TRASH):
+        shutil.rmtree(target, ignore_errors=True)
+        return f"exports/{place.name} was removed, since training goes on and exports/{step}{kind} is of its step"
+    return f"exports/{place.name} is now exports/{target.name}, since training goes on beyond its step"
+
+
+def what_exports_hold(run_directory: Path) -> str:
+    """Return the names of a run's exports and their steps in words; "" where there are none."""
+    found = []
+    for place in sorted((run_directory / EXPORTS).glob("[!.]*")):
+        with suppress(ModelError):  # damaged: it says nothing of itself
+            about = read(place)
+            found.append(place.name if about is None else f"{place.name} (step {about.step})")
+    return ", ".join(found)
 
 
 def _dtype(run: Run) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from holdfast.training import directory
 from holdfast.training.checkpoints import Checkpoints
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
 from holdfast.training.evaluate import evaluate as evaluate_supervised
-from holdfast.training.exports import BEST, due_exports, export_run, note_exported
+from holdfast.training.exports import BEST, FINAL, due_exports, export_run, note_exported, set_final_aside
 from holdfast.training.journal import Journal
 from holdfast.training.run import Run, StepAbandoned
 from holdfast.types import StepEvent
@@ -45,6 +45,8 @@ class Outcome:
     directory: str
     export: str | None
     """Where the exported model stands."""
+    export_command: str | None = None
+    """What makes a model of the newest checkpoint; None where there is none."""
 
 
 def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> Outcome:
@@ -57,11 +59,12 @@ def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> O
             run.interrupted = lambda: requests.asked is not None
             stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
             wanted = run.config.checkpoint.export_at_end or dry
-            place = export_run(run, "final") if wanted and stopped in {None, BY_OBSERVER} else None
+            place = export_run(run, FINAL) if wanted and stopped in {None, BY_OBSERVER} else None
     finally:
         if dry and run.world.is_first:
             directory.remove(run.directory)
-    return Outcome(run.state.step, journal.latest, stopped, str(run.directory), None if dry else place)
+    command = None if dry else checkpoints.export_command
+    return Outcome(run.state.step, journal.latest, stopped, str(run.directory), None if dry else place, command)
 
 
 @dataclass
@@ -85,6 +88,8 @@ class _Loop(Generic[R]):
                 "give another run.name to begin a new run"
             )
             return None
+        for words in set_final_aside(run):
+            self.journal.say(words)
         if (evaluation.at_start and run.state.step == 0) or run.config.dry_run:
             self.journal.report(self._evaluate())
         stopped = self._train()

@@ -1,0 +1,96 @@
+"""Where the ranks of a call meet: a store under a prefix of this call's own, and sockets that only loopback reaches.
+
+A store lives as long as torchrun or the process that hosts it. Under a prefix that an earlier call used, ranks would
+read that call's addresses and its reports of failures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch._C._distributed_c10d import (  # public under torch.distributed
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+STORE_VARIABLE = "HOLDFAST_STORE"
+"""As `launch.rendezvous` sets it; repeated here because no layer below `launch` imports it."""
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface on which each of the two listens."""
+
+_calls = itertools.count()
+_hosted: dict[tuple[str, int], TCPStore] = {}
+"""Stores that this process hosts, by address. They stay: a rank that is late in leaving one call, or early in entering
+the next, must not meet a server that is about to close."""
+
+
+def number_of_call() -> int:
+    """Return a number that no other call of this process has had, the same on all ranks that make the same calls."""
+    return next(_calls)
+
+
+def store_of(call: int, rank: int, size: int, timeout: timedelta, environ: Mapping[str, str]) -> Store:
+    """Return the store in which the ranks of a call meet.
+
+    Args:
+        call: Its number.
+        rank: Own number.
+        size: Ranks.
+        timeout: Longest wait for a key.
+        environ: The environment: a file of our launcher's, else MASTER_ADDR and MASTER_PORT.
+    """
+    # torchrun starts ranks again on the same store: what an earlier attempt left there is not ours either.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"holdfast/{attempt}/{call}", _store(rank, size, timeout, environ))
+
+
+def _store(rank: int, size: int, timeout: timedelta, environ: Mapping[str, str]) -> Store:
+    if size == 1:
+        return HashStore()
+    file = environ.get(STORE_VARIABLE)
+    if file is not None:
+        store = FileStore(file, size)
+        store.set_timeout(timeout)
+        return store
+    address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
+    hosted_elsewhere = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not hosted_elsewhere and (address, port) not in _hosted:
+        _hosted[address, port] = TCPStore(address, port, None, True, timeout=timeout, wait_for_workers=False)
+    return TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)
+
+
+def on_one_machine(environ: Mapping[str, str]) -> bool:
+    """Return whether an environment says that all ranks run on this machine."""
+    size = environ.get("WORLD_SIZE", "1")
+    return size == "1" or STORE_VARIABLE in environ or environ.get("LOCAL_WORLD_SIZE") == size
+
+
+@contextmanager
+def on_loopback(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let gloo and NCCL listen on the loopback interface alone within the block, where all ranks share a machine.
+
+    Both read the environment when a group is made. What it named before, for runs over several machines, is put back.
+
+    Args:
+        environ: Of this process.
+    """
+    name = next((each for _, each in socket.if_nameindex() if each in {"lo", "lo0"}), None)
+    if name is None or not on_one_machine(environ):
+        yield
+        return
+    before = {variable: environ[variable] for variable in _INTERFACES if variable in environ}
+    environ.update(dict.fromkeys(_INTERFACES, name))
+    try:
+        yield
+    finally:
+        for variable in _INTERFACES:
+            del environ[variable]
+        environ.update(before)

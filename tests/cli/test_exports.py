@@ -1,0 +1,106 @@
+"""What exports say of themselves, and what becomes of one when its run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from holdfast.checkpoint import find
+from tests.cli.conftest import write_run
+from tests.cli.warm import Done, WarmPython
+
+COMMAND = ("-m", "holdfast.cli.main")
+
+
+@pytest.fixture
+def run_of_two_steps(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> Path:
+    """Return the directory of a run that ended after two steps and was exported."""
+    sets = {"sets": {"held": {"path": "rows.jsonl"}}, "at_end": False}
+    write_run(tmp_path / "run.yaml", tree | {"launch": {"ranks": 1, "device": "cpu"}, "evaluation": sets})
+    done = warm.run(*COMMAND, "sft", "run.yaml", cwd=tmp_path)
+    assert done.code == 0, done.err
+    return tmp_path / "runs" / "run"
+
+
+def about(place: Path) -> dict[str, Any]:
+    """Return what an export says of itself."""
+    return dict(json.loads((place / "holdfast_export.json").read_text()))
+
+
+def stopped_later(warm: WarmPython, place: Path, **others: object) -> Done:
+    """Raise the run's steps, and let a clock stop it on its way."""
+    words = [f"{key}={value}" for key, value in {"steps": 100_000, "max_minutes": 0.005, **others}.items()]
+    done = warm.run(*COMMAND, "sft", "run.yaml", *words, cwd=place)
+    assert done.code == 3, done.err
+    return done
+
+
+def test_a_run_that_goes_on_renames_the_export_of_its_earlier_end_and_says_how_to_make_a_newer_one(
+    warm: WarmPython, run_of_two_steps: Path, tmp_path: Path
+) -> None:
+    weights = (run_of_two_steps / "exports/final/model.safetensors").read_bytes()
+
+    done = stopped_later(warm, tmp_path)
+
+    step = find.one(str(run_of_two_steps)).manifest.step
+    name = f"step-{step:08d}"
+    command = f"holdfast checkpoint export runs/run/checkpoints/{name} -o runs/run/exports/{name}"
+    assert step > 2
+    assert done.out.splitlines()[-3:] == [
+        f"max_minutes=0.005 have passed, after step {step}. The run is in runs/run.",
+        "runs/run/exports holds step-00000002 (step 2).",
+        f"To make a model of its newest checkpoint: {command}",
+    ]
+    assert "exports/final is now exports/step-00000002, since training goes on beyond its step" in done.out
+    kept = run_of_two_steps / "exports/step-00000002"
+    assert sorted(path.name for path in kept.parent.iterdir()) == ["step-00000002"]
+    assert (kept / "model.safetensors").read_bytes() == weights
+    assert (about(kept)["run"], about(kept)["step"]) == ("run", 2)
+    again = warm.run(*COMMAND, *command.split()[1:], cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert about(kept.with_name(name))["step"] == step
+
+
+def test_an_export_of_a_run_without_the_file_is_set_aside_too(
+    warm: WarmPython, run_of_two_steps: Path, tmp_path: Path
+) -> None:
+    (run_of_two_steps / "exports/final/holdfast_export.json").unlink()
+
+    done = stopped_later(warm, tmp_path)
+
+    assert "exports/final is now exports/before-step-00000002" in done.out
+    assert not (run_of_two_steps / "exports/final").exists()
+
+
+def test_a_start_from_an_export_says_whose_it_is_and_records_it_and_changed_weights_are_refused(
+    warm: WarmPython, run_of_two_steps: Path, tmp_path: Path
+) -> None:
+    export = run_of_two_steps / "exports/final"
+    own = about(export)
+    line = f"model.path is an export of run run ({own['run_id'][:8]}), step 2"
+    start = [f"model.path={export}", "model.config=null", "model.tokenizer=null", "run.name=second", "steps=1"]
+
+    evaluated = warm.run(*COMMAND, "eval", str(export), cwd=tmp_path)
+    second = warm.run(*COMMAND, "sft", "run.yaml", *start, cwd=tmp_path)
+    weights = bytearray((export / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (export / "model.safetensors").write_bytes(weights)
+    changed = warm.run(*COMMAND, "eval", str(export), cwd=tmp_path)
+    save_file(load_file(export / "model.safetensors"), export / "model.safetensors", {"merged": "by hand"})
+    longer = warm.run(*COMMAND, "sft", "run.yaml", *start, "run.name=third", cwd=tmp_path)
+
+    assert line in evaluated.out.splitlines()
+    assert line in second.out.splitlines()
+    recorded = json.loads((tmp_path / "runs/second/run.json").read_text())["parent"]
+    assert recorded == about(tmp_path / "runs/second/exports/final")["parent"]
+    assert recorded["model"] == str(export)
+    assert (recorded["export"]["run_id"], recorded["export"]["step"]) == (own["run_id"], 2)
+    assert changed.code == longer.code == 2
+    assert f"{export}/model.safetensors has other bytes: its hash is" in changed.err
+    now = (export / "model.safetensors").stat().st_size
+    assert f"{export}/model.safetensors has {now:,} bytes and had {len(weights):,}" in longer.err
+    assert not (tmp_path / "runs/third").exists()
