@@ -23,6 +23,7 @@ import xxhash
 
 from holdfast.data.json_array import array_elements
 from holdfast.errors import DataError
+from holdfast.files import open_regular, parse_json
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
@@ -95,7 +96,7 @@ def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(f"{place}: not valid JSON ({error}). Each row is one JSON object on one line.") from None
     if not isinstance(row, dict):
@@ -107,7 +108,7 @@ def _seekable_lines(path: Path) -> IO[bytes]:
     """Open the file itself where its lines are the rows, else an unnamed temporary copy written as JSON lines."""
     unit = _unit(path)
     if unit == "line" and path.suffix != ".gz":
-        return path.open("rb")
+        return _opened(path)
     with ExitStack() as if_it_fails:
         copy = if_it_fails.enter_context(tempfile.TemporaryFile())
         copy.writelines(_lines(path, unit))
@@ -130,8 +131,15 @@ def _lines(path: Path, unit: str) -> Iterator[bytes]:
 
 def _decompressed(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(path, "rb"))
-    return path.open("rb")
+        return cast("IO[bytes]", gzip.open(_opened(path), "rb"))
+    return _opened(path)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _unit(path: Path) -> str:
