@@ -53,6 +53,9 @@ class Journal:
 
     def _open(self) -> None:
         run = self._run
+        for name in (directory.EVENTS, SAMPLES):
+            if (run.directory / name).exists():
+                append_text(run.directory / name, "")  # what cannot be appended to is refused before a step is made
         lines = JsonlSink(run.directory / METRICS)
         if lines.had_lines:
             lines.event({"event": "rewind", "to": run.state.step})
