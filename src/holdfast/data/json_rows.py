@@ -7,6 +7,7 @@ fill the keys that one row lacks and another has with nulls, and so rewrite tool
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import tempfile
@@ -23,7 +24,7 @@ import xxhash
 
 from holdfast.data.json_array import array_elements
 from holdfast.errors import DataError
-from holdfast.files import open_regular, parse_json
+from holdfast.files import RegularFile, parse_json
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
@@ -108,7 +109,7 @@ def _seekable_lines(path: Path) -> IO[bytes]:
     """Open the file itself where its lines are the rows, else an unnamed temporary copy written as JSON lines."""
     unit = _unit(path)
     if unit == "line" and path.suffix != ".gz":
-        return _opened(path)
+        return io.BufferedReader(_opened(path))
     with ExitStack() as if_it_fails:
         copy = if_it_fails.enter_context(tempfile.TemporaryFile())
         copy.writelines(_lines(path, unit))
@@ -131,13 +132,16 @@ def _lines(path: Path, unit: str) -> Iterator[bytes]:
 
 def _decompressed(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(_opened(path), "rb"))
-    return _opened(path)
+        raw = _opened(path)
+        unpacked = gzip.GzipFile(fileobj=raw)
+        unpacked.myfileobj = raw  # closed with it, as one that gzip opened itself
+        return cast("IO[bytes]", unpacked)
+    return io.BufferedReader(_opened(path))
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> RegularFile:
     try:
-        return open_regular(path)
+        return RegularFile(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 

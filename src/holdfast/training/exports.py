@@ -10,6 +10,7 @@ import torch
 
 from holdfast.checkpoint.adapter_export import Description, export_adapters
 from holdfast.checkpoint.export import EXPORTED_CONFIG, check_names, export
+from holdfast.files import read_json
 from holdfast.models.adapter_files import peft_settings
 from holdfast.models.adapters import adapters_of
 from holdfast.models.origin import files_mark
@@ -131,7 +132,7 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
 def _rated(run: Run, metric: str) -> float | None:
     """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
     try:
-        told = json.loads((run.directory / EXPORTS / BEST / RATING).read_text(encoding="utf-8"))
+        told = read_json(run.directory / EXPORTS / BEST / RATING)
         return float(told["value"]) if told["metric"] == metric else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
