@@ -99,7 +99,7 @@ class RegularFile(io.FileIO):
         self.path = path
         super().__init__(str(path), mode, opener=_open)
 
-    def readinto(self, buffer: Any) -> int:  # type: ignore[override]  # never None: a regular file does not block
+    def readinto(self, buffer: Any) -> int:  # never None: a regular file does not block
         """Read into a buffer."""
         with naming(self.path):
             return super().readinto(buffer) or 0

@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):
                 f":{line}: lists and mappings are nested more than {MOST_LEVELS} deep. Look for brackets that nobody "
                 "closes."
             )
-        node: yaml.Node | None = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node: yaml.Node | None = super().compose_node(parent, index)
         self.levels -= 1
         return node
 
