@@ -109,7 +109,7 @@ def test_an_anchor_repeats_a_section() -> None:
         ("a: 1\n---\nb: 2", "f.yaml:2: not YAML: but found another document."),
         ("? [1]\n: 2", "f.yaml:1: not YAML: a key must be a word or a number."),
         ("a: !!int x", "f.yaml:1: not YAML: invalid literal for int() with base 10: 'x'."),
-        ("a: &x [*x]", "f.yaml: an anchor (&name) holds itself (*name). Write the value out."),
+        ("a: &x [*x]", "f.yaml:1: an anchor (&name) holds itself (*name). Write the value out."),
         ("- 1", "f.yaml: the file must hold keys and values, as in `steps: 100`, not a list."),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, 
 from holdfast.checkpoint.layout import NOT_FINITE, QUARANTINE, fresh
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import verified_manifest
-from holdfast.checkpoint.retention import put_aside, steps
+from holdfast.checkpoint.retention import put_aside, renamed_checkpoints, steps
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verification import patiently, read_manifest
 from holdfast.parallel.collectives import ProcessExchange
@@ -82,8 +82,9 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
         _quarantine(storage, passed.damaged + (passed.differing if chosen is not None else []), ranks)
     if chosen is not None:
         skipped = passed.words + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
+        skipped += _on_rank_0(ranks, storage, lambda: renamed_checkpoints(storage))
         return Choice(*chosen, _words(chosen[1], skipped, passed.spoiled))
-    if skipped := passed.all_words or _on_rank_0(ranks, storage, lambda: _earlier(storage)):
+    if skipped := passed.all_words + _on_rank_0(ranks, storage, lambda: _not_looked_at(storage, passed.all_words)):
         raise NoCheckpoint(_none_left(storage, skipped, spoiled=bool(passed.spoiled)))
     return None
 
@@ -198,6 +199,10 @@ def _put_aside(storage: Storage, name: str, aside: str, ranks: ProcessExchange) 
                     f"{storage.root}/{name} is no good and cannot be put aside: {error.strerror or error}. Rename it "
                     "yourself, or mend the permissions of its directory."
                 ) from error
+
+
+def _not_looked_at(storage: Storage, passed: Sequence[str]) -> list[str]:
+    return renamed_checkpoints(storage) + ([] if passed else _earlier(storage))
 
 
 def _earlier(storage: Storage) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.checkpoint.hashing import hash_bytes, hash_file
 from holdfast.errors import ModelError
+from holdfast.files import read_json
 
 NAME = "holdfast_export.json"
 _FORMAT = 1
@@ -81,12 +82,12 @@ def read(directory: Path) -> Exported | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         exported = Exported(**{name: value for name, value in values.items() if name != "format"})
         plain = isinstance(exported.step, int) and isinstance(exported.run_id, str) and isinstance(exported.run, str)
         plain &= all(set(each) == {"size", "xxh3_128"} for each in exported.files.values())
         reason = "a value has another type"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         plain, reason = False, str(error)
     if not plain:
         raise ModelError(

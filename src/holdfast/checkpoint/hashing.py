@@ -17,6 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from holdfast.files import RegularFile
+
 BLOCK = 2**22
 
 Moved = Callable[[int], object]
@@ -45,7 +47,7 @@ def hash_file(path: Path, *, from_disk: bool = False, moved: Moved = lambda _: N
             written. The kernel may refuse.
     """
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with RegularFile(path) as file:
         if from_disk:
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

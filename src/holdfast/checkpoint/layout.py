@@ -32,6 +32,11 @@ def step_of(name: str) -> int | None:
     return step if step is not None and step_name(step) == name else None
 
 
+def renamed(name: str) -> bool:
+    """Return whether a name is one that people give to a checkpoint, and none that is looked for: step-12."""
+    return name.startswith("step-") and step_of(name) is None
+
+
 def fresh(prefix: str, name: str) -> str:
     """Return a name that nobody has used."""
     return f"{prefix}{name}-{uuid.uuid4().hex[:8]}"

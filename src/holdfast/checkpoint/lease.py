@@ -9,13 +9,16 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost, SaveFailed
 from holdfast.checkpoint.layout import FOLDER, LEASE
 from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed, Told, after_silence
 from holdfast.checkpoint.storage import LocalStorage, make_durably
+from holdfast.errors import UserError
+from holdfast.files import NotRegular, RegularFile, parse_json, read_bytes
 
 _WIDTH = 512
 
@@ -41,7 +44,8 @@ class Lease(Renewed):
         self._told = told
         self._token = uuid.uuid4().hex
         self._writing = threading.Lock()
-        self._file: IO[bytes] | None = None
+        self._file: RegularFile | None = None
+        self._directory: tuple[int, int] | None = None
 
     def __enter__(self) -> Lease:
         """Take the lease.
@@ -50,18 +54,27 @@ class Lease(Renewed):
             DirectoryTaken: Another job holds it.
         """
         make_durably(self._path.parent)
-        file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        try:
+            file = self._opened()
+        except NotRegular as error:
+            raise UserError(f"{error}. Remove it, and start the same command again.") from error
         try:
             self._refuse_living(file)
         except BaseException:
             file.close()
             raise
         self._file = file
+        self._directory = _inode(self._path.parent)
         self._write()
         self._begin()
         return self
 
-    def _refuse_living(self, file: IO[bytes]) -> None:
+    def _opened(self) -> RegularFile:
+        with suppress(FileExistsError), RegularFile(self._path, "xb"):
+            pass
+        return RegularFile(self._path, "rb+")
+
+    def _refuse_living(self, file: RegularFile) -> None:
         holder = self._living(file)
         if self._told is not None and holder.get("host") not in {None, socket.gethostname()}:
             self._told(waiting_words(self._place, holder))
@@ -69,7 +82,7 @@ class Lease(Renewed):
         if holder:
             raise DirectoryTaken(taken(self._place, holder))
 
-    def _living(self, file: IO[bytes]) -> dict[str, Any]:
+    def _living(self, file: RegularFile) -> dict[str, Any]:
         """Return who holds the place; empty if nobody does."""
         locked = self._lock(file)
         holder = self._holder()
@@ -97,21 +110,28 @@ class Lease(Renewed):
             PlaceLost: This job was not heard of for too long, and another one has taken over.
         """
         assert self._file is not None
-        try:
-            there = self._path.stat()
-        except FileNotFoundError:
-            there = None
-        held = os.fstat(self._file.fileno())
-        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+        if _inode(self._path.parent) != self._directory:
             place = self._place
             raise SaveFailed(
                 f"{place} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
                 f"it back as {place} and start the same command again: it continues from the newest checkpoint in it."
             )
         with self._writing:
+            if not self._path.exists():
+                self._take_again()
             holder = self._holder()
         if holder.get("token") != self._token:
             raise PlaceLost(lost(self._place, holder))
+
+    def _take_again(self) -> None:
+        """Write the lease anew: somebody deleted the file, and the place is what it was."""
+        assert self._file is not None
+        with suppress(FileExistsError):  # another job was faster
+            new = RegularFile(self._path, "xb+")
+            self._lock(new)
+            self._file.close()
+            self._file = new
+            self._write()
 
     def _renew(self) -> None:
         with self._writing:
@@ -123,7 +143,7 @@ class Lease(Renewed):
         # In place and of one width: a file that is emptied first stays empty on a full disk, and names nobody.
         os.pwrite(self._file.fileno(), holder_text(token=self._token).ljust(_WIDTH), 0)
 
-    def _lock(self, file: IO[bytes]) -> bool | None:
+    def _lock(self, file: RegularFile) -> bool | None:
         """Lock the file; return whether that was possible, None on a file system without locks."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,15 +155,24 @@ class Lease(Renewed):
 
     def _holder(self) -> dict[str, Any]:
         """Return what the file says; opened anew, since a network file system asks its server then."""
-        return _parsed(self._path.read_bytes())
+        return _parsed(read_bytes(self._path))
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        held: dict[str, Any] = json.loads(text or b"{}")
+        held: Any = parse_json(text or b"{}")
     except ValueError:
         return {}
-    return held
+    return held if isinstance(held, dict) else {}
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another one of its name; None if it is gone."""
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def holder_text(**more: Any) -> bytes:

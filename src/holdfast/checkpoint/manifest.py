@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.errors import UserError
+from holdfast.files import parse_json
 
 FORMAT = 2
 """The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
@@ -133,7 +134,7 @@ def parse(data: bytes, where: str) -> Manifest:
         NewerFormat: A later version wrote it.
     """
     try:
-        outer = json.loads(data, object_pairs_hook=_no_duplicates)
+        outer = parse_json(data, _no_duplicates)
         body = outer["manifest"]
         if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
             raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")

@@ -162,6 +162,10 @@ class ObjectStorage:
         except FileNotFoundError:  # isfile would take any other error for a no
             return False
 
+    def kind(self, path: str) -> str:
+        """Return what is there."""
+        return "an object" if self.is_file(path) else "a prefix"
+
     @_as_os_errors()
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ValidationError
 
 from holdfast.checkpoint.export import EXPORTED_CONFIG
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.retention import Best, Retention, manifests, steps
+from holdfast.checkpoint.settings import settings_of
 from holdfast.checkpoint.storage import Storage
 from holdfast.config.checkpoint import MetricConfig, RetentionConfig
 from holdfast.errors import ConfigError
@@ -48,7 +48,7 @@ def recorded(storage: Storage) -> Recorded | None:
             continue
         data = storage.read(path)
         if hash_bytes(data) == manifest.files[file].hash:
-            return _parsed(yaml.safe_load(data)["checkpoint"], f"{storage.root}/{path}")
+            return _parsed(settings_of(data, f"{storage.root}/{path}")["checkpoint"], f"{storage.root}/{path}")
     return None
 
 

@@ -27,6 +27,7 @@ from holdfast.checkpoint.snapshot import Held, Outline, Snapshot, hold, outline,
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.writer import commit
 from holdfast.errors import UserError
+from holdfast.files import size_words
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.collectives import ProcessExchange
@@ -230,7 +231,7 @@ def _check_space(storage: Storage, name: str, size: int, room: Room) -> None:
     if missing is not None:
         place = f"beside the {there} that are there" if there else "in all"
         raise RehearsalFailed(
-            f"{storage.root} has no room: a checkpoint takes {size / 2**20:,.1f} MiB, {room.keep} are kept and two "
-            f"more must fit, {wanted / 2**20:,.1f} MiB {place} ({missing}). Free space, lower checkpoint.keep.last, or "
+            f"{storage.root} has no room: a checkpoint takes {size_words(size)}, {room.keep} are kept and two "
+            f"more must fit, {size_words(wanted)} {place} ({missing}). Free space, lower checkpoint.keep.last, or "
             "choose another run.dir."
         )

@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.hashing import hash_bytes
-from holdfast.checkpoint.layout import PINS, QUARANTINE, REHEARSAL, STAGING, TRASH, fresh, step_name, step_of
+from holdfast.checkpoint.layout import PINS, QUARANTINE, REHEARSAL, STAGING, TRASH, fresh, renamed, step_name, step_of
 from holdfast.checkpoint.manifest import NAME, Manifest, NewerFormat, parse
 from holdfast.checkpoint.storage import Storage
+from holdfast.files import NotRegular, parse_json
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,25 @@ def steps(storage: Storage) -> dict[int, str]:
 
 
 def has_any(storage: Storage) -> bool:
-    """Return whether there are checkpoints, or were until they were found damaged."""
-    return bool(steps(storage)) or any(name.startswith(QUARANTINE) for name in storage.names())
+    """Return whether there are checkpoints, or were until they were found damaged or got another name."""
+    return (
+        bool(steps(storage))
+        or any(name.startswith(QUARANTINE) for name in storage.names())
+        or bool(renamed_checkpoints(storage))
+    )
+
+
+def renamed_checkpoints(storage: Storage) -> list[str]:
+    """Return words about each checkpoint that nobody looks at, since its name is not the one of its step."""
+    words = []
+    for name in storage.names():
+        if renamed(name) and storage.exists(f"{name}/{NAME}"):
+            try:
+                right = step_name(parse(storage.read(f"{name}/{NAME}"), name).step)
+            except (OSError, CheckpointCorrupt, NewerFormat):
+                right = "step- and eight digits"
+            words.append(f"{name} is passed over: it has the name of no checkpoint; rename it to {right}")
+    return words
 
 
 def has_own(storage: Storage) -> bool:
@@ -136,8 +154,8 @@ def read_pins(storage: Storage) -> set[int]:
     if not storage.exists(PINS):
         return set()
     try:
-        return {int(step) for step in json.loads(storage.read(PINS))}
-    except (ValueError, TypeError) as error:
+        return {int(step) for step in parse_json(storage.read(PINS))}
+    except (ValueError, TypeError, NotRegular) as error:
         raise CheckpointCorrupt(
             f"{storage.root}/{PINS} is damaged ({error}). Delete it, then pin again with `holdfast checkpoint pin`."
         ) from error

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.files import size_words
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part
 
@@ -26,7 +27,7 @@ def refuse_full_disk(snapshot: Snapshot, place: str, free: int | None, ranks: Pr
     needed = sum(ranks.gather(_bytes_to_write(snapshot, first=ranks.rank == 0)))
     if free is not None and free < 1.2 * needed:
         raise SaveFailed(
-            f"{place} has {free / 2**20:,.0f} MiB free, a checkpoint needs {1.2 * needed / 2**20:,.0f} MiB. Free some "
+            f"{place} has {size_words(free)} free, a checkpoint needs {size_words(1.2 * needed)}. Free some "
             "space or choose another run.dir."
         )
 

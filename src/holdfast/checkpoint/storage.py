@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
 from holdfast.checkpoint.hashing import HashingWriter, hash_file
+from holdfast.files import REGULAR, RegularFile, kind_of, naming, open_regular, read_bytes, size_words
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -70,7 +71,11 @@ class Storage(Protocol):
         ...
 
     def is_file(self, path: str) -> bool:
-        """Return whether there is something that has bytes: no directory, pipe or device."""
+        """Return whether there is something that has bytes: no directory, pipe, device or link out of its tree."""
+        ...
+
+    def kind(self, path: str) -> str:
+        """Return what is there instead of a file, in words."""
         ...
 
     def names(self, path: str = "") -> list[str]:
@@ -164,7 +169,7 @@ class LocalStorage:
 
         The disk begins while the rest is still being made, so that the fsync finds most of it done.
         """
-        with self.path(path).open("xb") as file:
+        with RegularFile(self.path(path), "xb") as raw, io.BufferedWriter(raw) as file:
             begun = 0
 
             def moved(count: int) -> None:
@@ -179,15 +184,15 @@ class LocalStorage:
             if not file.closed:
                 file.flush()
                 if sync:
-                    os.fsync(file.fileno())
+                    raw.sync()
 
     def open(self, path: str) -> IO[bytes]:
         """Open for reading."""
-        return self.path(path).open("rb")
+        return open_regular(self.path(path))
 
     def read(self, path: str) -> bytes:
         """Return the bytes."""
-        return self.path(path).read_bytes()
+        return read_bytes(self.path(path))
 
     def hash(self, path: str, *, from_disk: bool = False) -> str:
         """Return the hash."""
@@ -202,20 +207,24 @@ class LocalStorage:
 
     def exists(self, path: str) -> bool:
         """Return whether it is there."""
-        return self._mode(path) is not None
-
-    def is_file(self, path: str) -> bool:
-        """Return whether it is a regular file."""
-        mode = self._mode(path)
-        return mode is not None and stat.S_ISREG(mode)
-
-    def _mode(self, path: str) -> int | None:
-        """Return type and permissions, or None where nothing is; pathlib's tests take some errors for a no."""
         try:
-            return self.path(path).stat().st_mode
+            self.path(path).stat()  # pathlib's own test takes some errors for a no
         except OSError as error:
             _unless_absent(error)
-            return None
+            return False
+        return True
+
+    def is_file(self, path: str) -> bool:
+        """Return whether it is a regular file, or a link to one below the same first directory."""
+        return self.kind(path) == REGULAR
+
+    def kind(self, path: str) -> str:
+        """Return what is there."""
+        try:
+            return kind_of(self.path(path), self.path(PurePath(path).parts[0]))
+        except OSError as error:
+            _unless_absent(error)
+            return "nothing"
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
@@ -243,7 +252,8 @@ class LocalStorage:
         """Fsync a directory."""
         descriptor = os.open(self.path(path), os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            with naming(self.path(path)):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -295,7 +305,7 @@ class LocalStorage:
         """Ask the file system for the space, which also asks its quotas; only what it reports where it cannot say."""
         free = self.free_bytes()
         if free is not None and free < size:
-            return f"{free / 2**20:,.1f} MiB are free"
+            return f"{size_words(free)} are free"
         libc = ctypes.CDLL(None, use_errno=True)
         with self.path(path).open("wb") as file:
             failed = libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0

@@ -64,14 +64,17 @@ def chunk_from(data: bytes | memoryview, where: str) -> Tensor | None:
     Raises:
         CheckpointUnreadable: This machine is short of memory.
     """
+    if not _archive_is_modest(data):
+        return None
     try:
         file: Any = _Bytes(data)
         part: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - damaged bytes raise whatever they like, and the rest of it means damage
-        if is_out_of_memory(error) and _archive_is_modest(data):
+        if is_out_of_memory(error):
             raise no_memory_for(where, len(data)) from error
         return None
-    return part if isinstance(part, Tensor) else None
+    # A view may repeat its bytes, and so have any size.
+    return part if isinstance(part, Tensor) and part.nbytes <= len(data) else None
 
 
 def _archive_is_modest(data: bytes | memoryview) -> bool:

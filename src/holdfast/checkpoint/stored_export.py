@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from holdfast.checkpoint.adapter_export import Description, write_adapters
@@ -32,6 +31,7 @@ from holdfast.checkpoint.exported import Exported
 from holdfast.checkpoint.hashing import hash_bytes
 from holdfast.checkpoint.layout import ASSETS, STAGING
 from holdfast.checkpoint.readable import ExportFailed
+from holdfast.checkpoint.settings import settings_of
 from holdfast.checkpoint.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.storage import rename_new
 from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
@@ -221,7 +221,11 @@ def _held(
 
 def _model_section(folder: Path) -> ModelConfig:
     """Return the run's model section."""
-    return ModelConfig(**yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"])
+    return ModelConfig(**_settings(folder)["model"])
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return settings_of((folder / EXPORTED_CONFIG).read_bytes(), str(folder / EXPORTED_CONFIG))
 
 
 def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
@@ -264,7 +268,7 @@ class _Joined(Mapping[str, Tensor]):
 def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:
     """Describe the model from the small files in its checkpoint."""
     _lay_assets(checkpoint, folder)
-    section = yaml.safe_load((folder / EXPORTED_CONFIG).read_text(encoding="utf-8"))["model"]
+    section = _settings(folder)["model"]
     if section["trust_remote_code"] and not trust_remote_code:
         raise ConfigError(
             f"{checkpoint.path} says that its model comes with Python code of its own, which an export would run. "

@@ -7,12 +7,10 @@ tensors  every chunk of every tensor, as DCP stored it   (`holdfast checkpoint v
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
@@ -24,9 +22,7 @@ from holdfast.checkpoint.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.memory import memory_for
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.stored_chunks import chunk_within
-
-PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
-"""Errors that a network file system may get over; they say nothing about the bytes."""
+from holdfast.files import MOST_TEXT_BYTES, again
 
 _NOTHING = hash_bytes(b"")
 _ABSENT = "It is not there."
@@ -60,7 +56,12 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
 def _presence(storage: Storage, path: str) -> str | None:
     if not storage.exists(path):
         return _ABSENT
-    return None if storage.is_file(path) else f"{storage.root}/{path} is no file."
+    if not storage.is_file(path):
+        return f"{storage.root}/{path} is no file: it is {storage.kind(path)}."
+    size = storage.size(path)
+    if size > MOST_TEXT_BYTES:
+        return f"{storage.root}/{path} is no manifest: it has {size:,} bytes, more than any."
+    return None
 
 
 def _parsed(storage: Storage, path: str, where: str) -> Manifest:
@@ -111,7 +112,7 @@ def patiently(where: str, ask: Callable[[], T]) -> T:
     """
     try:
         with memory_for(where):
-            return _again(ask)
+            return again(ask)
     except OSError as error:
         raise _unreadable(where, error) from error
 
@@ -169,6 +170,8 @@ def _misnamed(storage: Storage, name: str, manifest: Manifest, where: str) -> st
     if extra:
         return f"{where} holds {extra[0]}, which its manifest does not list" + _more(extra)
     for file, entry in manifest.files.items():
+        if not storage.is_file(f"{name}/{file}"):
+            return f"{where}/{file} is no file: it is {storage.kind(f'{name}/{file}')}."
         size = storage.size(f"{name}/{file}")
         if size != entry.size:
             return f"{where}/{file} has {size} bytes, the manifest says {entry.size}."
@@ -198,15 +201,6 @@ def damaged_files(
                 raise other_each_time(f"{storage.root}/{path}")
             damaged.append(file)
     return damaged
-
-
-def _passing(error: BaseException) -> bool:
-    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING)
-
-
-@retry(retry=retry_if_exception(_passing), stop=stop_after_attempt(4), wait=wait_exponential(0.5), reraise=True)
-def _again(ask: Callable[[], T]) -> T:
-    return ask()
 
 
 def _hash(storage: Storage, path: str, *, from_disk: bool) -> str:

@@ -22,7 +22,7 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
     from holdfast.checkpoint.layout import NOT_FINITE
     from holdfast.checkpoint.manifest import NewerFormat
-    from holdfast.checkpoint.retention import read_pins, steps
+    from holdfast.checkpoint.retention import read_pins, renamed_checkpoints, steps
     from holdfast.checkpoint.verification import check_names, read_manifest
 
     storage = _folder(place)
@@ -44,6 +44,7 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
         words += ["pinned"] if step in pins else []
         words += [] if manifest.finite else ["not finite"]
         yield f"{name}  {'  '.join(words)}"
+    yield from renamed_checkpoints(storage)
     for name in _put_aside(storage):
         yield f"{name}  {'not finite' if NOT_FINITE in name else 'damaged'}, put aside"
 
@@ -53,6 +54,7 @@ def _folder(place: str) -> Storage:
     from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import NoCheckpoint
     from holdfast.checkpoint.layout import FOLDER
+    from holdfast.checkpoint.retention import has_any
     from holdfast.checkpoint.storage import open_storage
 
     try:
@@ -60,7 +62,7 @@ def _folder(place: str) -> Storage:
     except NoCheckpoint:
         for candidate in (f"{place.rstrip('/')}/{FOLDER}", place):
             storage = open_storage(candidate)
-            if _put_aside(storage):
+            if has_any(storage):
                 return storage
         raise
 

@@ -14,7 +14,8 @@ import typer
 
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.quiet import hush
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UserError
+from holdfast.files import NotRegular
 
 app = typer.Typer(
     help="Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export.",
@@ -213,6 +214,9 @@ def main() -> None:
     except HoldfastError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except NotRegular as error:
+        print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)
+        sys.exit(UserError.exit_code)
 
 
 if __name__ == "__main__":

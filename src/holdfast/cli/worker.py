@@ -18,6 +18,7 @@ from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.scorer import ScorerConfig
 from holdfast.config.verbs import run_from_mapping
 from holdfast.errors import HoldfastError, RunStopped, UserError
+from holdfast.files import NotRegular
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
     except HoldfastError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
+    except NotRegular as error:
+        print(error, file=sys.stderr, flush=True)
+        return UserError.exit_code
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:

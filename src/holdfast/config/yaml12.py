@@ -15,12 +15,60 @@ from typing import Any
 import yaml
 
 from holdfast.errors import ConfigError
+from holdfast.files import read_text
 
 KeyPath = tuple[str | int, ...]
 
 
+MOST_NODES = 10_000
+"""Keys, values and lists of a document, an alias counted with all it stands for; runs have some hundreds."""
+MOST_LEVELS = 100
+"""Lists and mappings inside each other."""
+_MOST_BYTES = 2**26
+
+
+class TooMuch(ConfigError):  # noqa: N818 - the name says what is wrong
+    """A document that would take more time or memory than any configuration."""
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2, and `_` between digits."""
+    """SafeLoader with the core schema of YAML 1.2, and `_` between digits.
+
+    It stops at a node too many and at a level too deep while it reads, since both cost time and memory from there on.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.nodes, self.levels = 0, 0
+        self.open: set[int] = set()
+        """Of the nodes that are being built, those that hold this one."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node and what is below it."""
+        line: int = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]  # the stubs lack it
+        self.count(line)
+        self.levels += 1
+        if self.levels > MOST_LEVELS:
+            raise TooMuch(
+                f":{line}: lists and mappings are nested more than {MOST_LEVELS} deep. Look for brackets that nobody "
+                "closes."
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
+
+    def count(self, line: int) -> None:
+        """Count a node.
+
+        Raises:
+            TooMuch: It is one too many.
+        """
+        self.nodes += 1
+        if self.nodes > MOST_NODES:
+            raise TooMuch(
+                f":{line}: this is more than {MOST_NODES:,} keys and values, each alias (*name) counted with all it "
+                "stands for. Write the values out, or move a long list into a file of its own."
+            )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -87,9 +135,31 @@ class Document:
         return f"{self.file}:{line}" if line else self.file
 
 
+def _composed(loader: _Loader) -> yaml.Node | None:
+    """Return the document's node; what is built of it is counted anew, since aliases multiply only then."""
+    node: yaml.Node | None = loader.get_single_node()
+    loader.nodes = 0
+    return node
+
+
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
     if not isinstance(node, yaml.ScalarNode) and node.tag not in {f"{_TAG}map", f"{_TAG}seq"}:
         raise yaml.constructor.ConstructorError(None, None, f"there is no tag {node.tag!r} here", node.start_mark)
+    line = document.line(path[:1]) or node.start_mark.line + 1  # that of an alias is where its anchor stands
+    loader.count(line)
+    if id(node) in loader.open:
+        raise TooMuch(f":{line}: an anchor (&name) holds itself (*name). Write the value out.")
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(loader, node)
+    loader.open.add(id(node))
+    try:
+        return _build_inside(loader, node, path, document)
+    finally:
+        loader.open.discard(id(node))
+
+
+def _build_inside(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) -> Any:
+    """Return what a mapping or a list holds."""
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -103,12 +173,14 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
             document.lines[here] = line
             result[key] = _build(loader, value_node, here, document)
         return result
-    if isinstance(node, yaml.SequenceNode):
-        items = []
-        for index, item in enumerate(node.value):
-            document.lines[(*path, index)] = item.start_mark.line + 1
-            items.append(_build(loader, item, (*path, index), document))
-        return items
+    items = []
+    for index, item in enumerate(node.value):
+        document.lines[(*path, index)] = item.start_mark.line + 1
+        items.append(_build(loader, item, (*path, index), document))
+    return items
+
+
+def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
     try:
         return _MEANINGS[node.tag](node.value) if node.tag in _MEANINGS else loader.construct_object(node)
     except ValueError as error:  # `!!int x`
@@ -128,10 +200,13 @@ def parse_text(text: str, file: str) -> Document:
     Raises:
         ConfigError: The text is not YAML, or is not a mapping.
     """
-    loader = _Loader(text)
     document = Document(file, {})
     try:
-        node = loader.get_single_node()
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # control characters
+        raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}.") from error
+    try:
+        node = _composed(loader)
         values = _build(loader, node, (), document) if node is not None else {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -139,8 +214,8 @@ def parse_text(text: str, file: str) -> Document:
         problem = getattr(error, "problem", None) or str(error)
         advice = next((text for part, text in _ADVICE.items() if part in problem), "")
         raise ConfigError(f"{file}{line}: not YAML: {problem}.{advice}") from error
-    except RecursionError:
-        raise ConfigError(f"{file}: an anchor (&name) holds itself (*name). Write the value out.") from None
+    except TooMuch as error:
+        raise TooMuch(f"{file}{error}") from None
     finally:
         loader.dispose()
     if not isinstance(values, dict):
@@ -158,11 +233,11 @@ def parse_file(path: Path) -> Document:
         ConfigError: The file cannot be read or parsed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, _MOST_BYTES)
     except FileNotFoundError as error:
         raise ConfigError(f"There is no file {path}. Give the path of a run's YAML file.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     return parse_text(text, str(path))
 
 
@@ -180,14 +255,19 @@ def parse_value(text: str) -> Any:
     Raises:
         ConfigError: A key stands twice in it.
     """
-    loader = _Loader(text if text.startswith(("[", "{", "'", '"')) else "")
     document = Document("", {})
     try:
-        node = loader.get_single_node()
+        loader = _Loader(text if text.startswith(("[", "{", "'", '"')) else "")
+    except yaml.YAMLError:
+        return text
+    try:
+        node = _composed(loader)
         if node is None:
             tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))  # type: ignore[no-untyped-call]  # the stubs lack it
             return _MEANINGS[tag](text.strip()) if tag in _MEANINGS else text
         value = _build(loader, node, (), document)
+    except TooMuch as error:
+        raise ConfigError(str(error).partition(": ")[2]) from None
     except yaml.YAMLError:
         return text
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from holdfast.errors import DataError
+from holdfast.files import open_regular
 
 PARQUET_SUFFIXES = (".parquet",)
 
@@ -87,7 +88,7 @@ def open_parquet(files: Sequence[Path]) -> ArrowRows:
         dataset = load_dataset("parquet", data_files={"train": names}, split="train")
     digest = xxhash.xxh3_128()
     for path in files:
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:
             while chunk := opened.read(1 << 20):
                 digest.update(chunk)
     return ArrowRows(dataset, digest.hexdigest())
@@ -110,7 +111,7 @@ def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
                     rest = batch.slice(to_skip)
                     to_skip = max(0, to_skip - batch.num_rows)
                     yield from map(without_inner_nulls, Dataset(Table.from_batches([rest])))
-        except (ArrowException, OSError) as error:
+        except (ArrowException, OSError, ValueError, MemoryError) as error:
             raise DataError(f"{path}: cannot be read as parquet ({error}).") from None
 
 
@@ -186,6 +187,6 @@ def _reading(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, TypeError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError, DatasetsError) as error:
         cause = error.__cause__ or error
         raise DataError(f"Cannot read {what}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None

@@ -10,6 +10,7 @@ from holdfast.config.paths import expanded
 from holdfast.data.arrow_rows import PARQUET_SUFFIXES, choose_split
 from holdfast.data.json_rows import JSON_SUFFIXES
 from holdfast.errors import DataError
+from holdfast.files import REGULAR, kind_of
 
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
 
@@ -60,6 +61,9 @@ def files_of_split(found: Sequence[Path], split: str | None, path: str) -> list[
     if split is not None and split not in splits:
         split = _CANONICAL.get(split, split)
     files = splits[choose_split(splits, split, path)]
+    for file in files:
+        if (kind := kind_of(file)) != REGULAR:
+            raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
     unknown = [file.name for file in files if not file.name.endswith(SUFFIXES)]
     if unknown:
         raise DataError(f"{path}: {unknown[0]} is no kind of file we read. Use one of {', '.join(SUFFIXES)}.")

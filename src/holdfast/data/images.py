@@ -237,6 +237,9 @@ class ImageFiles:
             EOFError,
             struct.error,  # of EXIF whose lengths or types are wrong, as the next one
             TypeError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
             Image.DecompressionBombError,
             Image.DecompressionBombWarning,
         ) as error:

@@ -7,6 +7,7 @@ fill the keys that one row lacks and another has with nulls, and so rewrite tool
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import tempfile
@@ -23,6 +24,7 @@ import xxhash
 
 from holdfast.data.json_array import array_elements
 from holdfast.errors import DataError
+from holdfast.files import RegularFile, parse_json
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
@@ -95,7 +97,7 @@ def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(f"{place}: not valid JSON ({error}). Each row is one JSON object on one line.") from None
     if not isinstance(row, dict):
@@ -107,7 +109,7 @@ def _seekable_lines(path: Path) -> IO[bytes]:
     """Open the file itself where its lines are the rows, else an unnamed temporary copy written as JSON lines."""
     unit = _unit(path)
     if unit == "line" and path.suffix != ".gz":
-        return path.open("rb")
+        return io.BufferedReader(_opened(path))
     with ExitStack() as if_it_fails:
         copy = if_it_fails.enter_context(tempfile.TemporaryFile())
         copy.writelines(_lines(path, unit))
@@ -130,8 +132,18 @@ def _lines(path: Path, unit: str) -> Iterator[bytes]:
 
 def _decompressed(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(path, "rb"))
-    return path.open("rb")
+        raw = _opened(path)
+        unpacked = gzip.GzipFile(fileobj=raw)
+        unpacked.myfileobj = raw  # closed with it, as one that gzip opened itself
+        return cast("IO[bytes]", unpacked)
+    return io.BufferedReader(_opened(path))
+
+
+def _opened(path: Path) -> RegularFile:
+    try:
+        return RegularFile(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _unit(path: Path) -> str:

@@ -31,6 +31,7 @@ from holdfast.data.files import default_name, files_of_split, find_local, is_hub
 from holdfast.data.json_rows import JsonRows, scan_json
 from holdfast.data.synthetic import SyntheticSource, TaskRows
 from holdfast.errors import DataError
+from holdfast.files import open_regular
 
 Row = Mapping[str, Any]
 
@@ -294,7 +295,7 @@ def _hash_of_heads(files: Sequence[Path]) -> str:
     """Hash the sizes and beginnings of files too large to be read before a run."""
     digest = xxhash.xxh3_128()
     for path in files:
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:
             digest.update(f"{path.stat().st_size}:".encode())
             digest.update(opened.read(_STREAM_HEAD_BYTES))
     return str(digest.hexdigest())

@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.data.files import places
 from holdfast.errors import DataError
+from holdfast.files import read_text
 
 RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What a template can raise: jinja's own errors, and those of the Python operations it performs on its values."""
@@ -60,7 +61,7 @@ def read_template(path: str, base: Path, key: str) -> str:
     for place in tried:
         if place.is_file():
             try:
-                return place.read_text(encoding="utf-8")
+                return read_text(place)
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{key}={path}: {place} cannot be read as UTF-8 text ({error}).") from None
     raise DataError(f"{key}={path}: no such file. Tried {' and '.join(map(str, tried))}.")

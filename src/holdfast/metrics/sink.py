@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast.files import RegularFile, again, open_regular, parse_json, write_all
 
 METRICS = "metrics.jsonl"
 
@@ -34,22 +35,42 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.had_lines = path.exists() and _cut_torn_line(path) > 0
+        self._path = path
+        self.had_lines = path.exists() and again(lambda: _cut_torn_line(path)) > 0
         """Whether an earlier start of the run wrote here."""
-        self._file = path.open("a", encoding="utf-8")
+        self._file: RegularFile | None = self.opened()
+
+    def opened(self) -> RegularFile:
+        """Open the file for appending, without a buffer: what failed must not be written a second time later."""
+        return RegularFile(self._path, "ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line; numbers that JSON cannot hold become null."""
         self.event({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
 
     def event(self, values: Mapping[str, Any]) -> None:
-        """Append any object."""
-        self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
-        self._file.flush()
+        """Append any object; a file system in trouble is asked again, as it is for checkpoints.
+
+        Raises:
+            OSError: It stays in trouble, or the disk is full; the file is named, and holds no part of the line.
+        """
+        line = (json.dumps(values, separators=(",", ":")) + "\n").encode()
+        again(lambda: self._append(line))
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            self._file = self.opened()
+        try:
+            write_all(self._file, line)
+        except OSError:  # the next try opens it anew: a descriptor may be stale for good
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
 
 
 def check_sinks(kinds: Sequence[str]) -> None:
@@ -82,7 +103,7 @@ class TensorBoardSink:
 
 def _cut_torn_line(path: Path) -> int:
     """Cut what follows the last whole line, and return the size that is left."""
-    with path.open("rb+") as file:
+    with RegularFile(path, "rb+") as file:
         size = whole = file.seek(0, os.SEEK_END)
         while whole > 0:  # from the end: the file of a long run has gigabytes
             start = max(0, whole - _BLOCK)
@@ -115,9 +136,11 @@ def last_rewind(path: Path) -> int | None:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    with open_regular(path) as file:
+        text = file.read().decode("utf-8", errors="replace")
+    for line in text.splitlines():
         try:
-            lines.append(json.loads(line))
+            lines.append(parse_json(line))
         except ValueError:
             break
     return lines

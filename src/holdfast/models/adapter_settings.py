@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from holdfast.config.lora import LoRAConfig
 from holdfast.config.paths import expanded
 from holdfast.errors import ModelError
+from holdfast.files import read_json
 
 SETTINGS = "adapter_config.json"
 
@@ -21,7 +21,7 @@ def note_of_base(directory: Path, model: str, here: Path) -> str | None:
         here: Where that lies.
     """
     file = directory / SETTINGS
-    said = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.exists() else None
+    said = read_json(file).get("base_model_name_or_path") if file.exists() else None
     if not said or str(said) == model or expanded(str(said)).resolve() == here:
         return None
     return (
@@ -40,7 +40,7 @@ def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
         return
     file = directory / SETTINGS
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = read_json(file)
         stabilised, alone = bool(said.get("use_rslora", False)), dict(said.get("alpha_pattern") or {})
         there = {"alpha": f"{said.get('lora_alpha', section.alpha):g}", "rank_stabilised": str(stabilised).lower()}
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,15 @@ import xxhash
 from holdfast.config.model import ModelConfig
 from holdfast.config.paths import expanded
 from holdfast.errors import ModelError
+from holdfast.files import REGULAR, kind_of, open_regular, read_json
 from holdfast.models.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
 """Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
 
+_ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
+"""Of what is opened as a file."""
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 
@@ -64,7 +66,7 @@ def _edges_mark(files: list[Path]) -> str:
 
 
 def _edges_hash(file: Path) -> str:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         first = opened.read(_EDGE)
         opened.seek(max(0, file.stat().st_size - _EDGE))
         return _hash(first + opened.read(_EDGE))
@@ -72,7 +74,7 @@ def _edges_hash(file: Path) -> str:
 
 def _whole_hash(file: Path) -> str:
     state = xxhash.xxh3_128()
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         while piece := opened.read(_PIECE):
             state.update(piece)
     return str(state.hexdigest())
@@ -96,6 +98,7 @@ def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path
     """
     for directory in (expanded(name), base / name):
         if directory.is_dir():
+            refuse_others_than_files(directory)
             return directory.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
         raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).")
@@ -104,6 +107,22 @@ def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path
     if config.hub == "modelscope":
         return _from_modelscope(name, revision, patterns)
     return _from_hugging_face(name, revision, patterns)
+
+
+def refuse_others_than_files(directory: Path) -> None:
+    """Look at what stands in a model directory before a library opens it: it would wait for a pipe for ever.
+
+    Raises:
+        ModelError: A pipe, a socket or a device stands there, or a directory under the name of a file.
+    """
+    for entry in sorted(directory.iterdir()):
+        try:
+            kind = kind_of(entry)
+        except OSError as error:
+            raise ModelError(f"{entry} cannot be looked at: {error.strerror or error}.") from error
+        harmless = kind in {"a directory", "a link that leads nowhere"} and entry.suffix not in _ENDINGS
+        if kind != REGULAR and not harmless:
+            raise ModelError(f"{entry} is {kind}, not a regular file. Remove it, or put the file back.")
 
 
 def _from_hugging_face(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -150,9 +169,11 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         held = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
         raise ModelError(f"{directory} has no config.json, so it is no model directory. It holds {held}.")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        raw = read_json(path)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} is not a JSON object, so it describes no model.")
     if "auto_map" in raw and not trust_remote_code:
         raise ModelError(
             f"{directory} brings Python code of its own ({', '.join(sorted(raw['auto_map']))}), which would run on "
@@ -174,8 +195,8 @@ def read_end_tokens(directory: Path) -> int | list[int] | None:
     if not path.exists():
         return None
     try:
-        found: int | list[int] | None = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        found: int | list[int] | None = read_json(path).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} is no JSON object: {error}.") from error
     several = found if isinstance(found, list) else [found]
     if found is not None and not all(type(token) is int for token in several):
@@ -210,7 +231,7 @@ def _with_template(found: Any, directory: Path) -> Any:
     """Give the tokenizer the chat template of its processor's file, where it has none of its own."""
     file = directory / "chat_template.json"
     if not found.chat_template and file.exists():
-        found.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        found.chat_template = read_json(file)["chat_template"]
     return found
 
 

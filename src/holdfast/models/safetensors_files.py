@@ -8,17 +8,19 @@ its tensors at once; ours writes each piece of a tensor as it comes, while the n
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import RawIOBase
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from holdfast.errors import ModelError
+from holdfast.files import open_regular, parse_json, read_json
 from holdfast.models.conversion import Header
 
 INDEX = "model.safetensors.index.json"
@@ -38,6 +40,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_LONGEST_HEADER = 100_000_000
+"""The format's own bound."""
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -47,23 +51,25 @@ def read_header(path: Path) -> dict[str, Header]:
     Raises:
         ModelError: The file is cut short or no safetensors file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ModelError(f"{path} is no safetensors file, or it is cut short ({size} bytes). Copy it again.")
+        if length > _LONGEST_HEADER:
+            raise ModelError(f"{path} announces a header of {length:,} bytes; none has more than {_LONGEST_HEADER:,}.")
         text = file.read(length)
     try:
         entries = _entries(text)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} has a damaged header: {type(error).__name__}: {error}. Copy it again.") from error
+    except ValueError as error:
+        raise ModelError(f"{path} has a damaged header: {error}. Copy it again.") from error
     if unknown := sorted({entry.code for entry in entries.values()} - set(_DTYPES)):
         raise ModelError(f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported.")
     headers = {name: Header(entry.shape, _DTYPES[entry.code]) for name, entry in entries.items()}
     for name, entry in entries.items():
         if entry.end - entry.start != tensor_bytes(headers[name]):
             raise ModelError(f"{path} has a damaged header: {name} has {entry.end - entry.start} bytes. Copy it again.")
-    announced = 8 + length + max((entry.end for entry in entries.values()), default=0)
+    announced = 8 + length + _checked_end(path, entries)
     if announced != size:
         raise ModelError(f"{path} holds {size} bytes, its header announces {announced}. Copy it again.")
     return headers
@@ -76,13 +82,57 @@ class _Entry(NamedTuple):
     end: int
 
 
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
 def _entries(text: bytes) -> dict[str, _Entry]:
-    tree: dict[str, Any] = json.loads(text)
+    """Return what a header says.
+
+    Raises:
+        ValueError: It is none, or says it in another form than the format's.
+    """
+    tree = parse_json(text, _without_twice)
+    if not isinstance(tree, dict):
+        raise ValueError("it is no object")  # noqa: TRY004 - wrong bytes, as everything here
     tree.pop("__metadata__", None)
-    return {
-        name: _Entry(str(entry["dtype"]), tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
-        for name, entry in tree.items()
-    }
+    return {name: _entry(name, entry) for name, entry in tree.items()}
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice:.80} stands twice")
+    return result
+
+
+def _entry(name: str, entry: Any) -> _Entry:
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
+            if all(type(size) is int and size >= 0 for size in shape) and 0 <= start <= end:
+                return _Entry(code, tuple(shape), start, end)
+    words = f"{entry!r}"
+    raise ValueError(f"{name:.80} has no dtype, a negative or odd size, or no place that bytes can have: {words:.120}")
+
+
+def _checked_end(path: Path, entries: Mapping[str, _Entry]) -> int:
+    """Return where the last tensor ends.
+
+    Raises:
+        ModelError: Tensors share bytes, or there are bytes between them that belong to none.
+    """
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            what = "shares bytes with the tensor before it" if entry.start < end else "has bytes of no tensor before it"
+            raise ModelError(f"{path} has a damaged header: {name:.80} {what}. Copy it again.")
+        end = entry.end
+    return end
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -94,8 +144,8 @@ def weight_files(directory: Path) -> dict[str, Path]:
     index = directory / INDEX
     if index.exists():
         try:
-            names: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, TypeError, KeyError) as error:
+            names = _weight_map(read_json(index))
+        except (OSError, ValueError) as error:
             raise ModelError(f"{index} is damaged: {type(error).__name__}: {error}. Copy it again.") from error
         missing = sorted({file for file in names.values() if not (directory / file).exists()})
         if missing:
@@ -109,6 +159,25 @@ def weight_files(directory: Path) -> dict[str, Path]:
     other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
     hint = f" It has {', '.join(other[:3])}: load and save it once with transformers to convert." if other else ""
     raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
+
+
+def _weight_map(tree: Any) -> dict[str, str]:
+    """Return the file of each tensor, as an index says it.
+
+    Raises:
+        ValueError: It says something else, or names a file outside of its directory.
+    """
+    match tree:
+        case {"weight_map": dict(names)} if all(isinstance(file, str) for file in names.values()):
+            outside = next((file for file in names.values() if _leads_out(file)), None)
+            if outside is not None:
+                raise ValueError(f"it names {outside:.120}, which lies outside of its directory")
+            return dict(names)
+    raise ValueError("it has no weight_map of tensors to files")
+
+
+def _leads_out(file: str) -> bool:
+    return not file or "\0" in file or PurePath(file).is_absolute() or ".." in PurePath(file).parts
 
 
 class StoredTensors:
@@ -167,7 +236,7 @@ def plan_files(headers: Mapping[str, Header], largest_bytes: int) -> dict[str, l
 
 def tensor_bytes(header: Header) -> int:
     """Return the size of a tensor's data."""
-    return torch.Size(header.shape).numel() * header.dtype.itemsize
+    return math.prod(header.shape) * header.dtype.itemsize  # torch's own product overflows
 
 
 def write_file(

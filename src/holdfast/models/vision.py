@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from holdfast.data.videos import VideoOptions
 from holdfast.data.vision import ImageSide
 from holdfast.data.vision_families import FAMILIES
 from holdfast.errors import ModelError
+from holdfast.files import read_json
 from holdfast.models.names import canonical_name
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -102,7 +102,7 @@ def load_image_processor(config: ModelConfig, raw_config: Any, directories: list
 def _settings_in(file: Path) -> dict[str, Any] | None:
     """Return the image processor's settings; newer files hold them inside those of the whole processor."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}.") from None
     found: dict[str, Any] | None = values.get("image_processor", values)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UserError
+from holdfast.files import NotRegular
 
 T = TypeVar("T")
 
@@ -88,6 +89,8 @@ class ProcessExchange:
             yield
         except HoldfastError as caught:
             error = caught
+        except NotRegular as caught:  # a pipe in the place of a file is for its user to take away
+            error = UserError(f"{caught}. Put the file back, or remove what stands in its place.")
         first = next((found for found in self.gather(error) if found is not None), None)
         if first is not None:
             raise first

@@ -15,9 +15,11 @@ from holdfast.config.runs import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
+from holdfast.files import append_text, naming, parse_json, read_bytes, read_json, read_text
 
 IDENTITY, EVENTS = "run.json", "events.jsonl"
 COMPLETIONS = "completions"
+_LONGEST_LOG = 2**34
 FOLDER = "checkpoints"
 """As in `checkpoint.layout`; repeated here because that package imports torch."""
 
@@ -87,7 +89,7 @@ def is_run(directory: Path) -> bool:
 def is_blank(directory: Path) -> bool:
     """Return whether run.json is there and holds nothing, as a power cut leaves a file that nobody flushed."""
     path = directory / IDENTITY
-    return path.exists() and not path.read_bytes().strip(b"\0 \n")
+    return path.exists() and not read_bytes(path).strip(b"\0 \n")
 
 
 def run_id(directory: Path) -> str:
@@ -98,7 +100,7 @@ def run_id(directory: Path) -> str:
     """
     path = directory / IDENTITY
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["run_id"])
+        return str(read_json(path)["run_id"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} is not what Holdfast writes ({error!r}). Choose another run.dir or run.name."
@@ -117,11 +119,11 @@ def parent(directory: Path) -> dict[str, Any] | None:
 def last_saved(directory: Path) -> int | None:
     """Return the newest step that a run said is on disk, None if it never did."""
     path = directory / EVENTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = read_text(path, _LONGEST_LOG).splitlines() if path.exists() else []
     steps = []
     for line in lines:
         with contextlib.suppress(ValueError):  # a kill may tear the last line
-            event = json.loads(line)
+            event = parse_json(line)
             if event.get("event") == "checkpoint":
                 steps.append(int(event["saved"]))
     return max(steps, default=None)
@@ -129,8 +131,8 @@ def last_saved(directory: Path) -> int | None:
 
 def note_saved(directory: Path, step: int) -> None:
     """Append to events.jsonl that a checkpoint was saved before an error ended the run."""
-    with (directory / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"event": "checkpoint", "step": step, "saved": step, "before_error": True}) + "\n")
+    line = json.dumps({"event": "checkpoint", "step": step, "saved": step, "before_error": True}) + "\n"
+    append_text(directory / EVENTS, line)
 
 
 def resolved_yaml(config: Section) -> str:
@@ -151,6 +153,7 @@ def _write(path: Path, text: str) -> None:
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        with naming(temporary):
+            os.fsync(file.fileno())
     temporary.replace(path)
     LocalStorage(path.parent).sync("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from holdfast.checkpoint.exported import NAME as ABOUT
 from holdfast.checkpoint.exported import Exported, read
 from holdfast.checkpoint.layout import TRASH, fresh, step_name
 from holdfast.errors import ModelError
+from holdfast.files import read_json
 from holdfast.models.adapter_files import peft_settings
 from holdfast.models.adapters import adapters_of
 from holdfast.models.origin import files_mark
@@ -149,7 +149,7 @@ def _rated(run: Run, metric: str) -> float | None:
     place = run.directory / EXPORTS / BEST
     try:
         about = read(place)
-        rating = about.rating if about is not None else json.loads((place / RATING).read_text(encoding="utf-8"))
+        rating = about.rating if about is not None else read_json(place / RATING)
         return None if rating is None or rating["metric"] != metric else float(rating["value"])
     except (ModelError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from holdfast.checkpoint.session import Saved
+from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
@@ -42,17 +43,25 @@ class Journal:
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
         """The last step, if it has no line."""
         first = run.world.is_first
-        if first:
-            lines = JsonlSink(run.directory / METRICS)
-            if lines.had_lines:
-                lines.event({"event": "rewind", "to": run.state.step})
-            self._sinks.append(lines)
-            if "tensorboard" in run.config.metrics.sinks:
-                self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
+        with run.exchange.together():
+            if first:
+                self._open()
         self._samples: JsonlSink | None = None
         self._health = Health(run.config.metrics.health)
         kind = run.config.metrics.progress if first else "off"
         self._screen = open_progress(kind, run.total_steps, run.state.step)
+
+    def _open(self) -> None:
+        run = self._run
+        for name in (directory.EVENTS, SAMPLES):
+            if (run.directory / name).exists():
+                append_text(run.directory / name, "")  # what cannot be appended to is refused before a step is made
+        lines = JsonlSink(run.directory / METRICS)
+        if lines.had_lines:
+            lines.event({"event": "rewind", "to": run.state.step})
+        self._sinks.append(lines)
+        if "tensorboard" in run.config.metrics.sinks:
+            self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -148,13 +157,13 @@ class Journal:
                 seconds=manifest.seconds,
                 deleted=list(saved.deleted),
             )
-            self.say(f"checkpoint of step {manifest.step} is verified on disk ({manifest.bytes_ / 2**20:,.1f} MiB)")
+            self.say(f"checkpoint of step {manifest.step} is verified on disk ({size_words(manifest.bytes_)})")
 
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl."""
         if self._run.world.is_first:
-            with (self._run.directory / directory.EVENTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": name, "step": self._run.state.step, **values}) + "\n")
+            line = json.dumps({"event": name, "step": self._run.state.step, **values}) + "\n"
+            append_text(self._run.directory / directory.EVENTS, line)
 
 
 def _is_shown(name: str, value: float) -> bool:

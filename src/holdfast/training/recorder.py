@@ -19,6 +19,7 @@ import numpy as np
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.errors import ConfigError
+from holdfast.files import open_regular
 from holdfast.models.expert_choices import COLUMN
 from holdfast.training.facts import CompletionFact, GroupFact
 from holdfast.training.policy import PolicyRun
@@ -136,7 +137,7 @@ def read_record(directory: Path, step: int) -> Record:
         there = f"kept are steps {kept[0]} to {kept[-1]}" if kept else "none was kept; set rollout.record: true"
         raise ConfigError(f"{path} does not exist: {there}.")
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
             head, *lines = (json.loads(line) for line in file)
         groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
         rollout = Rollout(groups, facts, facts, {}, ())

@@ -22,6 +22,7 @@ from holdfast.data.packing import split_tokens, unpack
 from holdfast.data.rows import Row
 from holdfast.data.stream import SampleStream
 from holdfast.errors import ConfigError
+from holdfast.files import RegularFile
 from holdfast.training.reference import Reference
 from holdfast.training.run import Evaluation
 from holdfast.training.scoring import scored
@@ -140,6 +141,7 @@ def load_table(path: Path, about: Mapping[str, str], earlier: Mapping[str, str] 
     from safetensors import SafetensorError, safe_open
 
     try:
+        RegularFile(path).close()  # the library would wait for a pipe
         with safe_open(path, framework="numpy") as file:
             said = file.metadata() or {}
             table = ReferenceTable(file.get_tensor("keys"), file.get_tensor("logprobs"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import yaml
 
 from holdfast.checkpoint.choose import Choice, newest_verified
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
@@ -17,6 +16,7 @@ from holdfast.checkpoint.layout import ASSETS
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.matching import Declared
 from holdfast.checkpoint.reader import Loaded, load
+from holdfast.checkpoint.settings import settings_of
 from holdfast.checkpoint.snapshot import set_random_state
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.verification import verified_bytes
@@ -214,7 +214,7 @@ def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str,
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
     if file not in manifest.files:
         return {}
-    return dict(leaves(yaml.safe_load(verified_bytes(storage, name, manifest, file))))
+    return dict(leaves(settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")))
 
 
 def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.config.reward import ModelRewardConfig
 from holdfast.config.runs import TrainingConfig
 from holdfast.errors import ModelError
+from holdfast.files import read_bytes
 from holdfast.models.origin import files_mark, locate
 
 IMPORTS, REWARD_MODEL = " imports ", "reward model "
@@ -41,7 +42,7 @@ def helper_hashes(named: str, file: Path) -> dict[str, str]:
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(read_bytes(file))
     except (SyntaxError, ValueError):
         return  # whoever imports it says so
     for node in ast.walk(tree):

@@ -1,0 +1,247 @@
+"""Open what others may have written: regular files alone, without waiting, and with the path in every error.
+
+A pipe, a socket or a device in the place of a file would hang whoever opens it, and a directory has no bytes. Errors of
+reads, writes and flushes carry no path in Python; what is opened here adds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+REGULAR = "a regular file"
+MOST_TEXT_BYTES = 2**30
+"""No configuration, tokenizer, index or manifest is larger; a sparse file may claim any size."""
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
+"""Errors that a network file system may get over; they say nothing about the bytes."""
+
+_WAITS_SECONDS = (0.5, 1.0, 2.0)
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISREG, REGULAR),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class NotRegular(OSError):  # noqa: N818 - the name says what is wrong
+    """Something stands where a file is expected, and has no bytes that could be read."""
+
+    def __str__(self) -> str:
+        """Return path and kind, without a number of the system that nobody needs."""
+        return f"{self.filename}: {self.strerror}"
+
+
+def kind_of(path: Path, within: Path | None = None) -> str:
+    """Return what stands at a path, in words; `REGULAR` for a file or a link to one.
+
+    Args:
+        path: Where one looks.
+        within: A directory that a link must not lead out of.
+
+    Raises:
+        OSError: Nothing stands there, or nobody can look.
+    """
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        if within is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(within)):
+            return "a link that leads out of its directory"
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                raise
+            return "a link that leads nowhere"
+    return _kind(mode)
+
+
+def _kind(mode: int) -> str:
+    return next((words for is_kind, words in _KINDS if is_kind(mode)), "something unknown")
+
+
+def _refuse_others(mode: int, path: object) -> None:
+    if not stat.S_ISREG(mode):
+        raise NotRegular(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(path))
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Add the path to what the system says of a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+class RegularFile(io.FileIO):
+    """The unbuffered file at a path, which must be a regular one.
+
+    Raises:
+        NotRegular: It is something else; nothing was waited for.
+        OSError: It cannot be opened; every error has the path, also those of later reads and writes.
+    """
+
+    def __init__(self, path: Path, mode: str = "rb") -> None:
+        self.path = path
+        super().__init__(str(path), mode, opener=_open)
+
+    def readinto(self, buffer: Any) -> int:  # never None: a regular file does not block
+        """Read into a buffer."""
+        with naming(self.path):
+            return super().readinto(buffer) or 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read up to so many bytes."""
+        with naming(self.path):
+            return super().read(-1 if size is None else size) or b""
+
+    def readall(self) -> bytes:
+        """Read to the end."""
+        with naming(self.path):
+            return super().readall() or b""
+
+    def write(self, data: Any) -> int:
+        """Write, perhaps a part."""
+        with naming(self.path):
+            return super().write(data) or 0
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        with naming(self.path):
+            os.fsync(self.fileno())
+
+
+def _open(path: str, flags: int) -> int:
+    """Open without waiting: for a pipe nobody may ever come, and a device may act when it is opened."""
+    try:
+        _refuse_others(os.stat(path).st_mode, path)  # noqa: PTH116 - a text is what FileIO gives
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    try:
+        _refuse_others(os.fstat(descriptor).st_mode, path)  # again: names can change between two calls
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: As `RegularFile`.
+    """
+    return io.BufferedReader(RegularFile(path))
+
+
+def read_bytes(path: Path, at_most: int = MOST_TEXT_BYTES) -> bytes:
+    """Return a regular file's bytes.
+
+    Raises:
+        OSError: As `RegularFile`, or there are more bytes than such a file may have.
+    """
+    with RegularFile(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > at_most:
+            raise NotRegular(
+                errno.EFBIG, f"it has {size:,} bytes, more than the {at_most:,} of any such file", str(path)
+            )
+        return file.readall()
+
+
+def read_text(path: Path, at_most: int = MOST_TEXT_BYTES) -> str:
+    """Return a regular file's text.
+
+    Raises:
+        OSError: As `read_bytes`.
+        UnicodeDecodeError: It is no UTF-8.
+    """
+    return read_bytes(path, at_most).decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Return what a regular file of JSON holds.
+
+    Raises:
+        OSError: As `read_bytes`.
+        ValueError: It is no JSON, or nested beyond reason.
+    """
+    return parse_json(read_bytes(path))
+
+
+def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return what JSON says.
+
+    Args:
+        data: The text.
+        pairs: Makes an object of its keys and values; default: a dictionary.
+
+    Raises:
+        ValueError: It is none, or nested beyond reason.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a regular file, or begin one; asks again as `again` does."""
+
+    def append() -> None:
+        with RegularFile(path, "ab") as file:
+            write_all(file, text.encode())
+
+    again(append)
+
+
+def write_all(file: RegularFile, data: bytes) -> None:
+    """Write every byte behind what a file holds, or none: a part that was written is cut off again.
+
+    Raises:
+        OSError: The system could not; with the path.
+    """
+    end = os.fstat(file.fileno()).st_size
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError:
+        with naming(file.path):
+            os.ftruncate(file.fileno(), end)
+        raise
+
+
+def again(ask: Callable[[], T]) -> T:
+    """Return what a file system answers, asking up to four times while it says that it is only in trouble."""
+    for seconds in _WAITS_SECONDS:
+        try:
+            return ask()
+        except OSError as error:
+            if not (isinstance(error, TimeoutError) or error.errno in PASSING):
+                raise
+        time.sleep(seconds)
+    return ask()
+
+
+def size_words(count: float) -> str:
+    """Return a number of bytes in the unit that shows it: 300 bytes, 12.5 KiB, 1,024.0 MiB."""
+    if count < 2**10:
+        return f"{count:,.0f} bytes"
+    return f"{count / 2**10:,.1f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,111 @@
+"""metrics.jsonl on a file system in trouble: asked again, with the path in what it says, and never half a line."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.files import RegularFile, naming, size_words
+from holdfast.metrics.sink import JsonlSink
+
+
+class MoodyFile(RegularFile):
+    """Writes a part and then fails, as often as its sink says.
+
+    Args:
+        sink: Counts failures, and has their number.
+    """
+
+    def __init__(self, path: Path, sink: MoodySink) -> None:
+        super().__init__(path, "ab")
+        self._sink = sink
+
+    def write(self, data: Any) -> int:
+        if self._sink.failures and len(data) > 3:
+            return super().write(data[:3])
+        if self._sink.failures:
+            self._sink.failures -= 1
+            with naming(self.path):
+                raise OSError(self._sink.number, os.strerror(self._sink.number))
+        return super().write(data)
+
+
+class MoodySink(JsonlSink):
+    """A sink whose file fails for a while."""
+
+    failures, number = 0, errno.EIO
+
+    def opened(self) -> RegularFile:
+        return MoodyFile(self._path, self)
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_write_that_fails_for_a_while_is_tried_again_and_leaves_whole_lines(tmp_path: Path, failures: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = MoodySink(path)
+    sink.write(1, {"loss": 1.5})
+    sink.failures = failures
+
+    sink.write(2, {"loss": 1.25})
+    sink.write(3, {"loss": 1.0})
+
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("failures", "number"), [(9, errno.EIO), (1, errno.ENOSPC)])
+def test_a_write_that_fails_for_good_names_the_file_and_leaves_no_part_of_a_line(
+    tmp_path: Path, failures: int, number: int
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = MoodySink(path)
+    sink.write(1, {"loss": 1.5})
+    sink.failures, sink.number = failures, number
+
+    with pytest.raises(OSError, match=str(path)) as raised:
+        sink.write(2, {"loss": 1.25})
+
+    assert raised.value.errno == number
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+
+
+def test_what_the_system_says_of_a_descriptor_has_the_path(tmp_path: Path) -> None:
+    """Python gives no path to errors of reads, writes and flushes: only what opens a file names it."""
+    path = tmp_path / "full"
+    path.touch()
+    os.truncate(path, 10)
+
+    with pytest.raises(OSError, match=str(path)), RegularFile(path, "rb+") as file:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(descriptor, file.fileno())
+        os.close(descriptor)
+        file.write(b"x")  # not opened for writing
+
+
+def test_a_buffered_read_that_fails_has_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * 10)
+
+    with LocalStorage(tmp_path).open("shard") as file:
+        descriptor = os.open(tmp_path, os.O_RDONLY)  # a read of a directory fails in the system itself
+        os.dup2(descriptor, file.fileno())
+        os.close(descriptor)
+        with pytest.raises(OSError, match=str(path)):
+            file.read()
+
+    assert isinstance(file, io.BufferedReader)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (12_800, "12.5 KiB"), (2**20, "1.0 MiB"), (2**30, "1,024.0 MiB")],
+)
+def test_sizes_are_told_in_the_unit_that_shows_them(count: int, words: str) -> None:
+    assert size_words(count) == words
