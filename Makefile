@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Each of them has ranks of its own, up to four.
-TEST_WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=3
+# Two for each of two cores: half of the tests wait for other processes, for time-outs and for disks.
+TEST_WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=40 --durations-min=3
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all lint types bench clean
+.PHONY: setup demo test test-deep test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -34,10 +36,23 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-test: lint types
-	$(PYTEST) -m "not slow and not gpu"
+# Collects every test, and says how many each lane has; the workers then read the byte code that this one wrote.
+count: setup
+	$(BIN)/python -m pytest --collect-only -qq | tail -n 1
 
-test-all: lint types
+checks: setup
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types count
+
+test: checks
+	$(PYTEST) -m "not slow and not gpu and not deep"
+
+test-deep: checks
+	$(PYTEST) -m "deep and not slow and not gpu"
+
+deep-tests: setup
+	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"
+
+test-all: checks
 	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tests.budgets"]
+pytest_plugins = ["tests.lanes", "tests.budgets"]  # budgets imports lanes, whose assertions pytest rewrites first
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure
 settings.load_profile("shared machine")

@@ -13,7 +13,7 @@ SMOKE=(
     tests/distributed/test_split_invariance.py tests/distributed/test_sharding_rules.py
     tests/models/test_varlen_call.py tests/optim
 )
-WORKERS=(-n "${TEST_WORKERS:-2}" --dist loadfile)
+WORKERS=(-n "${TEST_WORKERS:-4}" --dist worksteal)
 status=0
 
 new_environment() {  # DIRECTORY: an environment with pip, kept if it is there

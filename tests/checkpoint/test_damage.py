@@ -145,6 +145,7 @@ def load_both_ways(world: World, path: str) -> tuple[tuple[str, str], bool]:
     return ("nothing", "loaded silently"), contents(toy, optimizer) == before
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_missing_truncated_swapped_and_added_files_are_refused_by_name(
     pools: Any, step_2: Path, damage: Callable[[Path], None], message: str

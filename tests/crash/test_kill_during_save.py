@@ -52,6 +52,7 @@ def check_after(pools: Any, directory: Path, expected: Straight) -> dict[str, An
     return found  # type: ignore[no-any-return]
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize(
     "background",
     [pytest.param(False, marks=pytest.mark.slow, id="waiting"), pytest.param(True, id="in the background")],
@@ -79,6 +80,7 @@ def test_a_rank_killed_in_any_phase_of_a_save_loses_nothing_that_was_confirmed(
     assert found["chosen"] == (STEPS if phase in COMMITTED else STEPS - 1)
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize(
     ("place", "victim"),
     [

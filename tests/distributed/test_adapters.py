@@ -67,6 +67,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny_directory(tmp_path_factory.mktemp(name), name) for name in ("llama", "mixtral", "gpt_oss")}
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_is_trained_as_peft_trains_it(

@@ -55,6 +55,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("ranks", "changes"), SPLITS)
 def test_every_split_makes_the_updates_of_the_paper(
     pools: Any, llama: Path, ranks: int, changes: dict[str, Any]

@@ -66,6 +66,7 @@ def assert_made_by_hand(found: dict[str, Any], place: Path, kind: str, rows: str
         np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
 @pytest.mark.parametrize(
     ("ranks", "rows", "sections"),

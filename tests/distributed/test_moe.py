@@ -127,6 +127,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("kind", "ranks", "data", "parallel", "model"), SPLITS)
 def test_every_split_gives_the_router_loss_of_each_sequence_alone(
     pools: Any,

@@ -43,6 +43,7 @@ def rows_per_rank(world: World, tree: dict[str, Any], rows: int) -> list[int]:
     return held
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("average", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize(
     ("ranks", "rows", "data", "parallel"),

@@ -75,6 +75,7 @@ def dpo() -> dict[str, Any]:
     return by_hand(fresh(), ROWS, oracle.dpo(0.3), lr=0.5)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("ranks", "data", "parallel"), SPLITS)
 def test_every_split_makes_the_updates_of_the_paper(
     pools: Any, directory: Path, dpo: dict[str, Any], ranks: int, data: dict[str, Any], parallel: dict[str, Any]
@@ -104,6 +105,7 @@ LOSSES: dict[str, tuple[dict[str, Any], oracle.Loss]] = {
 }
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize(("preference", "loss"), LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize(
     "data",

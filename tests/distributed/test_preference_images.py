@@ -85,6 +85,7 @@ def tree_of(place: Path, data: dict[str, Any], **sections: Any) -> dict[str, Any
     return settings(str(place), data={"max_length": MAX_LENGTH} | data, **sections)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("ranks", "rows", "data"),

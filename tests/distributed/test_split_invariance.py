@@ -97,6 +97,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("ranks", "data", "parallel"), SPLITS)
 def test_every_split_gives_the_gradients_of_plain_transformers(
     pools: Any, oracle: Any, llama: Path, ranks: int, data: dict[str, Any], parallel: dict[str, Any]
@@ -175,6 +176,7 @@ def test_a_gradient_below_the_norm_is_not_touched(pools: Any, oracle: Any, llama
     assert_same(found, expected, 1e-10)
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize("average", ["sequence_mean", "constant_length", "prompt_mean"])
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 4096), (2, 64), (4, 48)])
 def test_every_average_is_independent_of_the_split(

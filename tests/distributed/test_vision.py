@@ -88,6 +88,7 @@ def tree(directory: Path, data: dict[str, Any], parallel: dict[str, Any], **mode
     return found | {"model": found["model"] | model}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("ranks", "rows", "data", "parallel"),

@@ -17,6 +17,7 @@ QUICK = {"gemma2", "falcon_h1", "gpt_oss", "deepseek_v3", "qwen3_vl", "idefics3"
 DOCUMENTED = Path("docs/models.md")
 
 
+@pytest.mark.cases("all")
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 )

@@ -1,0 +1,72 @@
+"""Which tests `make test` runs, and which wait for `make test-deep` or `make test-all`.
+
+A test is in one lane. Those marked `slow` or `gpu` are run by their targets, those marked `deep` by `make test-deep`,
+and the rest by `make test`. Of a function that starts processes, as its fixtures show, two cases stay in `make test`,
+the first and the last; the others are deep. The mark `cases(n)` keeps n of them, spread evenly, and `cases("all")` keeps
+all: those whose numbers come from different formulas, and kills of different phases.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+LANES = {
+    "test": "not slow and not gpu and not deep",
+    "test-deep": "deep and not slow and not gpu",
+    "slow": "slow and not gpu",
+    "gpu": "gpu",
+}
+"""Lane to the marks it selects in the Makefile; `make test-all` runs all but the last."""
+
+PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}
+"""Fixtures that start processes."""
+
+CASES = 2
+
+_counts: Counter[str] = Counter()
+
+
+def lane_of(marks: set[str]) -> str:
+    """Return the lane of a test that has these marks."""
+    return next((lane for lane in ("gpu", "slow") if lane in marks), "test-deep" if "deep" in marks else "test")
+
+
+def spread(cases: int, total: int) -> set[int]:
+    """Return which of `total` cases stay at hand: the first, the last, and some between them."""
+    if cases >= total:
+        return set(range(total))
+    return {round(place * (total - 1) / max(cases - 1, 1)) for place in range(cases)}
+
+
+def cases_at_hand(item: Any) -> int | None:
+    """Return how many cases of this one's function stay in `make test`; None: all."""
+    own = item.get_closest_marker("cases")
+    if own is not None:
+        return None if own.args[0] == "all" else int(own.args[0])
+    return CASES if PROCESSES.intersection(item.fixturenames) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    functions = defaultdict(list)
+    for item in items:
+        lane = lane_of({mark.name for mark in item.iter_markers()})
+        _counts[lane] += 1
+        if lane == "test":
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        number = cases_at_hand(cases[0])
+        stay = spread(len(cases) if number is None else number, len(cases))
+        for place, item in enumerate(cases):
+            if place not in stay:
+                item.add_marker("deep")
+                _counts.update({"test": -1, "test-deep": 1})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    if config.option.collectonly:
+        counts = ", ".join(f"{lane} {_counts[lane]}" for lane in LANES)
+        terminalreporter.write_line(f"tests per lane: {counts}; {_counts.total()} in all")

@@ -1,0 +1,47 @@
+"""Every test is in one lane, and the Makefile runs them all."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.budgets import MINUTES, SUITES
+from tests.lanes import LANES, lane_of, spread
+
+ROOT = Path(__file__).parents[1]
+MARKS = ("deep", "slow", "gpu")
+
+
+@pytest.mark.parametrize("marks", [{*marks} for number in range(4) for marks in combinations(MARKS, number)], ids=str)
+def test_whatever_its_marks_a_test_is_selected_by_one_lane(marks: set[str]) -> None:
+    selecting = [lane for lane, words in LANES.items() if eval(words, {mark: mark in marks for mark in MARKS})]
+
+    assert selecting == [lane_of(marks)]
+
+
+def test_the_makefile_selects_by_the_marks_of_the_lanes() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+
+    recipes = re.findall(r"^(test\S*): checks\n\t\$\(PYTEST\) -m \"(.*)\"$", makefile, re.MULTILINE)
+
+    assert dict(recipes) == {lane: LANES[lane] for lane in ("test", "test-deep")} | {"test-all": "not gpu"}
+
+
+def test_ci_runs_both_lanes() -> None:
+    assert "make test test-deep" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_suite_has_minutes_in_both_lanes() -> None:
+    for minutes in MINUTES.values():
+        assert {*SUITES.values(), "units"} == {*minutes}
+
+
+@pytest.mark.parametrize(
+    ("cases", "total", "at_hand"),
+    [(2, 1, {0}), (2, 2, {0, 1}), (2, 5, {0, 4}), (3, 5, {0, 2, 4}), (4, 10, {0, 3, 6, 9}), (1, 3, {0})],
+)
+def test_cases_at_hand_reach_from_the_first_to_the_last(cases: int, total: int, at_hand: set[int]) -> None:
+    assert spread(cases, total) == at_hand
