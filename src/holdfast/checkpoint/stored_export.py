@@ -38,6 +38,7 @@ from holdfast.checkpoint.tensors import ModelTensors, StoredCheckpoint
 from holdfast.checkpoint.wrapped_state import records
 from holdfast.config.model import ModelConfig
 from holdfast.errors import ConfigError
+from holdfast.files import read_json, read_text
 from holdfast.models.adapter_files import PEFT_PREFIX, modules_in
 from holdfast.models.build import Blueprint, described, storage_of
 from holdfast.models.conversion import Header
@@ -149,15 +150,15 @@ def export_stored_adapter(
 def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
     """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
     manifest, steps = checkpoints[-1].manifest, [each.manifest.step for each in checkpoints]
-    config = (folder / EXPORTED_CONFIG).read_text(encoding="utf-8")
+    config = read_text(folder / EXPORTED_CONFIG)
     parent = folder / PARENT
     about = Exported(
         run_id=manifest.run_id,
-        run=str(yaml.safe_load(config)["run"]["name"]),
+        run=str(settings_of(folder)["run"]["name"]),
         step=manifest.step,
         steps=steps if len(steps) > 1 else (),
         weights="averages" if averaged else "trained",
-        parent=json.loads(parent.read_text(encoding="utf-8")) if parent.exists() else None,
+        parent=read_json(parent) if parent.exists() else None,
     )
     return {EXPORTED_CONFIG: config, ABOUT: about.text()}
 
