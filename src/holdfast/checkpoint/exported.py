@@ -84,7 +84,8 @@ def read(directory: Path) -> Exported | None:
     try:
         values = read_json(path)
         exported = Exported(**{name: value for name, value in values.items() if name != "format"})
-        plain = isinstance(exported.step, int) and isinstance(exported.run_id, str) and isinstance(exported.run, str)
+        types = {"step": int, "run_id": str, "run": str}
+        plain = all(isinstance(values[name], kind) for name, kind in types.items())
         plain &= all(set(each) == {"size", "xxh3_128"} for each in exported.files.values())
         reason = "a value has another type"
     except (OSError, ValueError, TypeError, AttributeError) as error:

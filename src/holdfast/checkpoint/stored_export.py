@@ -154,7 +154,7 @@ def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: b
     parent = folder / PARENT
     about = Exported(
         run_id=manifest.run_id,
-        run=str(settings_of(folder)["run"]["name"]),
+        run=str(_settings(folder)["run"]["name"]),
         step=manifest.step,
         steps=steps if len(steps) > 1 else (),
         weights="averages" if averaged else "trained",
