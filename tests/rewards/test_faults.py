@@ -326,7 +326,7 @@ def test_workers_come_back_after_a_silent_death_between_requests(start: Start, t
 
 @pytest.mark.parametrize("form", ["def reward(completion, sample_id): return act([completion], sample_id)[0]",
                                   "def reward(completions): return act(completions, 0)",
-                                  "async def reward(completion, sample_id): return act([completion], sample_id)[0]"])  # fmt: skip
+                                  "async def reward(completion): return act([completion], 0)[0]"])  # fmt: skip
 def test_a_worker_killed_from_outside_costs_no_sample(start: Start, tmp_path: Path, form: str) -> None:
     """The rewards are those of an undisturbed pool, to the last bit: of a batch, drawn for the same batch."""
     source = (

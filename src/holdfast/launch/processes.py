@@ -68,7 +68,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _look(pid: str, wanted: bytes, leaders: Collection[int]) -> tuple[int, bool]:
-    """Return the parent of a process, and whether it shows by itself that it is the launch's; (0, False) if it ended."""
+    """Return the parent of a process, and whether it shows that it is the launch's; (0, False) if it ended."""
     parent = 0
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123  see living

@@ -23,7 +23,7 @@ from socket import socket
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.rewards import frames, processes
+from holdfast.rewards import folders, frames, processes
 from holdfast.rewards.base import Outcome
 from holdfast.rewards.forks import IGNORED, Task, Worker, fork, how_it_ended, was_killed
 from holdfast.rewards.scorers import Scorer
@@ -279,6 +279,8 @@ class Keeper:
             processes.kill_with_group(worker.pid)
         found = self._reap([worker.pid for worker in workers if worker.pid not in ended])
         self._sweep()
+        for worker in workers:
+            folders.remove_of(worker.pid)
         return {**ended, **found}
 
     def _reap(self, pids: Sequence[int]) -> dict[int, int]:
