@@ -161,46 +161,25 @@ class Peer:
 
     def encode(self, value: Any) -> Any:
         """Return a value as JSON; an object is kept here, and its number sent."""
-        match value:
-            case None | bool() | float() | str():
-                return value if value is None or isinstance(value, bool) else _plain(value)
-            case int():
-                number = int(value)
-                return number if abs(number) < _SMALL else {"int": hex(number)}
-            case bytes() | bytearray():
-                return {"bytes": bytes(value).hex()}
-            case list():
-                return [self.encode(each) for each in value]
-            case dict():
-                return {"dict": [[self.encode(key), self.encode(each)] for key, each in value.items()]}
-            case tuple() | set() | frozenset() | deque():
-                name = next(kind.__name__ for kind in (tuple, set, frozenset, deque) if isinstance(value, kind))
-                return {name: [self.encode(each) for each in value]}
-            case range():
-                return {"range": [value.start, value.stop, value.step]}
-            case complex():
-                return {"complex": [value.real, value.imag]}
-            case Fraction():
-                return {"Fraction": [self.encode(value.numerator), self.encode(value.denominator)]}
-            case Decimal():
-                return {"Decimal": str(value)}
-            case Remote():
-                return {"yours": value._number}
-            case _:
-                return self._encode_object(value)
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, list):
+            return [self.encode(each) for each in value]
+        if isinstance(value, dict):
+            return {"dict": [[self.encode(key), self.encode(each)] for key, each in value.items()]}
+        if isinstance(value, Remote):
+            return {"yours": value._number}
+        for kind in (tuple, set, frozenset, deque):
+            if isinstance(value, kind):
+                return {kind.__name__: [self.encode(each) for each in value]}
+        write = next((write for kind, write in _PLAIN.items() if isinstance(value, kind)), self._encode_object)
+        return write(value)
 
     def _encode_object(self, value: Any) -> Any:
         if type(value).__module__ == "numpy" and not isinstance(value, type):  # arrays and scalars
             return self.encode(value.tolist())
-        if isinstance(value, ModuleType) and value.__name__ in MODULES:
-            return {"module": [value.__name__, None]}
-        module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
-        if (
-            module in MODULES
-            and isinstance(name, str)
-            and getattr(importlib.import_module(module), name, None) is value
-        ):
-            return {"module": [module, name]}
+        if (name := _name_in_a_module(value)) is not None:
+            return {"module": name}
         # Objects stay in the list, so that no other one ever has the same identity.
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
@@ -221,23 +200,17 @@ class Peer:
         if not isinstance(value, dict):
             return value
         ((kind, inner),) = value.items()
+        if kind in _READ:
+            return _READ[kind](inner)
         match kind:
-            case "int":
-                return int(inner, 16)
-            case "bytes":
-                return bytes.fromhex(inner)
             case "dict":
                 return {self.decode(key): self.decode(each) for key, each in inner}
-            case "Decimal":
-                return Decimal(inner)
             case "object":
                 return Remote(self, int(inner))
             case "yours":
                 return self._objects[int(inner)]
             case "error":
                 return self._error(*inner)
-            case "module":
-                return _own(*inner)
             case _:
                 return _CONTAINERS[kind](self.decode(inner))
 
@@ -248,15 +221,26 @@ class Peer:
         return base if number is None else self._errors.setdefault(number, type("Raised", (base,), {}))
 
 
-def _plain(value: float | str) -> float | str:
-    return float.__float__(value) if isinstance(value, float) else str.__str__(value)
-
-
 def _text(error: BaseException) -> str:
     try:
         return str.__str__(str(error))
     except BaseException:  # noqa: BLE001 - what a class of the code does when it is printed
         return ""
+
+
+def _name_in_a_module(value: Any) -> list[str | None] | None:
+    """Return where the other side finds the same module, function or class; None if it is not in one of `MODULES`."""
+    if isinstance(value, ModuleType):
+        return [value.__name__, None] if value.__name__ in MODULES else None
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if not isinstance(module, str) or module not in MODULES or not isinstance(name, str):
+        return None
+    return [module, name] if getattr(importlib.import_module(module), name, None) is value else None
+
+
+def _integer(value: int) -> Any:
+    number = int(value)
+    return number if abs(number) < _SMALL else {"int": hex(number)}
 
 
 def _own(module: str, name: str | None) -> Any:
@@ -275,3 +259,22 @@ def _change(argument: Any, changed: Any) -> None:
             case dict() | set():
                 argument.clear()
                 argument.update(changed)
+
+
+_PLAIN: Mapping[type, Callable[[Any], Any]] = {
+    int: _integer,
+    float: float.__float__,
+    str: str.__str__,
+    bytes: lambda value: {"bytes": value.hex()},
+    bytearray: lambda value: {"bytes": value.hex()},
+    range: lambda value: {"range": [value.start, value.stop, value.step]},
+    complex: lambda value: {"complex": [value.real, value.imag]},
+    Fraction: lambda value: {"Fraction": [_integer(value.numerator), _integer(value.denominator)]},
+    Decimal: lambda value: {"Decimal": str(value)},
+}
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "Decimal": Decimal,
+    "module": lambda place: _own(*place),
+}

@@ -37,7 +37,7 @@ def confine() -> bool:
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # what it starts gains none of the rights back
     # Root's right to watch the machine's performance reads every environment, past a domain too.
     libc.capset(struct.pack("<II", _CAPABILITIES_VERSION, 0), bytes(24))
-    return _enter_domain(libc) or libc.unshare(_NEW_USER_NAMESPACE) == 0
+    return _enter_domain(libc) or bool(libc.unshare(_NEW_USER_NAMESPACE) == 0)
 
 
 def _enter_domain(libc: ctypes.CDLL) -> bool:
@@ -50,7 +50,7 @@ def _enter_domain(libc: ctypes.CDLL) -> bool:
     ruleset = libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         return False
-    entered = libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0
+    entered = bool(libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
     os.close(ruleset)
     return entered
 
