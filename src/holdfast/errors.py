@@ -10,16 +10,23 @@
     `- RankFailed            exit code 3: a rank died; its first cause travels with the error
 
 A message is one paragraph: what happened with its values, where, and what to do. Errors stay picklable, since
-ranks send them to each other so that all of them raise the same one.
+ranks send them to each other so that all of them raise the same one. It can be printed and written anywhere: what a
+message cites of a user's text is escaped when it is read.
 """
 
 from __future__ import annotations
+
+from holdfast.escaping import escaped_paragraph
 
 
 class HoldfastError(Exception):
     """The root of the tree; `str(error)` is the paragraph a user reads."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """Return the paragraph; what it cites of foreign text is escaped, so that it can be printed anywhere."""
+        return escaped_paragraph(super().__str__())
 
 
 class UserError(HoldfastError):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -320,6 +321,57 @@ def test_workers_come_back_after_a_silent_death_between_requests(start: Start, t
     assert wait_for(lambda: not is_alive(pid))
 
     assert pool.score([sample()])[0].reward == 1.0
+    assert len(noted(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("form", ["def reward(completion, sample_id): return act([completion], sample_id)[0]",
+                                  "def reward(completions): return act(completions, 0)",
+                                  "async def reward(completion): return act([completion], 0)[0]"])  # fmt: skip
+def test_a_worker_killed_from_outside_costs_no_sample(start: Start, tmp_path: Path, form: str) -> None:
+    """The rewards are those of an undisturbed pool, to the last bit: of a batch, drawn for the same batch."""
+    source = (
+        SLEEPS
+        + f"""
+    import random
+    def act(completions, sample_id):
+        if completions[0] == "wait" and not (Path(__file__).parent / "calm").exists() and not noted():
+            note(os.getpid())
+            time.sleep(600)
+        return [random.random() * len(completions) for each in completions]
+    def noted(): return list(Path(__file__).parent.glob("pid-*"))
+    {form}
+    """
+    )
+    asked = samples("wait", "b", "c", "d", "e", "f")
+    (tmp_path / "calm").touch()
+    undisturbed = [each.reward for each in start(source, workers=1, batch_size=3).score(asked)]
+    (tmp_path / "calm").unlink()
+    pool = start(source, workers=1, batch_size=3)
+    killer = Thread(target=lambda: wait_for(lambda: bool(noted(tmp_path))) and os.kill(noted(tmp_path)[0], 9))
+    killer.start()
+
+    found = pool.score(asked)
+    killer.join()
+
+    assert len(noted(tmp_path)) == 1
+    assert [each.fault for each in found] == [None] * 6
+    if "async" not in form:  # those of one batch draw from one generator, in the order in which they wake
+        assert [each.reward for each in found] == undisturbed
+
+
+def test_a_sample_whose_worker_is_killed_twice_is_dropped(start: Start, tmp_path: Path) -> None:
+    pool = start(SLEEPS + """
+    def reward(completion):
+        if completion == "die":
+            note(os.getpid())
+            os.kill(os.getpid(), 9)
+        return 1
+    """, workers=1)  # fmt: skip
+
+    found = pool.score(samples("a", "die", "b"))
+
+    assert [each.reward for each in found] == [1.0, None, 1.0]
+    assert "killed its worker (signal 9, perhaps for want of memory)" in found[1].message
     assert len(noted(tmp_path)) == 2
 
 

@@ -172,12 +172,13 @@ class JudgeConfig(_RewardSection):
 class CodeConfig(_RewardSection):
     """Whether the completion's last Python code block passes the row's tests, in a process with limits.
 
-    No security boundary: the code runs as this user, with the network and the disk.
+    Code earns by what it answers alone: the tests run in another process. No security boundary for the machine: the
+    code runs as this user, with the network and the disk.
     """
 
     kind: Literal["code"] = "code"
     column: str = "tests"
-    """Column of the tests: Python text, or a list of texts, run after the code in its namespace."""
+    """Column of the tests: Python text, or a list of texts, which call what the code defines."""
     grade: Literal["all", "share"] = "all"
     """1 only where all tests pass, or the share that passes."""
     timeout_seconds: Positive = 5.0

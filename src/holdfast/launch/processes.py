@@ -1,8 +1,12 @@
 """Find and end every process of a launch: ranks, their children, and children that moved to a session of their own.
 
 Invariant: whatever way the launcher ends, SIGKILL included, no process it started outlives it. A process belongs to a
-launch when its environment carries the launch directory (children inherit it, and cannot leave it as they can leave a
-process group), or when it stands in the process group or session of a rank.
+launch when its environment carries the launch directory, when it stands in the process group or session of a rank, or
+when it descends from one that does. What a reward starts with an empty environment in a session of its own has the
+first two of no rank, yet it stays a descendant: where its parent ends, the supervisor of workers
+(holdfast.rewards.keeper) adopts it. So before anything is killed, all that can be seen is stopped, until no new
+descendant appears: a supervisor that were killed first would hand its strays to init, where nothing tells whose they
+are. What a rank's own process starts in that way, and orphans before, is not found: a rank adopts nobody.
 
 Run as a program this file is the *guard*: a process outside the launcher's session that waits for the launcher's end
 of a pipe to close. A pipe closes however its owner dies, and unlike PR_SET_PDEATHSIG it reaches grandchildren too.
@@ -36,10 +40,20 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
     if not (_PROC / "self" / "stat").exists():  # without /proc the process groups are all one can see
         return {leader for leader in leaders if _group_exists(leader)}
     wanted = mark.encode() + b"\0"
-    found = set()
+    found: set[int] = set()
+    children: dict[int, list[int]] = {}
     for entry in os.listdir(_PROC):  # noqa: PTH208  names only: a Path per process costs more than the scan
-        if entry.isdecimal() and int(entry) != os.getpid() and _belongs(entry, wanted, leaders):
+        if not entry.isdecimal() or int(entry) == os.getpid():
+            continue
+        parent, belongs = _look(entry, wanted, leaders)
+        children.setdefault(parent, []).append(int(entry))
+        if belongs:
             found.add(int(entry))
+    unseen = list(found)
+    while unseen:
+        new = [child for child in children.get(unseen.pop(), ()) if child not in found]
+        found.update(new)
+        unseen += new
     return found
 
 
@@ -53,18 +67,33 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def _belongs(pid: str, wanted: bytes, leaders: Collection[int]) -> bool:
+def _look(pid: str, wanted: bytes, leaders: Collection[int]) -> tuple[int, bool]:
+    """Return the parent of a process, and whether it shows that it is the launch's; (0, False) if it ended."""
+    parent = 0
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123  see living
-            state, _parent, group, session = stat.read().rpartition(b")")[2].split()[:4]
+            state, ppid, group, session = stat.read().rpartition(b")")[2].split()[:4]
         if state in (b"Z", b"X"):
-            return False
+            return 0, False
+        parent = int(ppid)
         if int(group) in leaders or int(session) in leaders:
-            return True
+            return parent, True
         with open(f"/proc/{pid}/environ", "rb") as environ:  # noqa: PTH123
-            return (b"\0" + wanted) in (b"\0" + environ.read())
-    except (OSError, ValueError):  # it ended while we looked, or belongs to another user
-        return False
+            return parent, (b"\0" + wanted) in (b"\0" + environ.read())
+    except (OSError, ValueError):  # it ended while we looked, or hides its environment
+        return parent, False
+
+
+def _freeze(mark: str, leaders: Collection[int]) -> set[int]:
+    """Stop every process of the launch, so that none starts or loses a child; return all of them."""
+    stopped: set[int] = set()
+    if not (_PROC / "self" / "stat").exists():
+        return stopped
+    while new := living(mark, leaders) - stopped:
+        for pid in new:
+            _send(pid, signal.SIGSTOP)
+        stopped |= new
+    return stopped
 
 
 def _group_exists(leader: int) -> bool:
@@ -110,8 +139,10 @@ def end(
             time.sleep(0.1)
             reap()
     deadline = time.monotonic() + kill_seconds
+    for pid in _freeze(mark, leaders):
+        _send(pid, signal.SIGKILL)
     while True:
-        remaining = living(mark, leaders)  # again each time: a process may have started another meanwhile
+        remaining = living(mark, leaders)  # again each time: one may have been started while it was not yet stopped
         for pid in remaining:
             _send(pid, signal.SIGKILL)
         reap()

@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 
+from holdfast.escaping import escaped_paragraph
 from holdfast.launch.deaths import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -101,7 +102,7 @@ class _Rank:
 def tell(text: str) -> None:
     """Write a paragraph to the user's terminal."""
     with contextlib.suppress(OSError):  # the terminal has gone: the exit code still speaks
-        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.write(escaped_paragraph(text.rstrip("\n")) + "\n")
         sys.stderr.flush()
 
 

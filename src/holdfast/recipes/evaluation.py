@@ -10,6 +10,7 @@ from holdfast.config.dpo import DPOConfig
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
+from holdfast.escaping import escaped_paragraph
 from holdfast.models.origin import locate
 from holdfast.parallel.mesh import World
 from holdfast.training.build import build_evaluation
@@ -39,9 +40,9 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
     metrics, said = _measured(config, base, world)
     if world.is_first:
         for text in said:
-            print(text, flush=True)
+            print(escaped_paragraph(text), flush=True)
         for name, value in metrics.items():
-            print(f"{name} {value:.6g}", flush=True)
+            print(escaped_paragraph(f"{name} {value:.6g}"), flush=True)
         if config.evaluation.completions is not None or isinstance(config, GRPOConfig):
             print(f"completions are in {run_directory(config) / 'completions'}", flush=True)
     return metrics

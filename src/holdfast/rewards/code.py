@@ -1,27 +1,30 @@
-"""The code reward: runs a completion's Python against the row's tests, in a process with limits.
+"""The code reward: runs a completion's Python in a process with limits, and the row's tests in another.
 
-No security boundary. The code runs as this user: limits keep an accident small, they do not keep an attacker out.
+What earns is a boundary: code and judge are two processes that speak by values (`code_judge`), so code earns by what it
+answers and by nothing that it patches, reads or compares itself. What the code may do to this machine is not: it runs
+as this user, root included, with its files and its network. The environment and the memory of other processes are
+closed to it where the kernel can do that (`confinement`); limits keep an accident small.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.rewards import processes
+from holdfast.rewards import folders, processes
 from holdfast.rewards.base import Sample
 from holdfast.rewards.rules import cell
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_RUNNER = Path(__file__).with_name("code_runner.py")
+_JUDGE = Path(__file__).with_name("code_judge.py")
+_GRACE_SECONDS = 3.0
+"""For the judge to start, and to end what the code has started."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +49,26 @@ class CodeReward:
 
     def _passed(self, code: str, tests: Sequence[str]) -> int:
         """Run the code and its tests; return how many pass."""
-        # Code that ends its process early prints nothing behind this word, and so passes nothing.
-        word = secrets.token_hex(16)
-        order = {"code": code, "tests": tests, "word": word, "memory_bytes": self.memory_mib << 20,
-                 "cpu_seconds": int(self.timeout_seconds) + 1}  # fmt: skip
-        with (
-            tempfile.TemporaryDirectory(prefix="holdfast-code-", ignore_cleanup_errors=True) as folder,
-            # A file, which the size limit bounds; a pipe would fill the worker's memory.
-            tempfile.TemporaryFile() as said,
-        ):
+        order = {
+            "code": code, "tests": tests, "memory_bytes": self.memory_mib << 20,
+            "cpu_seconds": int(self.timeout_seconds) + 1, "timeout_seconds": self.timeout_seconds,
+        }  # fmt: skip
+        with folders.scratch() as folder:
             process = subprocess.Popen(
-                [sys.executable, "-I", str(_RUNNER)],
+                [sys.executable, "-I", str(_JUDGE)],
                 stdin=subprocess.PIPE,
-                stdout=said,
+                stdout=subprocess.PIPE,  # a number of the judge's, which the code cannot write to
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
-                env={},  # no keys for the code to read
+                env={},  # no keys for the code to inherit
                 start_new_session=True,
             )
             try:
-                process.communicate(json.dumps(order).encode(), self.timeout_seconds)
+                # The judge keeps the time itself, so that it ends what the code has started.
+                answer, _ = process.communicate(json.dumps(order).encode(), self.timeout_seconds + _GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 return 0
             finally:
                 processes.kill_with_group(process.pid)
                 process.communicate()
-            said.seek(0)
-            heading, _, count = said.read(200).decode(errors="replace").partition(" ")
-        return int(count) if heading == word else 0
+        return int(answer) if answer.isdigit() else 0

@@ -1,35 +1,54 @@
-"""Run code and its tests; print how many pass. Started alone, by path: it imports nothing of ours.
-
-Standard input holds the order; standard output gets one line, the order's word and the number of tests that pass.
-"""
+"""Run judged code, and answer what its judge asks of it. The process of the code holds no test and no secret."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
 from types import ModuleType
 from typing import Any
 
+from holdfast.rewards.code_values import ACTS, Peer
+from holdfast.rewards.confinement import confine
+from holdfast.rewards.processes import die_with_parent
+
 _MOST_FILE_BYTES = 1 << 24
 _MOST_OPEN_FILES = 64
 
 
-def main() -> None:
-    """Carry out the order."""
-    order = json.load(sys.stdin)
-    answer = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    _limit(order["memory_bytes"], order["cpu_seconds"])
-    passed = _count(order["code"], order["tests"])
-    os.write(answer, f"{order['word']} {passed}".encode())
-    os._exit(0)  # threads and exit handlers of the code are not waited for
+def serve_code(channel: int) -> None:
+    """Take an order from the channel, run its code, send the names that it made, and answer until the judge is gone."""
+    os.setsid()
+    die_with_parent()
+    confine()
+    peer = Peer(channel, ACTS)
+    order = peer.receive()
+    if order is None:
+        return
+    limit(order["memory_bytes"], order["cpu_seconds"])
+    module = ModuleType("completion")
+    sys.modules["completion"] = module
+    try:
+        exec(compile(order["code"], "<completion>", "exec"), module.__dict__)  # noqa: S102 - what this file is for
+    except BaseException:  # noqa: BLE001 - whatever the code raises, SystemExit too, it fails
+        return
+    peer.send({"names": _names(peer, module)})
+    peer.serve()
 
 
-def _limit(memory_bytes: int, cpu_seconds: int) -> None:
+def _names(peer: Peer, module: ModuleType) -> dict[str, Any]:
+    names = {}
+    for name, value in list(vars(module).items()):
+        if not name.startswith("__"):
+            try:
+                names[name] = peer.encode(value)
+            except Exception:  # noqa: BLE001, S112 - a container that holds itself, for example: no test can see it
+                continue
+    return names
+
+
+def limit(memory_bytes: int, cpu_seconds: int) -> None:
+    """Bound what this process and each of its children may take."""
     for kind, most in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -40,23 +59,3 @@ def _limit(memory_bytes: int, cpu_seconds: int) -> None:
         _, hard = resource.getrlimit(kind)
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (bound, bound))
-
-
-def _count(code: str, tests: list[str]) -> int:
-    module = ModuleType("completion")
-    sys.modules["completion"] = module
-    if not _runs(code, module.__dict__):
-        return 0
-    return sum(_runs(test, module.__dict__) for test in tests)
-
-
-def _runs(text: str, namespace: dict[str, Any]) -> bool:
-    try:
-        exec(compile(text, "<completion>", "exec"), namespace)  # noqa: S102 - what this file is for
-    except BaseException:  # noqa: BLE001 - whatever the code raises, SystemExit too, it fails
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    main()

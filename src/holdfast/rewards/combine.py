@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from holdfast.config.reward import DropGroup, DropSample, FaultPolicy, FixedValue, Reward, RewardPoolConfig
+from holdfast.escaping import escaped
 from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 
 _SHOWN = 80
+_LONGEST_NAME, _LONGEST_MESSAGE = 200, 1000
+"""Characters of what a function calls its parts, and of what it says; no line of ours is megabytes long."""
 _DROPS: tuple[Literal["sample", "group"] | None, ...] = (None, "sample", "group")
 """By severity."""
 
@@ -32,7 +35,8 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
     if not faults:
         return Scored(total, parts, metrics)
     reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[1], config)))
-    message = f"reward {reward.label} {outcome.message}; sample {sample.sample_id}: {sample.completion[:_SHOWN]!r}"
+    cited = repr(sample.completion[:_SHOWN])
+    message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
     drop = _DROPS[_severity(_policy(outcome, config))]
     return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
 
@@ -40,14 +44,22 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
 def _told(
     judged: Sequence[tuple[Reward, Outcome]], values: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], dict[str, float]]:
-    """Return the parts and metrics of all rewards under their names."""
+    """Return the parts and metrics of all rewards under their names, which a user's function chose."""
     parts: dict[str, float | None] = {}
     metrics: dict[str, float] = {}
     for reward, outcome in judged:
         parts[reward.label] = values[reward.label]
-        parts |= {f"{reward.label}/{name}": part for name, part in outcome.parts.items()}
-        metrics |= {f"{reward.label}/{name}": metric for name, metric in outcome.metrics.items()}
+        parts |= {_named(reward, name): part for name, part in outcome.parts.items()}
+        metrics |= {_named(reward, name): metric for name, metric in outcome.metrics.items()}
     return parts, metrics
+
+
+def _named(reward: Reward, name: str) -> str:
+    return f"{reward.label}/{escaped(name[:_LONGEST_NAME])}"
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
 
 
 def _beyond(judged: Sequence[tuple[Reward, Outcome]], total: float) -> list[tuple[Reward, Outcome]]:

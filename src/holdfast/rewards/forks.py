@@ -28,6 +28,8 @@ class Task:
 
     reward: int
     samples: tuple[int, ...]
+    again: bool = False
+    """Whether the worker that had it before was killed by a signal, which need not have been its samples' doing."""
 
 
 @dataclass(eq=False)
@@ -83,6 +85,11 @@ def _live(channel: int, scorers: Sequence[Scorer], keeper: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def was_killed(status: int | None) -> bool:
+    """Say whether a signal ended a process."""
+    return status is not None and os.WIFSIGNALED(status)
 
 
 def how_it_ended(status: int | None) -> str:

@@ -51,14 +51,20 @@ def _becomes(event: int, descriptor: int, patience_seconds: float) -> bool:
     return any(poll.poll(math.ceil(1000 * patience_seconds / _SLICES)) for _ in range(_SLICES))
 
 
-def read(descriptor: int, deadline: float | None = None) -> bytes | None:
+def read(descriptor: int, deadline: float | None = None, most_bytes: int | None = None) -> bytes | None:
     """Return the next message; None at the end.
 
     Raises:
+        BrokenChannel: It is longer than `most_bytes`.
         TimeoutError: It is not whole at the deadline, in seconds of time.monotonic.
     """
     head = _read_exactly(descriptor, _LENGTH.size, deadline)
-    return None if head is None else _read_exactly(descriptor, _LENGTH.unpack(head)[0], deadline)
+    if head is None:
+        return None
+    size = _LENGTH.unpack(head)[0]
+    if most_bytes is not None and size > most_bytes:
+        raise BrokenChannel(f"a message of {size} bytes")
+    return _read_exactly(descriptor, size, deadline)
 
 
 def _read_exactly(descriptor: int, size: int, deadline: float | None) -> bytes | None:

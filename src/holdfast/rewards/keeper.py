@@ -23,9 +23,9 @@ from socket import socket
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.rewards import frames, processes
+from holdfast.rewards import folders, frames, processes
 from holdfast.rewards.base import Outcome
-from holdfast.rewards.forks import IGNORED, Task, Worker, fork, how_it_ended
+from holdfast.rewards.forks import IGNORED, Task, Worker, fork, how_it_ended, was_killed
 from holdfast.rewards.scorers import Scorer
 from holdfast.rewards.signatures import Batch, Each
 
@@ -172,7 +172,7 @@ class Keeper:
             if not isinstance(self._scorers[task.reward].bound, Batch):
                 self._give_time(worker)
         elif "split" in message:
-            self._again_alone(task.reward, worker.waiting)
+            self._again_alone(task, worker.waiting)
             worker.waiting = []
         else:
             worker.task = None
@@ -183,8 +183,9 @@ class Keeper:
         self._outcomes[reward][sample] = outcome
         self._missing -= 1
 
-    def _again_alone(self, reward: int, samples: Iterable[int]) -> None:
-        self._queue.extendleft(Task(reward, (sample,)) for sample in reversed(list(samples)))
+    def _again_alone(self, task: Task, samples: Iterable[int]) -> None:
+        alone = [Task(task.reward, (sample,), task.again) for sample in samples]
+        self._queue.extendleft(reversed(alone))
 
     def _find_the_dead(self) -> None:
         """Reap; a worker's own end is noticed here where a grandchild still holds its channel open."""
@@ -203,8 +204,23 @@ class Keeper:
         """Settle the samples of a worker that died; where it is unclear which one killed it, each goes alone."""
         self._hear_the_rest(worker)
         ended = self._end([worker], {} if status is None else {worker.pid: status})
+        if not message and was_killed(ended.get(worker.pid)) and self._asks_again(worker):
+            return
         message = message or f"killed its worker ({how_it_ended(ended.get(worker.pid))})"
         self._blame(worker, Outcome(fault="error", message=message))
+
+    def _asks_again(self, worker: Worker) -> bool:
+        """Queue what a worker was killed over once more, if it is the first time: somebody else may have done it."""
+        task, waiting = worker.task, worker.waiting
+        if task is None or not waiting or task.again:
+            return False
+        # As one call of a batch again, so that its rewards are what they would have been.
+        alone = isinstance(self._scorers[task.reward].bound, Each)
+        under_way, rest = (waiting[:1], waiting[1:]) if alone else (waiting, [])
+        if rest:
+            self._queue.appendleft(Task(task.reward, tuple(rest)))
+        self._queue.appendleft(Task(task.reward, tuple(under_way), again=True))
+        return True
 
     def _hear_the_rest(self, worker: Worker) -> None:
         """Record what a worker said before it fell silent, so that only unfinished samples are blamed."""
@@ -247,7 +263,7 @@ class Keeper:
         elif len(waiting) == 1:
             self._record(task.reward, waiting[0], outcome)
         else:
-            self._again_alone(task.reward, waiting)
+            self._again_alone(task, waiting)
 
     def _end(self, workers: Sequence[Worker], ended: Mapping[int, int] = MappingProxyType({})) -> Mapping[int, int]:
         """Kill workers with everything they started; return the wait status of those that have gone.
@@ -263,6 +279,8 @@ class Keeper:
             processes.kill_with_group(worker.pid)
         found = self._reap([worker.pid for worker in workers if worker.pid not in ended])
         self._sweep()
+        for worker in workers:
+            folders.remove_of(worker.pid)
         return {**ended, **found}
 
     def _reap(self, pids: Sequence[int]) -> dict[int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.escaping import escaped
 from holdfast.rewards.base import Outcome, is_number
 
 VALUE_KEYS = ("reward", "overall", "score")
@@ -52,8 +53,8 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception as unprintable:  # noqa: BLE001 - a text that raises is one more thing a user's class can do
         text = f"(its text raises {type(unprintable).__name__})"
-    text = " ".join(text.split())
-    return f"{type(error).__name__}: {_cut(text)}" if text else type(error).__name__
+    text, name = escaped(" ".join(text.split())), escaped(type(error).__name__)
+    return f"{name}: {_cut(text)}" if text else name
 
 
 def _of_value(value: object) -> Outcome:

@@ -52,8 +52,10 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             bound, own_seconds = Concurrent(judge), judge.seconds
         case "code":
             from holdfast.rewards.code import CodeReward
+            from holdfast.rewards.folders import remove_abandoned
 
             code = CodeReward(section["column"], section["grade"], section["timeout_seconds"], section["memory_mib"])
+            remove_abandoned()
             bound, own_seconds = Each(code), code.timeout_seconds
         case _:
             from holdfast.rewards.rules import rule

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.escaping import escaped_paragraph
 from holdfast.rewards import frames
 from holdfast.rewards.base import Outcome, Sample
 from holdfast.rewards.outcome import describe, outcome_of, outcome_of_exception
@@ -102,8 +103,10 @@ class _Task:
     def _failed(self, error: BaseException) -> Outcome:
         if isinstance(error, MissingArgument):
             return Outcome(fault="error", message=f"cannot be called: {error}")
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, or closed by the user's code
-            traceback.print_exception(error)
+        # A full disk, what the user's code closed or replaced, or an exception that cannot even be formatted.
+        with contextlib.suppress(Exception):
+            lines = "".join(traceback.format_exception(error))
+            print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
         return outcome_of_exception(error)
 
     def _send(self, place: int, outcome: Outcome) -> None:

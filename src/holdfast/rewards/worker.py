@@ -7,6 +7,7 @@ Nothing here imports torch, and nothing of the rank's own program.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from holdfast.escaping import escaped_paragraph
 from holdfast.rewards import frames, processes
 from holdfast.rewards.base import CannotStart
 from holdfast.rewards.keeper import Keeper
@@ -30,7 +32,7 @@ def main() -> None:
     try:
         scorers = _build_all(setup, replies)
     except CannotStart as error:
-        _say(replies, {"mistake": str(error)})
+        _say(replies, {"mistake": escaped_paragraph(str(error))})
         return
     sys.stdout.flush()
     processes.adopt_orphans()
@@ -50,6 +52,10 @@ def _take_channels(log: Path) -> tuple[int, int]:
         os.dup2(source, descriptor)
     os.close(nothing)
     os.close(printed)
+    for stream in (sys.stdout, sys.stderr):
+        # A completion with half an emoji is no fault of the function that prints it.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     return requests, replies
 
 

@@ -166,4 +166,5 @@ def write_completions(path: Path, answered: Sequence[Answered]) -> None:
     """Write one JSON object per completion."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item), ensure_ascii=False) for item in answered]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # Half an emoji, which UTF-8 cannot hold, is written as JSON's own escape of it.
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")

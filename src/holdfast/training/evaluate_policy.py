@@ -141,7 +141,8 @@ def _powers_of_two(largest: int) -> list[int]:
 def write_groups(path: Path, groups: Sequence[Group]) -> None:
     """Write one JSON object per completion."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    # Half an emoji, which UTF-8 cannot hold, is written as JSON's own escape of it.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in groups:
             for trajectory in group.trajectories:
                 line = {

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from holdfast.checkpoint.session import Saved
+from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
@@ -144,7 +145,7 @@ class Journal:
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self._run.world.is_first:
-            self._screen.say(text)
+            self._screen.say(escaped_paragraph(text))
 
     def saved(self, committed: Sequence[Saved]) -> None:
         """Note checkpoints that were committed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from holdfast.escaping import escaped
 from holdfast.training.policy import PolicyRun
 from holdfast.training.rollouts import Rollout
 from holdfast.types import Finish, Group
@@ -79,5 +80,5 @@ def table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
 
 
 def _short(text: str) -> str:
-    one_line = text.replace("\n", "\\n")
+    one_line = escaped(text)
     return one_line if len(one_line) <= _LONGEST else "..." + one_line[-_LONGEST:]

@@ -1,0 +1,39 @@
+"""The one place where foreign text is made fit to be shown.
+
+Rewards, observers, templates, data and models say what they like: half an emoji that no file can hold, control
+characters that clear a terminal, marks that turn the reading direction. What of it goes into a message, a name of a
+metric or a screen passes here at the border.
+"""
+
+from __future__ import annotations
+
+_WAYS = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def escaped(text: str, keep: str = "") -> str:
+    r"""Return a text in which every character that cannot be printed stands as Python writes it, like \x1b.
+
+    Control characters, line ends, halves of surrogate pairs, marks of direction, private and unassigned characters, and
+    every blank but the space; the result can be encoded and is one line. Text that was escaped stays as it is.
+
+    Args:
+        text: Anything.
+        keep: Characters that stay, such as the line end of a paragraph.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in keep else _written(each) for each in text)
+
+
+def escaped_paragraph(text: str) -> str:
+    """Return a text as `escaped` does, with its line ends and tabs."""
+    return escaped(text, "\n\t")
+
+
+def _written(character: str) -> str:
+    number = ord(character)
+    if character in _WAYS:
+        return _WAYS[character]
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

@@ -1,0 +1,115 @@
+"""Folders for judged code, and their removal whatever was built in them. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = "holdfast-code-"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_DEEPEST = 200
+"""Levels that are open at a time, each a descriptor."""
+_YOUNG_SECONDS = 60.0
+"""Age below which a folder without a lock may be one that is being made."""
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Make a folder that this process owns, and remove it; whoever dies before leaves it to `remove_abandoned`."""
+    outer = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    lock = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The code's own is an inner one: it may rename and lock what it can name.
+        (outer / "work").mkdir()
+        yield outer / "work"
+    finally:
+        remove_tree(outer)
+        os.close(lock)
+
+
+def remove_of(pid: int) -> None:
+    """Remove the folders of a process that has ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{pid}-*"):
+        _remove_if_free(folder)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of processes that ended without a chance to."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_mtime > _YOUNG_SECONDS:
+                _remove_if_free(folder)
+
+
+def _remove_if_free(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else's, or in use
+        lock = os.open(folder, _FOLDER)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_tree(folder)
+        finally:
+            os.close(lock)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder of any depth; what the system refuses to remove stays.
+
+    Recursion ends at a thousand levels and a path at 4,096 bytes: what lies too deep is moved to the top first, and
+    emptied there in its turn.
+    """
+    try:
+        top = os.open(folder, _FOLDER)
+    except OSError:
+        return
+    removal = _Removal(top)
+    try:
+        removal.empty(top, 0)
+        while removal.moved:
+            removal.remove(top, removal.moved.pop(), 0)
+    finally:
+        os.close(top)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+class _Removal:
+    """Empties what lies below an open folder."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._names = (f"{_PREFIX}{os.getpid()}-{number}" for number in itertools.count())
+        self.moved: list[str] = []
+        """Folders that wait at the top."""
+
+    def empty(self, opened: int, depth: int) -> None:
+        for name in os.listdir(opened):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISDIR(os.lstat(name, dir_fd=opened).st_mode):
+                    os.unlink(name, dir_fd=opened)
+                    continue
+                os.chmod(name, 0o700, dir_fd=opened)  # one closed to its owner can be neither moved nor read
+                if depth < _DEEPEST:
+                    self.remove(opened, name, depth)
+                    continue
+                new = next(self._names)
+                os.rename(name, new, src_dir_fd=opened, dst_dir_fd=self._top)
+                self.moved.append(new)
+
+    def remove(self, parent: int, name: str, depth: int) -> None:
+        with contextlib.suppress(OSError):
+            opened = os.open(name, _FOLDER, dir_fd=parent)
+            try:
+                self.empty(opened, depth + 1)
+            finally:
+                os.close(opened)
+            os.rmdir(name, dir_fd=parent)
