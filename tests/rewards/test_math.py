@@ -96,5 +96,5 @@ def test_a_missing_library_is_told_with_the_command_that_installs_it(start: Star
 def test_a_library_that_calls_right_answers_wrong_is_refused(start: Start, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text("parse = lambda *_, **__: [1]\nverify = lambda *_, **__: False\n")
 
-    with pytest.raises(ConfigError, match="says that a half is not 0.5"):
+    with pytest.raises(ConfigError, match="says that half of x is not 0.5x"):
         start(FINDS_NEIGHBOURS_FIRST, user(), MathConfig())
