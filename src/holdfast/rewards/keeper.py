@@ -234,7 +234,7 @@ class Keeper:
         words = f"had no answer when all of them had taken {self._step_seconds:g} s (rewards.step_timeout_seconds)"
         for reward, line in enumerate(self._outcomes):
             for sample in [place for place, outcome in enumerate(line) if outcome is None]:
-                self._record(reward, sample, Outcome(fault="timeout", message=words))
+                self._record(reward, sample, Outcome(fault="timeout", message=words, is_cut_short=True))
 
     def _blame(self, worker: Worker, outcome: Outcome) -> None:
         task, waiting = worker.task, worker.waiting
