@@ -40,7 +40,7 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
     parts, metrics = _told(judged, values)
     if not faults:
         return Scored(total, parts, metrics)
-    reward, outcome = max(faults, key=lambda fault: _severity(_policy(*fault, config)))
+    reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[0], fault[1], config)))
     message = f"reward {reward.label} {outcome.message}; sample {sample.sample_id}: {sample.completion[:_SHOWN]!r}"
     drop = _DROPS[_severity(_policy(reward, outcome, config))]
     return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
@@ -72,18 +72,22 @@ def _value(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> float 
 
 def _policy(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
     match outcome.fault:
-        case "timeout" if isinstance(config.on_timeout, ByReward):
-            # A tower of powers must not pay: left out of the baseline, it would cost less than a wrong answer.
-            is_wrong = isinstance(reward, MathConfig) and not outcome.is_cut_short
-            return FixedValue(value=0.0) if is_wrong else DropSample()
         case "timeout":
-            return config.on_timeout
+            return _of_timeout(reward, outcome, config)
         case "nan":
             return config.on_nan
         case "none":
             return config.on_none
         case _:
             return config.on_error
+
+
+def _of_timeout(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
+    if not isinstance(config.on_timeout, ByReward):
+        return config.on_timeout
+    # A tower of powers must not pay: left out of the baseline, it would cost less than a wrong answer.
+    is_wrong = isinstance(reward, MathConfig) and not outcome.is_cut_short
+    return FixedValue(value=0.0) if is_wrong else DropSample()
 
 
 def _fixed(policy: FaultPolicy) -> float | None:

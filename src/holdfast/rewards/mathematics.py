@@ -46,7 +46,7 @@ class MathReward:
     column: str
     parse: Callable[..., list[Any]]
     verify: Callable[..., bool]
-    read_gold: Callable[[str], list[Any]] = field(init=False)
+    read_gold: Callable[[str], Gold | None] = field(init=False)
 
     def __post_init__(self) -> None:
         """Keep the golds read: a group shares one."""
