@@ -27,7 +27,8 @@ from holdfast.training.build_policy import build_policy_run
 from holdfast.training.copies import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.experience import with_advantages
 from holdfast.training.policy import publish, rest
-from holdfast.training.reward_columns import check_columns
+from holdfast.training.reward_columns import check_answers, check_columns
+from holdfast.training.rewards import open_rewards
 from holdfast.training.rollout_metrics import rollout_metrics
 from holdfast.training.rollouts import next_rollout
 from holdfast.training.run import StepAbandoned
@@ -298,3 +299,12 @@ def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], None)
     check_columns(run, {"exact": ["answer"]})
     return [line for line in run.said if "column" in line]
+
+
+def answers_of_a_batch(world: World, tree: dict[str, Any]) -> list[str]:
+    """Look at the answers of the first batch by the rewards of the configuration; return what the run says of them."""
+    config = from_mapping(tree, GRPOConfig)
+    with open_rewards(config, Path.cwd(), world) as rewards:
+        run = build_policy_run(config, Path.cwd(), world, rewards.score, None)
+        check_answers(run, rewards.answers, rewards.unreadable)
+    return [line for line in run.said if "cannot read" in line]

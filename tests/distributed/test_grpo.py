@@ -14,6 +14,7 @@ from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.training.copies import free_bytes
 from tests.distributed.grpo_cases import (
+    answers_of_a_batch,
     by_hand,
     columns_of_a_mixture,
     leave_and_make_again,
@@ -395,6 +396,27 @@ def test_rollouts_after_an_evaluation_of_averages_are_drawn_from_the_weights(
     )
 
     assert evaluated == plain
+
+
+def test_gold_answers_that_cannot_be_read_are_counted_before_step_1(pools: Any, llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    for name, answers in (("some", ["1", "", r"\\$4", "4"]), ("none", ["", "", r"\\boxed{}", ""])):
+        rows = (f'{{"prompt": "add {n}=", "answer": "{answer}"}}' for n, answer in enumerate(answers))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    some, none = (
+        settings(str(llama), reward="math", data={"path": str(tmp_path / f"{name}.jsonl"), "shuffle": False})
+        for name in ("some", "none")
+    )
+
+    said = pools(2).run(answers_of_a_batch, some)
+    errors = pools(2).errors(answers_of_a_batch, none)
+
+    assert said[0] == said[1]
+    assert said[0][0].startswith(
+        "warning: reward math cannot read 1 of 4 answers of the first batch (column answer): ''. It scores no "
+    )
+    assert errors[0] == errors[1]
+    assert "reward math cannot read 4 of 4 answers of the first batch (column answer): ''" in errors[0][1]
 
 
 def test_a_column_of_one_source_may_come_after_the_first_batch(pools: Any, llama: Path, tmp_path: Path) -> None:

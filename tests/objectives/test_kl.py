@@ -114,6 +114,20 @@ def test_the_gradient_of_k1_in_a_loss_is_zero_on_average() -> None:
 
 
 @each_estimator
+@pytest.mark.parametrize("far", [11.5, 20.5, 1000.0, -11.5, -20.5, -1000.0])
+def test_no_penalty_lets_go_of_a_policy_far_away(estimator: KLEstimator, far: float) -> None:
+    case = without_reward(draw())
+    case = replace(case, reference=case.logprobs + far)
+
+    _, gradient, _ = objective_found(objective(estimator=estimator, coefficient=1.0), case)
+
+    slopes = gradient / case.weights
+    assert (np.sign(slopes) == (1.0 if estimator == "k1" else -np.sign(far))).all()
+    assert (np.abs(slopes) > 0.999).all()
+    assert (np.abs(slopes) < 20.001).all()
+
+
+@each_estimator
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("far", [1000.0, -1000.0])
 def test_a_reference_a_thousand_nats_away_gives_finite_terms_and_gradients(

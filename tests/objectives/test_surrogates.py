@@ -191,3 +191,19 @@ def test_gspo_and_gspo_token_have_one_gradient_where_a_sequence_has_one_advantag
 
     np.testing.assert_allclose(own[1], whole[1], **EXACT)
     np.testing.assert_allclose(own[0], whole[0], **EXACT)
+
+
+@pytest.mark.parametrize("far", [-21.0, -19.0, 19.0, 21.0, 1000.0])
+def test_gspo_and_gspo_token_have_one_bound_of_the_mean_log_ratio(far: float) -> None:
+    case = draw(7, flat=True)
+    assert case.proximal is not None
+    # No clip, so nothing but the bound can end a gradient; every mean is `far`.
+    mean = case.per_sequence(np.mean, case.log_ratio)
+    case = replace(case, proximal=case.proximal + mean - far, weights=1 / case.per_sequence(len, case.logprobs))
+    ratio = np.exp(np.clip(far, -20, 20))
+
+    whole, own = (surrogate_found(each, case) for each in (GSPO(1.0, np.inf), GSPOToken(1.0, np.inf)))
+
+    for terms, gradient in (whole, own):
+        np.testing.assert_allclose(terms, -ratio * case.advantages, rtol=1e-6)
+        np.testing.assert_allclose(gradient, -ratio * case.advantages * case.weights * (abs(far) < 20), rtol=1e-6)

@@ -143,20 +143,29 @@ def vespo(case: Case, k: tuple[float, float], rate: tuple[float, float]) -> Foun
 
 
 def kl(estimator: str, logprobs: Array, reference: Array) -> Found:
-    """Return estimates and their derivatives by log-probability, d within +-20 and k3 below 10."""
+    """Return estimates and their derivatives by log-probability; k2 is a line beyond +-20, k3 above 10."""
     values, slopes = np.empty_like(logprobs), np.empty_like(logprobs)
-    for t, difference in enumerate(reference - logprobs):
-        d, inside = min(max(difference, -20.0), 20.0), abs(difference) <= 20
-        k3 = math.exp(d) - d - 1
-        value, slope = {
+    corner = bisect(lambda d: math.exp(d) - d - 1 - 10, 0.0, 10.0)
+    for t, d in enumerate(reference - logprobs):
+        k2, by_k2 = (d * d / 2, -d) if abs(d) <= 20 else (200 + 20 * (abs(d) - 20), -math.copysign(20, d))
+        k3, by_k3 = (math.exp(d) - d - 1, 1 - math.exp(d)) if d <= corner else (10.0, 1 - math.exp(corner))
+        k3 -= by_k3 * max(d - corner, 0.0)
+        values[t], slopes[t] = {
             "k1": (-d, 1.0),
-            "k2": (d * d / 2, -d),
-            "k3": (min(k3, 10.0), (1 - math.exp(d)) * (k3 <= 10)),
+            "k2": (k2, by_k2),
+            "k3": (k3, by_k3),
             "abs": (abs(d), -math.copysign(1, d)),
-            "straight_through": (min(k3, 10.0), -d),
+            "straight_through": (k3, by_k2),
         }[estimator]
-        values[t], slopes[t] = value, slope * inside
     return values, slopes
+
+
+def bisect(of: Callable[[float], float], below: float, above: float) -> float:
+    """Return where a rising function is 0."""
+    for _ in range(100):
+        middle = (below + above) / 2
+        below, above = (middle, above) if of(middle) < 0 else (below, middle)
+    return (below + above) / 2
 
 
 def weighted_kl(estimator: str, case: Case) -> Found:

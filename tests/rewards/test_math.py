@@ -75,15 +75,36 @@ def test_gsm8k_gold_answers_score_1_and_wrong_ones_0(gsm8k: Path, start: Start) 
     assert [each.reward for each in wrong] == [0.0] * 200
 
 
-def test_an_expression_that_never_ends_is_a_timeout_of_its_sample(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("options", "earned"),
+    [({}, 0.0), ({"on_timeout": "drop_sample"}, None), ({"on_timeout": {"kind": "value", "value": -1.0}}, -1.0)],
+)
+def test_an_answer_that_cannot_be_computed_in_time_is_wrong(
+    start: Start, options: dict[str, object], earned: float | None
+) -> None:
     """math-verify's own alarm is off; nothing but the keeper could end this."""
-    pool = start("", MathConfig(), timeout_seconds=1)
+    pool = start("", MathConfig(), timeout_seconds=1, **options)
 
-    endless, good = pool.score(
-        [sample(r"\boxed{9^{9^{9^{9}}}}", 0, answer="9^{9^{9^{8}}}"), sample("#### 4", 1, answer="4")]
-    )
+    endless, good = pool.score([sample(r"\boxed{9^{9^{9^{9}}}}", 0, answer="9"), sample("#### 4", 1, answer="4")])
 
-    assert (endless.fault, good.reward) == ("timeout", 1.0)
+    assert (endless.reward, endless.fault, endless.drop) == (earned, "timeout", "sample" if earned is None else None)
+    assert good.reward == 1.0
+
+
+def test_an_answer_that_had_no_turn_is_dropped_and_not_wrong(start: Start) -> None:
+    pool = start("", MathConfig(), timeout_seconds=20, step_timeout_seconds=1)
+
+    (endless,) = pool.score([sample(r"\boxed{9^{9^{9^{9}}}}", 0, answer="9")])
+
+    assert (endless.reward, endless.fault, endless.drop) == (None, "timeout", "sample")
+
+
+def test_another_reward_that_is_late_drops_its_sample(start: Start) -> None:
+    pool = start("import time\ndef reward(completion): time.sleep(60)", timeout_seconds=1)
+
+    (late,) = pool.score([sample()])
+
+    assert (late.reward, late.drop) == (None, "sample")
 
 
 def test_a_missing_library_is_told_with_the_command_that_installs_it(start: Start, tmp_path: Path) -> None:
@@ -96,5 +117,5 @@ def test_a_missing_library_is_told_with_the_command_that_installs_it(start: Star
 def test_a_library_that_calls_right_answers_wrong_is_refused(start: Start, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text("parse = lambda *_, **__: [1]\nverify = lambda *_, **__: False\n")
 
-    with pytest.raises(ConfigError, match="says that a half is not 0.5"):
+    with pytest.raises(ConfigError, match="says that half of x is not 0.5x"):
         start(FINDS_NEIGHBOURS_FIRST, user(), MathConfig())

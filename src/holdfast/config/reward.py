@@ -248,6 +248,12 @@ class FixedValue(Section):
     value: float
 
 
+class ByReward(Section):
+    """0 where `kind: math` could not compute an answer in time, which is then no answer; `drop_sample` otherwise."""
+
+    kind: Literal["auto"] = "auto"
+
+
 FaultPolicy = Annotated[DropGroup | DropSample | FixedValue, ByKind("value")]
 
 
@@ -267,7 +273,7 @@ class RewardPoolConfig(Section):
     bound. Rewards of `kind: model` and live functions are not ended."""
     start_timeout_seconds: Positive = 120.0
     """Longest time for importing the files of all rewards."""
-    on_timeout: FaultPolicy = DropSample()
+    on_timeout: Annotated[ByReward | DropGroup | DropSample | FixedValue, ByKind("value")] = ByReward()
     """A reward that took longer than `timeout_seconds`."""
     on_error: FaultPolicy = DropSample()
     """A reward that raised, returned something else, or killed its process."""

@@ -65,6 +65,9 @@ class GSPO:
     Zheng et al. (arXiv:2507.18071), eqs. 5 and 7. Each token carries its sequence's term, so the paper's loss is its
     `sequence_mean`; under another average long sequences weigh more. Needs whole sequences, hence the head's form that
     computes chunks again.
+
+    The mean of log r is held within +-20 nats, as every log ratio here is: beyond it s is e^20 or e^-20, and the
+    gradient is 0.
     """
 
     low: float = 3e-4
@@ -87,7 +90,8 @@ class GSPOToken:
     """GSPO's value with token gradients: the ratio is sg(s) policy / sg(policy).
 
     Zheng et al. (arXiv:2507.18071), eqs. 13 and 14. With one advantage per sequence its `sequence_mean` has the
-    gradient of GSPO; with advantages that differ between tokens it weights each token by its own.
+    gradient of GSPO; with advantages that differ between tokens it weights each token by its own. Its bound is GSPO's:
+    where the mean of log r lies beyond +-20 nats, the ratio is e^20 or e^-20, and the gradient is 0.
     """
 
     low: float = 3e-4
@@ -96,9 +100,10 @@ class GSPOToken:
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms."""
-        of_sequence = bounded_exp(sequence_mean(actions.log_ratio.detach(), actions.tokens))
-        own = (actions.logprobs - actions.logprobs.detach()).exp()
-        return clipped(of_sequence * own, actions.advantages, self.low, self.high)
+        of_sequence = sequence_mean(actions.log_ratio.detach(), actions.tokens)
+        # A sum, and bounded as one: a factor of its own would bring the gradient of a bounded ratio back.
+        own = actions.logprobs - actions.logprobs.detach()
+        return clipped(bounded_exp(of_sequence + own), actions.advantages, self.low, self.high)
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
         """Return the clipped shares, in tokens."""

@@ -10,34 +10,40 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from holdfast.config.policy import KLConfig, KLEstimator
 from holdfast.objectives.base import Tokens
 from holdfast.objectives.ratios import LIMIT, bounded_exp, sum_to_go
 
-LARGEST = 10.0
-"""Bound of k3 in a loss, in nats: one token of probability 0 must not outweigh a batch. A token is there, and has no
-gradient, where the reference finds it e^2.6 times likelier; that is the one bias of the importance-weighted k3."""
+_STEEPEST = 2.6108686381498756
+"""Where k3 turns into a line, in nats of d: its value is 10 there. One token of probability 0 must not outweigh a
+batch, and exp(d) would. Beyond, k3 is too small, which is the one bias of the importance-weighted k3."""
 
 
 def kl_estimate(estimator: KLEstimator, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return [N] estimates of the KL divergence, differentiable in `logprobs`; d is held within +-20.
+    """Return [N] estimates of the KL divergence, differentiable in `logprobs`.
+
+    Where an estimate is steep it goes on as a line, with the value and the slope that it has there: k2 beyond d = +-20,
+    k3 beyond d = 2.61. So no gradient is larger than 20, and none becomes 0 where the policy is furthest away. k1 and
+    abs are lines everywhere.
 
     Gradients, on tokens of the policy itself: k2 and straight_through have that of the KL divergence; k3 lacks the
     score term; that of k1 is 0 on average (arXiv:2512.21852).
     """
-    d = (reference - logprobs).clamp(-LIMIT, LIMIT)
+    d = reference - logprobs
     match estimator:
         case "k1":
             return -d
         case "k2":
-            return d.square() / 2
+            return huber_loss(logprobs, reference, reduction="none", delta=LIMIT)
         case "k3":
-            return (d.exp() - d - 1).clamp(max=LARGEST)
+            bounded = d.clamp(max=_STEEPEST)
+            return bounded.exp() - bounded - 1 + math.expm1(_STEEPEST) * (d - bounded)
         case "abs":
             return d.abs()
         case "straight_through":
-            gradient = d.square() / 2
+            gradient = kl_estimate("k2", logprobs, reference)
             return gradient - gradient.detach() + kl_estimate("k3", logprobs, reference).detach()
 
 
@@ -63,7 +69,8 @@ def shaped_advantages(
 
     The KL is that of the proximal policy, the trainer's view of who sampled, so it is the same in every update of a
     rollout. It enters after the task reward was compared within its group, as in REINFORCE++ (arXiv:2501.03262), and
-    moves no baseline. `reward` charges a token with its own KL: on the first update k1 is then k2 in the loss.
+    moves no baseline. `reward` charges a token with its own KL: on the first update k1 is then k2 in the loss, up to
+    20 nats.
     `reward_to_go` charges it with that of all it leads to, which is the policy gradient of the sequence's KL.
     """
     penalty = kl_estimate(config.estimator, proximal.detach(), reference.detach())

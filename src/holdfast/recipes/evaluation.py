@@ -23,7 +23,7 @@ from holdfast.training.evaluate import evaluate
 from holdfast.training.evaluate_policy import evaluate_policy
 from holdfast.training.parents import notes_of_exports
 from holdfast.training.preference import evaluate_preferences
-from holdfast.training.reward_columns import check_columns
+from holdfast.training.reward_columns import check_answers, check_columns
 from holdfast.training.rewards import open_rewards
 from holdfast.training.together import open_exchange
 
@@ -55,6 +55,7 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
             with open_rewards(config, base, world) as rewards:
                 policy = build_policy_evaluation(config, base, world, rewards.score)
                 check_columns(policy, rewards.columns)
+                check_answers(policy, rewards.answers, rewards.unreadable)
                 return evaluate_policy(policy, "eval"), policy.said
         case DPOConfig():
             return evaluate_preferences(build_preference_evaluation(config, base, world), "eval"), []

@@ -22,7 +22,7 @@ from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy import PolicyRun
 from holdfast.training.recorder import record
 from holdfast.training.resting import awake_afterwards
-from holdfast.training.reward_columns import check_columns
+from holdfast.training.reward_columns import check_answers, check_columns
 from holdfast.training.rewards import open_rewards
 from holdfast.training.rollout_metrics import entropy_estimate, of_several_updates, rollout_metrics
 from holdfast.training.rollouts import Rollout, next_rollout
@@ -36,6 +36,7 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
     with open_rewards(config, base, world, live) as rewards:
         run = build_policy_run(config, base, world, rewards.score, live)
         check_columns(run, rewards.columns)
+        check_answers(run, rewards.answers, rewards.unreadable)
         outcome = fit(run, grpo_step, evaluate_policy)
         run.exchange.close()
     return outcome

@@ -67,6 +67,8 @@ class Outcome:
     fault: Fault | None = None
     message: str = ""
     """Of a fault: a clause that follows the name of the reward."""
+    is_cut_short: bool = False
+    """Whether a timeout is that of all samples together, which says nothing of this one."""
 
 
 def is_number(value: float) -> bool:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from holdfast.config.reward import DropGroup, DropSample, FaultPolicy, FixedValue, Reward, RewardPoolConfig
+from holdfast.config.reward import (
+    ByReward,
+    DropGroup,
+    DropSample,
+    FaultPolicy,
+    FixedValue,
+    MathConfig,
+    Reward,
+    RewardPoolConfig,
+)
 from holdfast.escaping import escaped
 from holdfast.rewards.base import Outcome, Sample, Scored, is_number
 
@@ -23,7 +32,7 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
     the one told.
     """
     judged = list(zip(rewards, outcomes, strict=True))
-    values = {reward.label: _value(outcome, config) for reward, outcome in judged}
+    values = {reward.label: _value(reward, outcome, config) for reward, outcome in judged}
     total = sum(reward.weight * value for reward in rewards if (value := values[reward.label]) is not None)
     faults = [(reward, outcome) for reward, outcome in judged if outcome.fault not in {None, "none"}]
     if all(outcome.fault == "none" for outcome in outcomes):
@@ -34,10 +43,10 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
     parts, metrics = _told(judged, values)
     if not faults:
         return Scored(total, parts, metrics)
-    reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[1], config)))
+    reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[0], fault[1], config)))
     cited = repr(sample.completion[:_SHOWN])
     message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
-    drop = _DROPS[_severity(_policy(outcome, config))]
+    drop = _DROPS[_severity(_policy(reward, outcome, config))]
     return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
 
 
@@ -68,21 +77,29 @@ def _beyond(judged: Sequence[tuple[Reward, Outcome]], total: float) -> list[tupl
     return [(heaviest, Outcome(fault="nan", message=f"and its weight make a sum of {total}"))]
 
 
-def _value(outcome: Outcome, config: RewardPoolConfig) -> float | None:
+def _value(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> float | None:
     """Return a reward's number, or the one that stands for its fault."""
-    return outcome.value if outcome.fault in {None, "none"} else _fixed(_policy(outcome, config))
+    return outcome.value if outcome.fault in {None, "none"} else _fixed(_policy(reward, outcome, config))
 
 
-def _policy(outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
+def _policy(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
     match outcome.fault:
         case "timeout":
-            return config.on_timeout
+            return _of_timeout(reward, outcome, config)
         case "nan":
             return config.on_nan
         case "none":
             return config.on_none
         case _:
             return config.on_error
+
+
+def _of_timeout(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
+    if not isinstance(config.on_timeout, ByReward):
+        return config.on_timeout
+    # A tower of powers must not pay: left out of the baseline, it would cost less than a wrong answer.
+    is_wrong = isinstance(reward, MathConfig) and not outcome.is_cut_short
+    return FixedValue(value=0.0) if is_wrong else DropSample()
 
 
 def _fixed(policy: FaultPolicy) -> float | None:

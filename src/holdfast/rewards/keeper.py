@@ -92,12 +92,12 @@ class Keeper:
         received = os.read(self._requests, _RECEIVED_BYTES)
         self._is_wanted = bool(received)
         for message in self._incoming.feed(received):
-            self._samples = pickle.loads(message)  # noqa: S301 - from our own parent
+            asked, self._samples = pickle.loads(message)  # noqa: S301 - from our own parent
             count = len(self._samples)
-            self._outcomes = [[None] * count for _ in self._scorers]
-            self._missing = count * len(self._scorers)
+            self._outcomes = [[None] * count if reward in asked else [] for reward in range(len(self._scorers))]
+            self._missing = count * len(asked)
             self._cut_at = math.inf if self._step_seconds is None else time.monotonic() + self._step_seconds
-            tasks = [task for reward in range(len(self._scorers)) for task in self._tasks(reward, count)]
+            tasks = [task for reward in asked for task in self._tasks(reward, count)]
             # By completion, so that a request that is cut short has some that every reward has scored.
             self._queue = deque(sorted(tasks, key=lambda task: task.samples[0]))
 
@@ -250,7 +250,7 @@ class Keeper:
         words = f"had no answer when all of them had taken {self._step_seconds:g} s (rewards.step_timeout_seconds)"
         for reward, line in enumerate(self._outcomes):
             for sample in [place for place, outcome in enumerate(line) if outcome is None]:
-                self._record(reward, sample, Outcome(fault="timeout", message=words))
+                self._record(reward, sample, Outcome(fault="timeout", message=words, is_cut_short=True))
 
     def _blame(self, worker: Worker, outcome: Outcome) -> None:
         task, waiting = worker.task, worker.waiting

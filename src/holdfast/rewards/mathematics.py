@@ -6,20 +6,35 @@ off here: the keeper ends what takes too long.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from holdfast.rewards.answers import Answer, Quantity, final_answer, marked_answer, places, plain, quantity, same_number
 from holdfast.rewards.base import CannotStart, Sample
 from holdfast.rewards.outcome import describe
 from holdfast.rewards.rules import cell
 
-_PLAIN_NUMBER = re.compile(r"-?[0-9]+")
-_SIGNS_OF_LATEX = ("$", "\\(", "\\[", "\\boxed")
+__all__ = ["MathReward", "final_answer"]
+
+_PIECE_OF_LATEX = re.compile(r"\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+_NUMERAL = re.compile(r"([0-9A-Za-z]+)(?:_\{?([0-9]+)\}?)?")
 _GOLDS_KEPT = 1024
+
+
+class Gold(NamedTuple):
+    """What a gold answer says."""
+
+    text: str
+    number: Quantity | None
+    expressions: list[Any]
+    """As math-verify reads it; nothing for a number, which few answers are compared with by algebra."""
+    places: int
+    """Decimal places that are compared where a side is a decimal number."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,7 @@ class MathReward:
     column: str
     parse: Callable[..., list[Any]]
     verify: Callable[..., bool]
-    read_gold: Callable[[str], list[Any]] = field(init=False)
+    read_gold: Callable[[str], Gold | None] = field(init=False)
 
     def __post_init__(self) -> None:
         """Keep the golds read: a group shares one."""
@@ -42,7 +57,7 @@ class MathReward:
         """Return the reward if math-verify is here and works.
 
         Raises:
-            CannotStart: It is not installed, or a half is not 0.5 to it.
+            CannotStart: It is not installed, or half of x is not 0.5x to it.
         """
         try:
             library: Any = importlib.import_module("math_verify")
@@ -53,7 +68,7 @@ class MathReward:
             ) from error
         reward = cls(column, library.parse, library.verify)
         try:
-            works = reward.equal(r"\frac{1}{2}", r"so \boxed{0.5}")
+            works = reward.equal(r"\frac{x}{2}", r"so \boxed{0.5x}")
         except Exception as error:
             raise CannotStart(
                 f"reward {name}: math-verify raises {describe(error)}. It needs antlr4-python3-runtime 4.13; "
@@ -61,65 +76,86 @@ class MathReward:
             ) from error
         if not works:
             raise CannotStart(
-                f"reward {name}: math-verify says that a half is not 0.5, so it would score right answers 0. Install "
-                "it anew: pip install --force-reinstall 'holdfast[math]'."
+                f"reward {name}: math-verify says that half of x is not 0.5x, so it would score right answers 0. "
+                "Install it anew: pip install --force-reinstall 'holdfast[math]'."
             )
         return reward
 
     def __call__(self, sample: Sample) -> float | None:
         """Score one sample."""
-        same = self.equal(final_answer(str(cell(sample, self.column))), sample.completion)
+        gold = cell(sample, self.column)
+        same = None if gold is None else self.equal(final_answer(str(gold)), sample.completion)
         return None if same is None else float(same)
 
     def equal(self, gold: str, completion: str) -> bool | None:
         """Say whether the final answer of a text equals a gold one; None if the gold one cannot be read."""
-        answer = marked_answer(completion)
-        # The common case of a whole number, without 7 ms of symbolic algebra. Whole: 1.0 and 1 differ as text.
-        if answer is not None and _PLAIN_NUMBER.fullmatch(gold) and gold == plain(answer):
-            return True
-        expected = self.read_gold(gold)
-        if not expected:
+        right = self.read_gold(gold)
+        if right is None:
             return None
-        found = self.parse(completion if answer is None else _as_latex(answer), parsing_timeout=None)
-        return bool(self.verify(expected, found, timeout_seconds=None))
+        answer = marked_answer(completion)
+        if answer is None:
+            return self._verify(right, self._parse(completion))
+        same = _same_text(right, answer)
+        if same is not None:
+            return same
+        return self._verify(right, self._expressions(answer))
 
-    def _read_gold(self, gold: str) -> list[Any]:
-        return self.parse(_as_latex(gold), parsing_timeout=None)
+    def _read_gold(self, gold: str) -> Gold | None:
+        text = plain(gold)
+        number = quantity(text)
+        if number is not None:
+            return Gold(text, number, [], places(float(number.value)))
+        expressions = self._parse(_as_latex(text)) if text else []
+        return Gold(text, None, expressions, _places_of(expressions)) if expressions else None
+
+    def _expressions(self, answer: Answer) -> list[Any]:
+        """Return what math-verify reads in an answer: LaTeX, or in prose the last piece of LaTeX or number."""
+        text = plain(answer.text)
+        number = quantity(text)
+        if number is not None:
+            text = number.latex
+        elif answer.is_prose and _PIECE_OF_LATEX.search(answer.text):
+            return self._parse(answer.text)
+        found = self._parse(_as_latex(text)) if text else []
+        if answer.is_prose and all(isinstance(each, str) for each in found):
+            found += self._parse(answer.text)
+        return found
+
+    def _verify(self, gold: Gold, found: list[Any]) -> bool:
+        if not found:
+            return False
+        expressions = gold.expressions
+        if gold.number is not None:
+            expressions = self._parse(_as_latex(gold.number.latex))
+        return bool(self.verify(expressions, found, float_rounding=gold.places, timeout_seconds=None))
+
+    def _parse(self, text: str) -> list[Any]:
+        return self.parse(text, parsing_timeout=None)
 
 
-def final_answer(text: str) -> str:
-    """Return the answer of a gold text: what is marked in it, or all of it."""
-    return plain(marked_answer(text) or text)
-
-
-def marked_answer(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{}, or else after the last ####; None where neither is."""
-    return _last_boxed(text) or _after_hashes(text)
-
-
-def plain(answer: str) -> str:
-    """Return an answer without blanks around it, currency signs, and commas between thousands."""
-    answer = answer.strip().strip("$").strip()
-    return re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", answer)
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind(r"\boxed{")
-    if start < 0:
+def _same_text(gold: Gold, answer: Answer) -> bool | None:
+    """Compare what needs no algebra: two numbers, and numerals with a base; None where it is needed."""
+    text = plain(answer.text)
+    if gold.number is not None:
+        number = quantity(text) or quantity(text, is_prose=answer.is_prose)
+        return None if number is None else same_number(gold.number, number)
+    numeral, other = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
+    if numeral is None or other is None or numeral[2] is None:
         return None
-    depth = 0
-    for place in range(start + len(r"\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len(r"\boxed{") : place].strip() or None
-    return None
+    # math-verify drops the base. An answer without one may be that of another base.
+    return numeral.groups() == other.groups()
 
 
-def _after_hashes(text: str) -> str | None:
-    _, hashes, rest = text.rpartition("####")
-    answer = rest.strip().split("\n", 1)[0].strip() if hashes else ""
-    return answer or None
+def _places_of(expressions: list[Any]) -> int:
+    """Return the decimal places to compare, by the smallest number that a gold answer consists of."""
+    sizes = [6]
+    for each in expressions:
+        for part in (each, *getattr(each, "args", ())):
+            if getattr(part, "is_number", False):
+                with contextlib.suppress(TypeError, ValueError, OverflowError):  # a complex one, or a huge one
+                    sizes.append(places(float(part.evalf())))
+    return max(sizes)
 
 
 def _as_latex(answer: str) -> str:
-    return answer if any(sign in answer for sign in _SIGNS_OF_LATEX) else rf"\boxed{{{answer}}}"
+    return rf"\boxed{{{answer}}}"

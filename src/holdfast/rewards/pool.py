@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -101,8 +101,10 @@ class RewardPool:
             for place, sample in enumerate(samples)
         ]
 
-    def outcomes(self, samples: Sequence[Sample]) -> list[list[Outcome]]:
+    def outcomes(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> list[list[Outcome]]:
         """Return what each reward says of each sample: by reward, then by sample.
+
+        With `only`, no other reward is asked, and the lists of the others are left out.
 
         Raises:
             RunStopped: As `score`.
@@ -115,9 +117,13 @@ class RewardPool:
                 packed.append(pickle.dumps(sample))
             except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is pickled
                 unseen[place] = Outcome(fault="error", message=f"cannot be sent the row: {error}")
-        answered = self._ask(packed) if packed else [[] for _ in self._rewards]
+        asked = self._places(only)
+        answered = self._ask(asked, packed) if packed and asked else [[] for _ in asked]
         lines = [iter(line) for line in answered]
         return [[unseen[place] if place in unseen else next(line) for place in range(len(samples))] for line in lines]
+
+    def _places(self, only: Collection[str] | None) -> list[int]:
+        return [place for place, each in enumerate(self._rewards) if only is None or each.label in only]
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""
@@ -141,10 +147,10 @@ class RewardPool:
                 process.wait(_CLOSE_SECONDS)
             process.stdout.close()
 
-    def _ask(self, packed: Sequence[bytes]) -> list[list[Outcome]]:
+    def _ask(self, asked: Sequence[int], packed: Sequence[bytes]) -> list[list[Outcome]]:
         requests, replies = self._channels()
         try:
-            frames.write(requests, pickle.dumps(packed), self._silent_seconds)
+            frames.write(requests, pickle.dumps((asked, packed)), self._silent_seconds)
             reply = self._answer(replies)
         except BrokenPipeError:
             reply = None
@@ -159,7 +165,7 @@ class RewardPool:
             raise
         if reply is None:
             raise RunStopped(f"The reward processes died{self._how()}. Read {self._log()}, then start the run again.")
-        return [[Outcome(**outcome) for outcome in line] for line in reply]
+        return [[Outcome(**outcome) for outcome in reply[place]] for place in asked]
 
     def _answer(self, replies: int) -> list[list[dict[str, Any]]] | None:
         """Return what comes behind signs of life; None at the end."""

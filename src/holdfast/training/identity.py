@@ -140,6 +140,7 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         # Neither moves a number.
         moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
         tree = config.model_dump(mode="json", exclude=moved)
+        tree["rewards"]["on_timeout"] = _on_timeout(config)
         loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
         # Only where it is on: checkpoints from before there was such a thing go on.
         sampled_by = _SAMPLED_BY | ({"replay_routing"} if config.rollout.replay_routing else set())
@@ -148,6 +149,13 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
             loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     return loss
+
+
+def _on_timeout(config: GRPOConfig) -> dict[str, Any]:
+    """Return what a timeout does; checkpoints from before there was `auto` go on where it changes nothing."""
+    policy = config.rewards.on_timeout
+    is_as_before = policy.kind == "auto" and all(reward.kind != "math" for reward in config.reward)
+    return {"kind": "drop_sample"} if is_as_before else policy.model_dump(mode="json")
 
 
 def _other_answers(config: DPOConfig) -> dict[str, str]:

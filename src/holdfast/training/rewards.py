@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.config.grpo import GRPOConfig
-from holdfast.config.reward import ModelRewardConfig, Reward, RewardPoolConfig
+from holdfast.config.reward import MathConfig, ModelRewardConfig, Reward, RewardPoolConfig
 from holdfast.models.reward_model import Reading, TextScorer
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Outcome, Sample, Scored, is_number
@@ -36,6 +36,10 @@ class Rewards:
     score: Score
     columns: Mapping[str, Sequence[str]]
     """Columns of the row without which a reward scores nothing, by its name."""
+    answers: Mapping[str, str] = field(default_factory=dict)
+    """Columns of answers that may not be readable, by the name of the reward."""
+    unreadable: Callable[[str, Sequence[str]], list[str]] = lambda _, __: []
+    """From the name of such a reward and answers to those that it cannot read; no conversation of ranks."""
 
 
 @contextmanager
@@ -70,7 +74,8 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
             scorer.start()
         if all(reward.place == "whole" for reward in named):
             exchange.close()
-        yield Rewards(scorer.score, scorer.columns)
+        answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}
+        yield Rewards(scorer.score, scorer.columns, answers, scorer.unreadable)
         exchange.close()
     finally:
         scorer.close()
@@ -119,6 +124,18 @@ class Scorer:
         """End the processes."""
         if self._pool is not None:
             self._pool.close()
+
+    def unreadable(self, label: str, answers: Sequence[str]) -> list[str]:
+        """Return the answers that a reward of `kind: math` cannot read, or not in time.
+
+        Raises:
+            RunStopped: As `score`.
+        """
+        assert self._pool is not None
+        (column,) = self._pool.columns[label]
+        asked = [Sample(place, "", "", [], [], "stop", {column: answer}) for place, answer in enumerate(answers)]
+        (outcomes,) = self._pool.outcomes(asked, only=[label])
+        return [answer for answer, outcome in zip(answers, outcomes, strict=True) if outcome.fault is not None]
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Return the reward of each sample, in their order; all ranks call this together, some without samples.
