@@ -59,7 +59,7 @@ class ScoreModel(PolicyModel):
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
         output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        return self._scores(output.last_hidden_state[0, 1:])
+        return self._scores(output.last_hidden_state[0, 1:]).clone()
 
 
 class ValueModel(ScoreModel):
@@ -71,7 +71,7 @@ class ValueModel(ScoreModel):
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score what precedes every token but the first."""
         output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        return self._scores(output.last_hidden_state[0, :-1])
+        return self._scores(output.last_hidden_state[0, :-1]).clone()
 
 
 class StoredScoreModel(ScoreModel):
