@@ -40,7 +40,8 @@ def built(world: World, model: dict[str, Any], **sections: Any) -> tuple[Sides, 
 
 def random_start(kind: str) -> dict[str, Any]:
     """Return a model section of a tiny model of an architecture."""
-    values = COMMON | EXTRA.get(kind, {}) | settings_of(kind) | {"model_type": kind}
+    name = kind.partition(":")[0]
+    values = COMMON | EXTRA.get(name, {}) | settings_of(kind) | {"model_type": name}
     return {"config": values, "tokenizer": "builtin:characters"}
 
 

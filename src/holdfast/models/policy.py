@@ -18,6 +18,7 @@ from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
 from holdfast.models.expert_choices import COLUMN, ChoicesToFollow
 from holdfast.models.family import Family, backbone_of, output_layer_of
+from holdfast.models.rotary import RotaryAngles
 from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
@@ -57,6 +58,7 @@ class PolicyModel(nn.Module):
         self.padded = padded
         self.routers = Routers(language_model) if routers_of(language_model) else None
         self.router_loss = router_loss
+        self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
 
     def replay_routing(self) -> None:
@@ -172,6 +174,7 @@ class PolicyModel(nn.Module):
             inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
         if self.replayed is not None:
             self.replayed.follow(batch.per_token.get(COLUMN))
+        self.rotary.follow(batch.lengths, batch.branches)
         positions = batch.position_ids
         output = backbone_of(self.language_model)(
             position_ids=positions[0] if positions.shape[0] == 1 else positions,
@@ -223,7 +226,8 @@ class PolicyModel(nn.Module):
         Returns:
             [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
         """
-        output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        with self.rotary.as_upstream():
+            output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         # A copy, not a view: FSDP2 hangs its backward pass on what a method returns.
@@ -232,7 +236,8 @@ class PolicyModel(nn.Module):
     @torch.no_grad()
     def upstream_hidden(self, tokens: Tensor) -> Tensor:
         """Return [L, H], what transformers' own backbone makes of one sequence."""
-        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
+        with self.rotary.as_upstream():
+            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
