@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, packed_attention, register
@@ -139,6 +140,25 @@ def test_boundaries_are_windows_chunks_and_angles_and_a_long_one_is_named() -> N
     assert found.too_long == (20_000,)
     assert boundaries_of(tiny_model("llama:dynamic", **settings_of("llama:dynamic")).config) == (20,)
     assert boundaries_of(tiny_model("qwen2", use_sliding_window=False, sliding_window=6).config) == ()
+
+
+class LouderHead(LlamaForCausalLM):  # type: ignore[misc]  # transformers'
+    """A Llama whose logits are smaller and capped, by fields that nobody knows."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what Llama does, by another rule of the head."""
+        output = super().forward(*args, **options)
+        output.logits = 7.0 * torch.tanh(0.9 * output.logits / 7.0)
+        return output
+
+
+def test_a_head_rule_of_its_own_under_a_new_name_is_measured() -> None:
+    model = LouderHead(tiny_model("llama").config).eval()
+
+    with pytest.raises(
+        ModelError, match=r"returned times 0\.(9|89999\d|90000\d), with a soft cap of (7|[67]\.\d+); read"
+    ):
+        check_forward(sides_of(policy_of(model)), may_fall_back=False)
 
 
 def test_a_rotary_rule_of_its_own_under_a_new_name_is_caught() -> None:

@@ -48,6 +48,8 @@ _LIMITS = {
 }
 _ROUTED = Limits(0.5, 0.5, 1e-2)
 """In bfloat16, where rounding sends tokens to other experts, whose gradients then differ as a whole."""
+_PIECE = 2**16
+"""Elements whose products are added up in float32."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
         _form_theirs(sides, plan, examples)
         theirs = _taken(policy)
         # [P, 3]: the product of both, and the square of each
-        sums = [torch.stack([_dot(a, b), _dot(a, a), _dot(b, b)]) for a, b in _pairs(ours, theirs)]
-        products = add_over_ranks(torch.stack(sums).to(sides.device)).cpu()
+        sums = [torch.stack([_dot(a, b), _dot(a, a), _dot(b, b)]).to(sides.device) for a, b in _pairs(ours, theirs)]
+        products = add_over_ranks(torch.stack(sums)).cpu()
     return _judged(sides, list(ours), products)
 
 
@@ -134,8 +136,11 @@ def _pairs(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> 
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of products in float64, of float32 sums over pieces: quick, and exact enough for long vectors."""
     wide = torch.promote_types(one.dtype, torch.float32)
-    return (one.to(wide) * other.to(wide)).sum(dtype=torch.float64)
+    pieces = zip(one.flatten().split(_PIECE), other.flatten().split(_PIECE), strict=True)
+    found = [torch.dot(a.to(wide), b.to(wide)) for a, b in pieces]
+    return torch.stack(found).sum(dtype=torch.float64) if found else torch.zeros((), dtype=torch.float64)
 
 
 def _judged(sides: Sides, names: list[str], products: Tensor) -> Gradients:
