@@ -56,13 +56,13 @@ def test_the_check_passes_in_the_form_that_auto_chooses(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "wrong", "measured"),
     [
-        ("granite", HeadSpec(), r"times 0\.33333\d; read, unchanged"),
-        ("cohere2", HeadSpec(scale=1 / 0.3), r"times 0\.(3|29999\d|30000\d); read, times 3\.33333"),
-        ("gemma2", HeadSpec(), r"with a soft cap of (4|3\.9999\d|4\.0000\d); read, unchanged"),
+        ("granite", HeadSpec(), r"times 0\.3333; read, unchanged"),
+        ("cohere2", HeadSpec(scale=1 / 0.3), r"times 0\.3; read, times 3\.333"),
+        ("gemma2", HeadSpec(), r"with a soft cap of 4; read, unchanged"),
         (
             "gemma2",
             HeadSpec(softcap=4.01),
-            r"with a soft cap of (4|3\.9999\d|4\.0000\d); read, with a soft cap of 4\.01",
+            r"with a soft cap of 4; read, with a soft cap of 4\.01",
         ),
         ("llama", HeadSpec(scale=0.97), r"unchanged; read, times 0\.97"),
     ],
@@ -82,7 +82,7 @@ def test_a_soft_cap_is_seen_where_logits_are_small() -> None:
     """Random weights give logits of a tenth, of which a cap of 30 takes a ten-millionth."""
     policy = policy_of(tiny_model("gemma2", final_logit_softcapping=30.0), HeadSpec())
 
-    with pytest.raises(ModelError, match=r"returned with a soft cap of (30|29\.99\d*|30\.00\d*); read, unchanged"):
+    with pytest.raises(ModelError, match=r"returned with a soft cap of 30; read, unchanged"):
         check_forward(sides_of(policy), may_fall_back=False)
 
 
@@ -155,9 +155,7 @@ class LouderHead(LlamaForCausalLM):  # type: ignore[misc]  # transformers'
 def test_a_head_rule_of_its_own_under_a_new_name_is_measured() -> None:
     model = LouderHead(tiny_model("llama").config).eval()
 
-    with pytest.raises(
-        ModelError, match=r"returned times 0\.(9|89999\d|90000\d), with a soft cap of (7|[67]\.\d+); read"
-    ):
+    with pytest.raises(ModelError, match=r"returned times 0\.9, with a soft cap of 7; read"):
         check_forward(sides_of(policy_of(model)), may_fall_back=False)
 
 

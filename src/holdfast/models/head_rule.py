@@ -35,9 +35,9 @@ class Rule:
         """Describe the rule."""
         if self.error > 1e-2:
             return "by no scale, soft cap or addition"
-        parts = [f"times {self.scale:.6g}"] if abs(self.scale - 1) > 1e-3 else []
-        parts += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.6g}"]
-        parts += [f"plus {self.offset:.6g}"] if abs(self.offset) > 1e-3 else []
+        parts = [f"times {self.scale:.4g}"] if abs(self.scale - 1) > 1e-3 else []
+        parts += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.4g}"]
+        parts += [f"plus {self.offset:.4g}"] if abs(self.offset) > 1e-3 else []
         return ", ".join(parts) or "unchanged"
 
 

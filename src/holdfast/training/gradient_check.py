@@ -146,28 +146,32 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 def _judged(sides: Sides, names: list[str], products: Tensor) -> Gradients:
     routed = sides.policy.routers is not None and sides.dtype == torch.bfloat16
     limits = _ROUTED if routed else _LIMITS[sides.dtype]
-    whole = math.sqrt(max(float(products[:, 1:].sum(0).max()), 0.0))
+    floor = limits.floor * math.sqrt(float(products[:, 1:].sum(0).max()))
     worst, where = 0.0, names[0]
     wrong: list[tuple[float, str]] = []
     for name, (product, square, other) in zip(names, products.tolist(), strict=True):
-        mine, theirs = math.sqrt(square), math.sqrt(other)
-        if max(mine, theirs) <= limits.floor * whole:
-            continue
-        cosine = product / (mine * theirs) if mine and theirs else 0.0
-        ratio = mine / theirs if theirs else math.inf
+        cosine, ratio = _angle_and_length(product, math.sqrt(square), math.sqrt(other), floor)
         off = max(1 - cosine, abs(ratio - 1))
         worst, where = max((worst, where), (off, name))
         if not (1 - cosine <= limits.angle and abs(ratio - 1) <= limits.length):
             wrong.append((off, f"{name} ({ratio:.4g} times as long, cosine {cosine:.6f})"))
     if wrong:
-        wrong.sort(key=lambda each: -each[0] if each[0] == each[0] else -math.inf)
         more = f" and of {len(wrong) - 1} more of {len(names)} parameters" if len(wrong) > 1 else ""
         raise ModelError(
             f"Gradients of {sides.policy.family.name} differ from transformers' own on the same tokens, most of "
-            f"{wrong[0][1]}{more}, while log-probabilities agree. It would train in a wrong direction; please report "
+            f"{max(wrong)[1]}{more}, while log-probabilities agree. It would train in a wrong direction; please report "
             "the architecture. model.check_gradients: false leaves this comparison out."
         )
     return Gradients(len(names), worst, where)
+
+
+def _angle_and_length(product: float, mine: float, theirs: float, floor: float) -> tuple[float, float]:
+    """Return the cosine of two gradients and how many times as long the first is; alike where both are rounding."""
+    if math.isnan(product) or math.isnan(mine + theirs):
+        return -1.0, math.inf
+    if max(mine, theirs) <= floor:
+        return 1.0, 1.0
+    return (product / (mine * theirs), mine / theirs) if mine and theirs else (0.0, 0.0 if theirs else math.inf)
 
 
 @contextmanager
