@@ -193,7 +193,7 @@ def documents(policy: PolicyModel, images: ImageSide | None) -> tuple[Example, E
 def plain_tokens(policy: PolicyModel, images: ImageSide | None, size: int, seed: int) -> NDArray[np.int64]:
     """Return [size] random tokens, none of which stands for a part of an image."""
     config: Any = policy.language_model.config
-    vocabulary = int(config.get_text_config().vocab_size)  # type: ignore[operator]
+    vocabulary = int(config.get_text_config().vocab_size)
     tokens = np.random.default_rng(seed).integers(0, vocabulary, size)
     if images is None:
         return tokens
@@ -234,7 +234,7 @@ def _beyond(sides: Sides, lengths: Sequence[int]) -> float:
     with shortened(policy.language_model, sides.witness):
         policy.show_predictors(_batch(sides, examples), look)
         largest = 0.0
-        for example, mine in zip(examples, ours[0].split([size - 1 for size in sizes]), strict=True):
+        for example, mine in zip(examples, torch.split(ours[0], [size - 1 for size in sizes]), strict=True):
             with as_files_say(policy.language_model, sides.witness, sides.device):
                 theirs = policy.upstream_hidden(torch.as_tensor(example.tokens, device=sides.device))[:-1]
             size = float(theirs.double().square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""Before step 1: the gradient of every trained parameter against transformers' own, on two short documents.
+"""Before step 1: the gradient of every trained parameter against transformers' own, on a short document.
 
 A right forward pass says nothing of the backward pass: our head forms gradients itself, adapters and recomputation have
 theirs. Both sides go through the same shards, so a rank compares its own rows, and sums over ranks tell the angle
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +67,8 @@ class Gradients:
 def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradients:
     """Compare the gradient that training would form with transformers', parameter by parameter.
 
+    One document is trained; beside it lies another one, which must leave no trace.
+
     All ranks call this together, with the same documents, and find the same.
 
     Args:
@@ -77,11 +80,12 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
         ModelError: The gradient of a parameter differs.
     """
     policy = sides.policy
-    examples = [document for index, document in enumerate(documents(policy, sides.images)) if index != 1]
+    first, _, second = documents(policy, sides.images)
+    trained, other = (second, first) if sides.images is None else (first, second)
     with _nothing_kept(policy, sides.device):
-        _form_ours(sides, plan, examples, dropout=dropout)
+        _form_ours(sides, plan, [replace(other, loss_mask=np.zeros_like(other.loss_mask)), trained], dropout=dropout)
         ours = _taken(policy)
-        _form_theirs(sides, plan, examples)
+        _form_theirs(sides, trained)
         theirs = _taken(policy)
         # [P, 3]: the product of both, and the square of each
         sums = [torch.stack([_dot(a, b), _dot(a, a), _dot(b, b)]).to(sides.device) for a, b in _pairs(ours, theirs)]
@@ -105,13 +109,11 @@ def _form_ours(sides: Sides, plan: ShardPlan, examples: list[Example], *, dropou
     torch.autograd.backward(output.loss)
 
 
-def _form_theirs(sides: Sides, plan: ShardPlan, examples: list[Example]) -> None:
+def _form_theirs(sides: Sides, example: Example) -> None:
     policy = sides.policy
     policy.eval()
-    for example in examples:
-        set_last_micro_batch(policy, plan, last=example is examples[-1])
-        with as_files_say(policy.language_model, sides.witness, sides.device):
-            torch.autograd.backward(-upstream(sides, example).sum())
+    with as_files_say(policy.language_model, sides.witness, sides.device):
+        torch.autograd.backward(-upstream(sides, example).sum())
 
 
 def _taken(policy: PolicyModel) -> dict[str, Tensor | None]:
@@ -138,7 +140,7 @@ def _pairs(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of products in float64, of float32 sums over pieces: quick, and exact enough for long vectors."""
     wide = torch.promote_types(one.dtype, torch.float32)
-    pieces = zip(one.flatten().split(_PIECE), other.flatten().split(_PIECE), strict=True)
+    pieces = zip(torch.split(one.flatten(), _PIECE), torch.split(other.flatten(), _PIECE), strict=True)
     found = [torch.dot(a.to(wide), b.to(wide)) for a, b in pieces]
     return torch.stack(found).sum(dtype=torch.float64) if found else torch.zeros((), dtype=torch.float64)
 
