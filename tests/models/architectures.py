@@ -105,6 +105,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {},
     "phi": {"num_key_value_heads": 4},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
     "llama4_text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64, "moe_layers": []},
 }
 """Architectures that some rule of packed attention does not fit."""

@@ -26,6 +26,7 @@ from holdfast.models.configuration import (
     apply_overrides,
     config_from_values,
     follow_tokenizer,
+    keep_routers_still,
     make_trainable,
     refusals,
 )
@@ -103,9 +104,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         model, skeleton = (on_meta(make, run_config) for _ in range(2))
         buffers = reference_buffers(make, run_config)
     _end_as_its_origin(skeleton, live, directory if config.tokenizer is None else None)
-    follow_compute_dtype(model)
-    if config.dtype == "float64":
-        model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
+    _follow_settings(model, config)
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
     stages = freeze(model, config.freeze, config.unfreeze)
@@ -131,6 +130,15 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         load_image_processor(config, raw_config, places),
         stages,
     )
+
+
+def _follow_settings(model: Any, config: ModelConfig) -> None:
+    """Let a model compute as its section says, where transformers has no field for it."""
+    follow_compute_dtype(model)
+    if not config.dropout:
+        keep_routers_still(model)
+    if config.dtype == "float64":
+        model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
 
 
 def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None:

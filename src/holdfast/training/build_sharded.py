@@ -22,7 +22,6 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.scorer import ScoreModel, StoredScoreModel, ValueModel
-from holdfast.models.selfcheck import check_forward
 from holdfast.models.student import StudentModel
 from holdfast.models.vision import image_side, towers_of, video_options
 from holdfast.parallel.apply import apply_plan
@@ -30,6 +29,7 @@ from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import materialise
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.training.check_model import check_model
 from holdfast.training.together import together
 
 
@@ -57,23 +57,12 @@ def build_policy(
     apply_plan(policy, plan, mesh)
     with exchange.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
-    result, note = together(
-        exchange,
-        lambda: check_forward(
-            policy,
-            may_fall_back=config.model.attention == "auto",
-            compute_dtype=getattr(torch, plan.compute_dtype),
-            device=world.device,
-            images=images if isinstance(images, ImageSide) else None,
-            all_agree=lambda found: all(exchange.gather(found)),
-        ),
-    )
+    side = images if isinstance(images, ImageSide) else None
+    checked = check_model(config, origin, policy, plan, world, exchange, side)
     if world.is_first:
-        for line in (*plan.describe().splitlines(), *origin.notes, router_note, note):
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
             if line:
                 print(line, flush=True)
-        compared = "scores" if config.scores else "log-probabilities"
-        print(f"forward check: {compared} agree with transformers to {result.difference:.1e}", flush=True)
     return policy, plan
 
 

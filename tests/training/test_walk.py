@@ -1,0 +1,52 @@
+"""Before step 1 a policy walks through a step on two tiny groups, and nothing of it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.grpo_cases import prompts_of, settings
+from tests.tiny import tiny_directory
+from tests.training.walk_cases import first_step, without_branches
+
+ROWS = prompts_of(8)
+SECTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"optim": {"kind": "adamw", "lr": 1e-2, "ema": {"decay": 0.9}}, "kl": {"coefficient": 0.1}},
+    "adapters": {"model": {"lora": {"rank": 4}}},
+    "critic": {"advantage": {"kind": "gae"}, "critic": {"optim": {"lr": 1e-2}}},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny model."""
+    return tiny_directory(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_step_is_the_same_bit_by_bit_however_often_it_was_walked(
+    pools: Any, llama: Path, name: str, ranks: int
+) -> None:
+    tree = settings(str(llama), **SECTIONS[name])
+
+    once, thrice = (pools(ranks).run(first_step, tree, ROWS, walks) for walks in (0, 2))
+
+    for one, three in zip(once, thrice, strict=True):
+        assert three["unchanged"]
+        assert one["empty"]
+        assert three["after"] == one["after"]
+        assert three["loss"] == one["loss"]
+        assert three["gradients"] == []
+        assert three["said"] == one["said"]
+
+
+def test_what_fails_in_the_step_is_one_paragraph_that_names_the_phase(pools: Any, llama: Path) -> None:
+    tree = settings(str(llama), rollout={"shared_prefix": "on"})
+
+    for kind, message in pools(2).errors(without_branches, tree, ROWS):
+        assert kind == "ModelError"
+        assert "A step of this run would fail where it updates: KeyError: 'branches' Two tiny groups" in message
+        assert "\n" not in message

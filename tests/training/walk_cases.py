@@ -1,0 +1,89 @@
+"""What rank pools run for the tests of the walk before a policy's first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from holdfast.config.grpo import GRPOConfig
+from holdfast.config.load import from_mapping
+from holdfast.models.attention import packed_attention
+from holdfast.parallel.materialise import local_part, sharded_parameters
+from holdfast.parallel.mesh import World
+from holdfast.recipes.grpo import grpo_step
+from holdfast.rewards.base import Sample, Scored
+from holdfast.training.build import Live
+from holdfast.training.build_policy import build_policy_run
+from holdfast.training.policy import PolicyRun
+from holdfast.training.walk import walk_a_step
+
+
+def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:
+    """Build a run, which walks through a step; its reward is the share of even tokens."""
+
+    def score(samples: list[Sample]) -> list[Scored]:
+        shares = [
+            sum(token % 2 == 0 for token in each.completion_tokens) / len(each.completion_tokens) for each in samples
+        ]
+        return [Scored(share, {"exact": share}) for share in shares]
+
+    return build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))  # type: ignore[arg-type]
+
+
+def bits(run: PolicyRun) -> dict[str, bytes]:
+    """Return everything of a run, and of its critic, that a step changes."""
+    found = {"draws": torch.get_rng_state().numpy().tobytes(), "state": repr(run.state.as_plain()).encode()}
+    for name, each in {"": run, **run.companions}.items():
+        for parameter, value in sharded_parameters(each.policy).items():
+            found[f"{name}/{parameter}"] = local_part(value.detach()).contiguous().view(torch.uint8).numpy().tobytes()
+        for number, state in enumerate(each.optimizer.state.values()):
+            for key, value in state.items():
+                kept = local_part(value).contiguous() if isinstance(value, Tensor) else value
+                found[f"{name}/{number}/{key}"] = repr(kept.tolist() if isinstance(kept, Tensor) else kept).encode()
+        for parameter, average in ({} if each.averages is None else each.averages.tensors).items():
+            found[f"{name}/average/{parameter}"] = repr(local_part(average).tolist()).encode()
+    return found
+
+
+def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dict[str, Any]:
+    """Walk some more times, and make the first step; return what there was before and after, and what it told."""
+    run = built(world, tree, rows)
+    before = bits(run)
+    for _ in range(walks):
+        walk_a_step(run)
+    walked = bits(run)
+    metrics = grpo_step(run)
+    assert metrics is not None
+    gradients = [name for name, value in sharded_parameters(run.policy).items() if value.grad is not None]
+    return {
+        "unchanged": before == walked,
+        "empty": not any("/0/" in name for name in before),
+        "after": bits(run),
+        "loss": (metrics["loss"], metrics["grad_norm"]),
+        "gradients": gradients,
+        "said": list(run.said),
+    }
+
+
+def no_branches(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as packed attention does, but for completions that share their prompt."""
+    if any(options["documents"].branches):
+        raise KeyError("branches")
+    return packed_attention(module, query, key, value, mask, **options)
+
+
+def without_branches(world: World, tree: dict[str, Any], rows: Any) -> None:
+    """Walk with a model whose attention knows no shared prompt."""
+    run = built(world, tree, rows)
+    ALL_ATTENTION_FUNCTIONS.register(no_branches.__name__, no_branches)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(no_branches.__name__, lambda *_, **__: None)
+    model: Any = run.policy.language_model
+    model.set_attn_implementation(no_branches.__name__)
+    walk_a_step(run)
