@@ -2,8 +2,8 @@
 
 A test is in one lane. Those marked `slow` or `gpu` are run by their targets, those marked `deep` by `make test-deep`,
 and the rest by `make test`. Of a function that starts processes, as its fixtures show, two cases stay in `make test`,
-the first and the last; the others are deep. The mark `cases(n)` keeps n of them, spread evenly, and `cases("all")` keeps
-all: those whose numbers come from different formulas, and kills of different phases.
+the first and the last; the others are deep. The mark `cases(n)` keeps n of them, spread evenly, and `cases("all")`
+keeps all: those whose numbers come from different formulas, and kills of different phases.
 """
 
 from __future__ import annotations
