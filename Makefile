@@ -38,7 +38,7 @@ types: setup
 
 # Collects every test, and says how many each lane has; the workers then read the byte code that this one wrote.
 count: setup
-	$(BIN)/python -m pytest --collect-only -qq | tail -n 1
+	@lanes="$$($(BIN)/python -m pytest --collect-only -qq)" || { echo "$$lanes"; exit 1; }; echo "$$lanes" | tail -n 1
 
 checks: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types count
