@@ -83,7 +83,7 @@ def read(directory: Path) -> Exported | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         exported = Exported(**{name: value for name, value in values.items() if name != "format"})
-        plain = isinstance(exported.step, int) and isinstance(exported.run_id, str) and isinstance(exported.run, str)
+        plain = isinstance(values["step"], int) and isinstance(values["run_id"], str) and isinstance(values["run"], str)
         plain &= all(set(each) == {"size", "xxh3_128"} for each in exported.files.values())
         reason = "a value has another type"
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
