@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
 from holdfast.models.expert_choices import COLUMN, ChoicesToFollow
-from holdfast.models.family import Family, backbone_of, output_layer_of
+from holdfast.models.family import Family, backbone_of, output_layer_of, reader_of
+from holdfast.models.names import POLICY_MODULE
 from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
@@ -48,13 +49,18 @@ class PolicyModel(nn.Module):
         router_loss: RouterLoss | None = None,
     ) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.add_module(POLICY_MODULE, language_model)
         self.family = family
         self.head_spec = head_spec
         self.padded = padded
         self.routers = Routers(language_model) if routers_of(language_model) else None
         self.router_loss = router_loss
         self.replayed: ChoicesToFollow | None = None
+
+    @property
+    def language_model(self) -> nn.Module:
+        """Return the transformers model."""
+        return self.get_submodule(POLICY_MODULE)
 
     def replay_routing(self) -> None:
         """From now on send tokens to the experts that a batch names in its column `expert_choices`."""
@@ -220,7 +226,7 @@ class PolicyModel(nn.Module):
         Returns:
             [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
         """
-        output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
