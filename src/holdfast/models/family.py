@@ -116,7 +116,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
     """Return the part of a language model that ends in hidden states.
 
     It is what the model announces as its base model. Some announce a name that they do not use (Llama 4 does, twice):
-    then it is the child that has the input embeddings, or the backbone of that child where it is a whole language model.
+    then it is the child that has the input embeddings, or the backbone of that child if it has an output layer too.
 
     Raises:
         ModelError: The model has none.

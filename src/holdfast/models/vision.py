@@ -24,8 +24,8 @@ VIDEO_FILE = "video_preprocessor_config.json"
 
 FREEZE_PRESETS: Mapping[str, str] = {
     "vision_tower": r"^(model\.)?(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.|vision_model\.)",
-    "projector": r"^(model\.)?(visual\.(merger|deepstack_merger_list)\.|multi_modal_projector\.|connector\.|embed_vision\.|"
-    r"language_projection\.|qformer\.|query_tokens$)",
+    "projector": r"^(model\.)?(visual\.(merger|deepstack_merger_list)\.|multi_modal_projector\.|connector\.|"
+    r"embed_vision\.|language_projection\.|qformer\.|query_tokens$)",
     "language_model": r"^((model\.)?(language_model|text_model)\.|lm_head\.)",
 }
 """Words for `model.freeze`, as patterns of canonical names. `embeddings` is one more: it is found in the model."""
