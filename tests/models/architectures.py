@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "starcoder2": {"sliding_window": 6},
     "mixtral": {"sliding_window": 6},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
     "qwen3_moe": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},

@@ -23,6 +23,7 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build_sharded import build_policy
 from holdfast.types import Example, Scores
+from tests.models.sides import sides_of
 
 
 def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -> tuple[PolicyModel, Blueprint]:
@@ -58,9 +59,9 @@ def whole_parameters(
 
 def checked(world: World, model: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
     """Build a policy, which checks it, check it once more and score two documents with it."""
-    policy, _ = build(world, model, parallel=parallel)
+    policy, origin = build(world, model, parallel=parallel)
     dtype = getattr(torch, parallel.get("compute_dtype", "float32"))
-    result, _ = check_forward(policy, may_fall_back=False, compute_dtype=dtype)
+    result, _ = check_forward(sides_of(policy, dtype, origin.original_config), may_fall_back=False)
     documents = [np.arange(2, 22), np.arange(30, 43)]
     examples = [Example(index, index, tokens, np.arange(tokens.size) > 0) for index, tokens in enumerate(documents)]
     batch = pack(examples, [Share(1.0, 1.0)] * 2, padded=policy.padded)

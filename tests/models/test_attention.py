@@ -19,6 +19,7 @@ from holdfast.models.policy import PolicyModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.types import Batch, Example, Scores
 from tests.models.architectures import RECURRENT, SETTINGS, strong_model, twin
+from tests.models.sides import sides_of
 
 LENGTHS = (13, 13, 5, 1, 21)
 """Longer than the window of 6, shorter, of one token, and two of equal length next to each other."""
@@ -146,7 +147,7 @@ def test_attention_that_is_not_told_the_lengths_raises() -> None:
     with pytest.raises(ModelError, match=r"packed documents would see each other\. Set model\.attention: sdpa"):
         policy(batch_of(documents_of()))
     with pytest.raises(ModelError, match=r"packed documents would see each other"):
-        check_forward(policy, may_fall_back=False, compute_dtype=torch.float32)
+        check_forward(sides_of(policy), may_fall_back=False)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("stablelm", "does not pass keyword"), ("falcon", "see each other (by")])
@@ -154,7 +155,7 @@ def test_the_start_check_falls_back_to_one_document_per_row(kind: str, reason: s
     model = strong_model(kind)
     policy = policy_of(model)
 
-    result, note = check_forward(policy, may_fall_back=True, compute_dtype=torch.float32)
+    result, note = check_forward(sides_of(policy), may_fall_back=True)
 
     assert policy.padded
     assert note.startswith("attention: one document per row, since ")

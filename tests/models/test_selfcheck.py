@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, packed_attention, register
+from holdfast.models.configuration import make_trainable
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
 from holdfast.models.scores import HeadSpec
 from holdfast.models.selfcheck import check_forward
-from tests.models.architectures import strong_model, twin
+from tests.models.architectures import OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
 from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
+from tests.models.sides import sides_of
+from tests.tiny import tiny_model
 
 
 def policy_of(model: Any, spec: HeadSpec | None = None) -> PolicyModel:
@@ -35,7 +39,7 @@ def policy_of(model: Any, spec: HeadSpec | None = None) -> PolicyModel:
 def test_the_check_passes_in_the_form_that_auto_chooses(kind: str) -> None:
     policy = policy_of(model_of(kind))
 
-    result, note = check_forward(policy, may_fall_back=False, compute_dtype=torch.float32)
+    result, note = check_forward(sides_of(policy), may_fall_back=False)
 
     assert note == ""
     assert result.difference < 2e-5
@@ -48,22 +52,75 @@ def test_the_check_passes_in_the_form_that_auto_chooses(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"),
+    ("kind", "wrong", "measured"),
     [
-        ("granite", HeadSpec()),
-        ("cohere2", HeadSpec(scale=1 / 0.3)),
-        ("gemma2", HeadSpec()),
-        ("gemma2", HeadSpec(softcap=5.0)),
-        ("llama", HeadSpec(scale=0.97)),
+        ("granite", HeadSpec(), r"times 0\.33333\d; read, unchanged"),
+        ("cohere2", HeadSpec(scale=1 / 0.3), r"times 0\.(3|29999\d|30000\d); read, times 3\.33333"),
+        ("gemma2", HeadSpec(), r"with a soft cap of (4|3\.9999\d|4\.0000\d); read, unchanged"),
+        (
+            "gemma2",
+            HeadSpec(softcap=4.01),
+            r"with a soft cap of (4|3\.9999\d|4\.0000\d); read, with a soft cap of 4\.01",
+        ),
+        ("llama", HeadSpec(scale=0.97), r"unchanged; read, times 0\.97"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("may_fall_back", [True, False])
-def test_logits_by_another_rule_stop_the_run(kind: str, wrong: HeadSpec, may_fall_back: bool) -> None:
+def test_a_head_by_another_rule_stops_the_run_and_is_measured(
+    kind: str, wrong: HeadSpec, measured: str, may_fall_back: bool
+) -> None:
     policy = policy_of(strong_model(kind), wrong)
 
-    with pytest.raises(ModelError, match=rf"Log-probabilities of {kind} differ from transformers' own by \d"):
-        check_forward(policy, may_fall_back=may_fall_back, compute_dtype=torch.float32)
+    with pytest.raises(ModelError, match=rf"The logits of {kind} follow .* returned {measured}\."):
+        check_forward(sides_of(policy), may_fall_back=may_fall_back)
+
+
+def test_a_soft_cap_is_seen_where_logits_are_small() -> None:
+    """Random weights give logits of a tenth, of which a cap of 30 takes a ten-millionth."""
+    policy = policy_of(tiny_model("gemma2", final_logit_softcapping=30.0), HeadSpec())
+
+    with pytest.raises(ModelError, match=r"returned with a soft cap of (30|29\.99\d*|30\.00\d*); read, unchanged"):
+        check_forward(sides_of(policy), may_fall_back=False)
+
+
+def test_the_head_of_recurrent_gemma_passes_from_a_random_start() -> None:
+    policy = policy_of(tiny_model("recurrent_gemma", lru_width=32, attention_window_size=6, head_dim=8))
+
+    check_forward(sides_of(policy), may_fall_back=False)
+
+    assert policy.head_spec.softcap == 30.0
+
+
+def logits_in_evaluation(config: Any, weights: dict[str, Tensor]) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.arange(2, 26)[None]).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", [*SETTINGS, *RECURRENT, *OTHERS])
+def test_the_configuration_of_a_run_evaluates_as_that_of_its_files(kind: str) -> None:
+    model = tiny_model(kind, **settings_of(kind))
+    config = copy.deepcopy(model.config)
+
+    make_trainable(config, keep_dropout=False)
+
+    weights = model.state_dict()
+    assert torch.equal(logits_in_evaluation(config, weights), logits_in_evaluation(model.config, weights))
+
+
+def test_a_field_that_was_changed_behind_the_back_of_the_files_is_caught() -> None:
+    model = tiny_model("phimoe", **settings_of("phimoe"))
+    files = copy.deepcopy(model.config)
+    for layer in model.model.layers:
+        layer.mlp.router.router_jitter_noise = 0.0
+
+    with pytest.raises(ModelError, match=r"Log-probabilities of phimoe differ from transformers' own by \d"):
+        check_forward(sides_of(policy_of(model), files=files), may_fall_back=False)
 
 
 def leaking_attention(
@@ -93,8 +150,8 @@ def test_attention_that_sees_across_documents_is_caught(attention: Any) -> None:
     policy.language_model.set_attn_implementation(attention.__name__)  # type: ignore[operator]
 
     with pytest.raises(ModelError, match=r"between documents: \d"):
-        check_forward(policy, may_fall_back=False, compute_dtype=torch.float32)
-    result, note = check_forward(policy, may_fall_back=True, compute_dtype=torch.float32)
+        check_forward(sides_of(policy), may_fall_back=False)
+    result, note = check_forward(sides_of(policy), may_fall_back=True)
 
     assert policy.padded
     assert "packed documents see each other (by " in note
@@ -105,14 +162,14 @@ def test_attention_that_sees_across_documents_is_caught(attention: Any) -> None:
 def test_bfloat16_passes_with_its_own_tolerance(kind: str) -> None:
     policy = policy_of(twin(strong_model(kind, scale=2.0), torch.bfloat16))
 
-    check_forward(policy, may_fall_back=False, compute_dtype=torch.bfloat16)
+    check_forward(sides_of(policy, torch.bfloat16), may_fall_back=False)
 
 
 def test_bfloat16_rounding_does_not_hide_a_missing_cap() -> None:
     policy = policy_of(twin(strong_model("gemma2"), torch.bfloat16), HeadSpec())
 
-    with pytest.raises(ModelError, match=r"gemma2 differ from transformers' own"):
-        check_forward(policy, may_fall_back=False, compute_dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match=r"The logits of gemma2 follow .* with a soft cap of 4"):
+        check_forward(sides_of(policy, torch.bfloat16), may_fall_back=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "stablelm"])

@@ -12,6 +12,7 @@ from holdfast.errors import ModelError
 from holdfast.models.family import family_of
 from holdfast.models.scorer import StoredScoreModel
 from holdfast.models.selfcheck import check_forward
+from tests.models.sides import sides_of
 from tests.tiny import COMMON
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -50,17 +51,17 @@ def scorer(made: type[Any], dtype: torch.dtype, size: float = 1.0) -> StoredScor
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_class_that_scores_by_another_rule_is_found_out_at_start(dtype: torch.dtype, size: float) -> None:
-    check_forward(scorer(LlamaForSequenceClassification, dtype, size), may_fall_back=False, compute_dtype=dtype)
+    check_forward(sides_of(scorer(LlamaForSequenceClassification, dtype, size), dtype), may_fall_back=False)
 
     with pytest.raises(ModelError, match="differ from transformers' own"):
-        check_forward(scorer(AtTheFirstToken, dtype, size), may_fall_back=False, compute_dtype=dtype)
+        check_forward(sides_of(scorer(AtTheFirstToken, dtype, size), dtype), may_fall_back=False)
 
 
 def test_large_scores_may_be_rounded_in_proportion() -> None:
     large = scorer(Rounded, torch.bfloat16, 300.0)
 
-    result, _ = check_forward(large, may_fall_back=False, compute_dtype=torch.bfloat16)
+    result, _ = check_forward(sides_of(large, torch.bfloat16), may_fall_back=False)
 
     assert 0.001 < result.difference < 0.1
     with pytest.raises(ModelError, match="differ from transformers' own"):
-        check_forward(scorer(Rounded, torch.float32, 300.0), may_fall_back=False, compute_dtype=torch.float32)
+        check_forward(sides_of(scorer(Rounded, torch.float32, 300.0)), may_fall_back=False)

@@ -17,6 +17,9 @@ from holdfast.errors import ModelError
 _MOVED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters.rope_theta"}
 """Fields of many a config.json that transformers 5 keeps elsewhere."""
 
+_PART_OF_THE_MODEL = {("phimoe", "router_jitter_noise")}
+"""Fields that sound like noise in training and act in evaluation too: PhiMoE leaves experts out by it."""
+
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
@@ -124,11 +127,15 @@ def sub_configs(config: Any) -> Iterator[Any]:
 
 
 def make_trainable(config: Any, *, keep_dropout: bool) -> None:
-    """Turn off the key/value cache and, unless they are kept, dropout, dropped layers and router noise."""
+    """Turn off the key/value cache and, unless they are kept, dropout, dropped layers and router noise.
+
+    Only what acts in training alone is changed: in evaluation the model stays the one that its files describe.
+    """
     for part in sub_configs(config):
         part.use_cache = False
         if keep_dropout:
             continue
         for name, value in list(vars(part).items()):
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            noise = ("drop" in name or "jitter" in name) and isinstance(value, float)
+            if noise and (part.model_type, name) not in _PART_OF_THE_MODEL:
                 setattr(part, name, 0.0)

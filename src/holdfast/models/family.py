@@ -66,6 +66,8 @@ def family_of(model: nn.Module) -> Family:
     if getattr(text, "lm_head_multiplier", None):  # Falcon-H1
         scale = float(text.lm_head_multiplier)
     softcap = getattr(text, "final_logit_softcapping", None)
+    if getattr(text, "logits_soft_cap", None):  # RecurrentGemma
+        softcap = text.logits_soft_cap
     reason = _why_not_packed(model, text)
     return Family(
         name=str(config.model_type),

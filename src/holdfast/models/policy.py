@@ -27,6 +27,9 @@ from holdfast.types import Batch, LossSum, Scores
 _FEATURES = ("pooler_output", "deepstack_features")
 """What of a tower's output transformers' models put into hidden states."""
 
+RAMP = 64.0
+"""Largest number that is sent through a model's head to see what becomes of it."""
+
 
 class PolicyModel(nn.Module):
     """A transformers language model as a policy over tokens.
@@ -230,6 +233,37 @@ class PolicyModel(nn.Module):
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+
+    @torch.no_grad()
+    def upstream_hidden(self, tokens: Tensor) -> Tensor:
+        """Return [L, H], what transformers' own backbone makes of one sequence."""
+        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    @torch.no_grad()
+    def upstream_head(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the logits of one sequence, [L - 1, V], what was sent through its head, [W], and what came back, [V].
+
+        In the place of the last token's logits the output layer gives a ramp, so that whatever a model makes of what
+        its output layer gives is seen over its whole range, however small the logits are. None for a model that does
+        not call its output layer once.
+        """
+        sent: list[Tensor] = []
+
+        def with_ramp(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            output = output.clone()
+            ramp = torch.linspace(-RAMP, RAMP, output.shape[-1], device=output.device)
+            output[0, -1] = ramp.to(output.dtype)
+            sent.append(output[0, -1])
+            return output
+
+        hook = output_layer_of(self.language_model).register_forward_hook(with_ramp)
+        try:
+            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False)
+        finally:
+            hook.remove()
+        return (output.logits[0, :-1], sent[0].clone(), output.logits[0, -1]) if len(sent) == 1 else None
 
     def _head(self) -> Head:
         layer = output_layer_of(self.language_model)

@@ -1,17 +1,19 @@
-"""Before step 1: our path through the model against transformers' own, on a few tokens.
+"""Before step 1: our path through the model against what transformers makes of its files, on a few tokens.
 
-A soft cap we do not know of, a logit scale under a new name, an attention that sees across documents: each would train
-on wrong numbers without an error. Two short documents show it.
+A soft cap we do not know of, a logit scale under a new name, an attention that sees across documents, angles that
+depend on what else is in a pack: each would train on wrong numbers without an error. Two short documents show most of
+it; a document beyond each length at which the model changes, beside a short one, shows the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.data.packing import pack, to_device
@@ -19,15 +21,23 @@ from holdfast.data.vision import ImageSide
 from holdfast.data.weights import Share
 from holdfast.errors import ModelError
 from holdfast.models.attention import upstream_attention
+from holdfast.models.boundaries import Lengths, lengths_to_see, shortened
+from holdfast.models.head_rule import check_head
 from holdfast.models.policy import PolicyModel
 from holdfast.models.scorer import ScoreModel
-from holdfast.models.vision import set_attention
-from holdfast.types import Example, Scores
+from holdfast.models.scores import Head
+from holdfast.models.witness import as_files_say, follow_implementation
+from holdfast.types import Batch, Example, Scores
 
 LENGTHS = (19, 23)
 TOLERANCE = {torch.float64: 5e-4, torch.float32: 5e-4, torch.bfloat16: 0.1}
-"""Difference of log-probabilities; normalisation layers compute in float32 even in a float64 model."""
+"""Difference of log-probabilities, as a part of the spread of a token's logits; normalisation layers compute in float32
+even in a float64 model."""
 LEAK_TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 0.03}
+SMALLEST_SPREAD = 0.1
+"""Where logits are closer together than this, rounding of log-probabilities is no small part of their spread."""
+_PROBE = 9
+"""Tokens of the sequence whose logits give the spread."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +48,39 @@ class CheckResult:
     """Between our log-probabilities and transformers'."""
     leak: float
     """Of one document's log-probabilities when the other document changes."""
+    spread: float
+    """Of a token's logits: their standard deviation over the vocabulary. The limits are parts of it."""
+    beyond: float
+    """Between hidden states of documents on both sides of the model's boundaries, as a part of their size."""
+    lengths: Lengths
+    """Which boundaries those are."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What is compared, and where."""
+
+    policy: PolicyModel
+    witness: Any
+    """The model that the files describe, from `witness_of`."""
+    dtype: torch.dtype
+    """Of the computation."""
+    device: torch.device
+    images: ImageSide | None = None
+    """Then one of the documents has an image."""
 
 
 @torch.no_grad()
 def check_forward(
-    policy: PolicyModel,
-    *,
-    may_fall_back: bool,
-    compute_dtype: torch.dtype,
-    device: torch.device | None = None,
-    images: ImageSide | None = None,
-    all_agree: Callable[[bool], bool] = bool,
+    sides: Sides, *, may_fall_back: bool, all_agree: Callable[[bool], bool] = bool
 ) -> tuple[CheckResult, str]:
     """Compare, and fall back to one document per row if packing is not exact and may be given up.
 
     All ranks call this together.
 
     Args:
-        policy: Sharded and filled.
+        sides: The policy, sharded and filled, and what its files say.
         may_fall_back: `model.attention: auto`.
-        compute_dtype: Sets the tolerance.
-        device: Where the model computes.
-        images: Then one of the documents has an image.
         all_agree: Whether something is true on all ranks; each measures with its own device, and all must take the
             same path.
 
@@ -69,30 +90,45 @@ def check_forward(
     Raises:
         ModelError: Our path differs from transformers'.
     """
+    policy = sides.policy
     policy.eval()
+    follow_implementation(sides.witness, policy.language_model)
+    spread = _spread_of_logits(sides)
     note, chooses = "", may_fall_back and not policy.padded
     try:
-        result = _measure(policy, compute_dtype, device, images)
-        exact = _exact(result, compute_dtype)
+        result = _measure(sides, spread)
+        exact = _exact(result, sides.dtype)
         reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
     except ModelError as error:
         if not chooses:
             raise
-        exact, reason = False, str(error).split(". ")[0]
-        result = CheckResult(float("inf"), float("inf"))
+        exact, reason, result = False, str(error).split(". ")[0], None
     if chooses and not (exact := all_agree(exact)):
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
-        result = _measure(policy, compute_dtype, device, images)
-        exact = _exact(result, compute_dtype)
+        result = _measure(sides, spread)
+        exact = _exact(result, sides.dtype)
     policy.train()
+    assert result is not None
     if not exact:
-        raise ModelError(
-            f"Log-probabilities of {policy.family.name} differ from transformers' own by {result.difference:.2e} "
-            f"(between documents: {result.leak:.2e}). Its logits or its attention follow a rule Holdfast does not "
-            "know; please report the architecture."
-        )
+        raise ModelError(_words(sides, result))
     return result, note
+
+
+def _words(sides: Sides, result: CheckResult) -> str:
+    name = sides.policy.family.name
+    if not _within(result.difference, TOLERANCE, sides.dtype) or not _within(result.leak, LEAK_TOLERANCE, sides.dtype):
+        return (
+            f"Log-probabilities of {name} differ from transformers' own by {result.difference * result.spread:.2e} "
+            f"(between documents: {result.leak * result.spread:.2e}; a token's logits spread by {result.spread:.2e}). "
+            "Its logits or its attention follow a rule Holdfast does not know; please report the architecture."
+        )
+    lengths = ", ".join(str(length) for length in result.lengths.seen)
+    return (
+        f"Hidden states of {name} differ from transformers' own by {result.beyond:.2e} of their size where texts up to "
+        f"and beyond {lengths} tokens lie side by side; short texts agree. Its windows or rotary angles depend on "
+        "length by a rule Holdfast does not know; please report the architecture."
+    )
 
 
 def use_padding(policy: PolicyModel) -> None:
@@ -101,55 +137,109 @@ def use_padding(policy: PolicyModel) -> None:
     policy.language_model.set_attn_implementation(upstream_attention(policy.language_model))  # type: ignore[operator]
 
 
+def _within(value: float, limits: dict[torch.dtype, float], dtype: torch.dtype) -> bool:
+    return value <= limits[dtype]
+
+
 def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
-    return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
+    agrees = _within(result.difference, TOLERANCE, dtype) and _within(result.beyond, TOLERANCE, dtype)
+    return agrees and _within(result.leak, LEAK_TOLERANCE, dtype)
 
 
-def _measure(
-    policy: PolicyModel, dtype: torch.dtype, where: torch.device | None, images: ImageSide | None
-) -> CheckResult:
-    model: Any = policy.language_model
-    device = where or next(policy.buffers(), torch.zeros(0)).device
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    first, changed, second = _documents(vocabulary, images)
-    ours = _ours(policy, [first, second], device)
-    after = _ours(policy, [changed, second], device)
-    ours_attention = model.config.get_text_config()._attn_implementation  # noqa: SLF001 - set_attn_implementation's
-    if not policy.padded:
-        set_attention(model, upstream_attention(model))
-    theirs = [_theirs(policy, document, images, device) for document in (first, second)]
-    if not policy.padded:
-        set_attention(model, ours_attention)
-    scale = _scale(torch.cat(theirs)) if isinstance(policy, ScoreModel) else 1.0
+def _spread_of_logits(sides: Sides) -> float | None:
+    """Return the spread, after looking at what the model makes of its output layer; None where it has no logits.
+
+    Raises:
+        ModelError: It makes something else of it than we do.
+    """
+    policy = sides.policy
+    if isinstance(policy, ScoreModel):
+        return None
+    tokens = torch.as_tensor(plain_tokens(policy, sides.images, _PROBE, 1), device=sides.device)
+    with as_files_say(policy.language_model, sides.witness, sides.device):
+        probe = policy.upstream_head(tokens)
+    if probe is None:
+        return 1.0
+    logits, sent, returned = probe
+    check_head(policy.family.name, sent, returned, policy.head_spec, sides.dtype)
+    return max(SMALLEST_SPREAD, float(logits.double().std(-1).mean()))
+
+
+def _measure(sides: Sides, spread: float | None) -> CheckResult:
+    first, changed, second = documents(sides.policy, sides.images)
+    ours = _ours(sides, [first, second])
+    after = _ours(sides, [changed, second])
+    theirs = [upstream(sides, document) for document in (first, second)]
+    dtype = sides.dtype
+    if spread is None:  # scores may be large, and are rounded in proportion
+        spread = max(SMALLEST_SPREAD, float(torch.cat(theirs).abs().mean()))
     difference, leak = _change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype)
-    return CheckResult(difference / scale, leak / scale)
+    lengths = lengths_to_see(sides.policy.language_model, sides.device)
+    beyond = _beyond(sides, lengths.seen) if lengths.seen else 0.0
+    return CheckResult(difference / spread, leak / spread, spread, beyond, lengths)
 
 
-def _documents(vocabulary: int, images: ImageSide | None) -> tuple[Example, Example, Example]:
+def documents(policy: PolicyModel, images: ImageSide | None) -> tuple[Example, Example, Example]:
     """Return a document, the same with other tokens, and another one; the first two have an image if there may be."""
-    generator = np.random.default_rng(0)
-    texts = [generator.integers(0, vocabulary, size) for size in (LENGTHS[0], LENGTHS[0], LENGTHS[1])]
-    if images is not None:
-        plain = next(token for token in range(vocabulary) if token not in images.marks)
-        texts = [np.where(np.isin(tokens, images.marks), plain, tokens) for tokens in texts]
     found = []
-    for index, tokens in enumerate(texts):
-        if images is None:
-            found.append(Example(index, index, tokens, np.arange(tokens.size) > 0))
-            continue
-        if index < len(texts) - 1:
+    for index, size in enumerate((LENGTHS[0], LENGTHS[0], LENGTHS[1])):
+        tokens = plain_tokens(policy, images, size, index)
+        if images is not None and index < 2:
             tokens[tokens.size // 3] = images.image_id
-        found.append(images.probe(tokens, index))
+        found.append(_document(tokens, index, images))
     return found[0], found[1], found[2]
 
 
-def _theirs(policy: PolicyModel, example: Example, images: ImageSide | None, device: torch.device) -> Tensor:
+def plain_tokens(policy: PolicyModel, images: ImageSide | None, size: int, seed: int) -> NDArray[np.int64]:
+    """Return [size] random tokens, none of which stands for a part of an image."""
+    config: Any = policy.language_model.config
+    vocabulary = int(config.get_text_config().vocab_size)  # type: ignore[operator]
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, size)
+    if images is None:
+        return tokens
+    plain = next(token for token in range(vocabulary) if token not in images.marks)
+    return np.where(np.isin(tokens, images.marks), plain, tokens)
+
+
+def _document(tokens: NDArray[np.int64], index: int, images: ImageSide | None) -> Example:
+    if images is not None:
+        return images.probe(tokens, index)
+    return Example(index, index, tokens, np.arange(tokens.size) > 0)
+
+
+def upstream(sides: Sides, example: Example) -> Tensor:
+    """Return transformers' own log-probabilities of a document's trained tokens, by the model of the files."""
     inputs: dict[str, Tensor] = {}
-    if images is not None and example.model_inputs:
-        given = images.upstream_inputs(example.tokens, example.model_inputs)
-        inputs = {name: torch.as_tensor(values, device=device) for name, values in given.items()}
-    logprobs = policy.upstream_logprobs(torch.as_tensor(example.tokens, device=device), inputs)
-    return logprobs[torch.as_tensor(example.loss_mask[1:], device=device)]
+    if sides.images is not None and example.model_inputs:
+        wanted = sides.images.upstream_inputs(example.tokens, example.model_inputs)
+        inputs = {name: torch.as_tensor(values, device=sides.device) for name, values in wanted.items()}
+    with as_files_say(sides.policy.language_model, sides.witness, sides.device):
+        logprobs = sides.policy.upstream_logprobs(torch.as_tensor(example.tokens, device=sides.device), inputs)
+    return logprobs[torch.as_tensor(example.loss_mask[1:], device=sides.device)]
+
+
+def _beyond(sides: Sides, lengths: Sequence[int]) -> float:
+    """Return how far hidden states of documents at and beyond boundaries, beside a short one, differ."""
+    policy = sides.policy
+    sizes = [*(length + more for length in lengths for more in (1, 0)), LENGTHS[0]]
+    examples = [
+        _document(plain_tokens(policy, sides.images, size, index), index, sides.images)
+        for index, size in enumerate(sizes)
+    ]
+    ours: list[Tensor] = []
+
+    def look(hidden: Tensor, _: Head) -> None:
+        ours.append(hidden)
+
+    with shortened(policy.language_model, sides.witness):
+        policy.show_predictors(_batch(sides, examples), look)
+        largest = 0.0
+        for example, mine in zip(examples, ours[0].split([size - 1 for size in sizes]), strict=True):
+            with as_files_say(policy.language_model, sides.witness, sides.device):
+                theirs = policy.upstream_hidden(torch.as_tensor(example.tokens, device=sides.device))[:-1]
+            size = float(theirs.double().square().mean().sqrt())
+            largest = max(largest, _change(mine, theirs, sides.dtype) / max(size, 1e-6))
+    return largest
 
 
 def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
@@ -158,13 +248,12 @@ def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
     return float(change.mean() if dtype == torch.bfloat16 else change.max())
 
 
-def _scale(scores: Tensor) -> float:
-    # Log-probabilities have a size of their own. Scores may be large, and are rounded in proportion.
-    return max(1.0, float(scores.abs().mean()))
+def _batch(sides: Sides, examples: Sequence[Example]) -> Batch:
+    batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sides.policy.padded)
+    return to_device(batch, sides.device)
 
 
-def _ours(policy: PolicyModel, examples: list[Example], device: torch.device) -> list[Tensor]:
-    batch = to_device(pack(examples, [Share(1.0, 1.0)] * len(examples), padded=policy.padded), device)
-    scores = policy(batch)
+def _ours(sides: Sides, examples: list[Example]) -> list[Tensor]:
+    scores = sides.policy(_batch(sides, examples))
     assert isinstance(scores, Scores)
     return list(torch.split(scores.logprobs, [example.trained_tokens for example in examples]))

@@ -74,11 +74,16 @@ def _made(make: Make, config: Any) -> Any:
 
 def reference_buffers(make: Make, config: Any) -> dict[str, Tensor]:
     """Build the model's buffers on the CPU, without allocating its parameters."""
+    model = with_buffers(make, config)
+    return {canonical_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def with_buffers(make: Make, config: Any) -> Any:
+    """Return a model whose parameters have shapes alone, and whose buffers are computed on the CPU."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), _parameters_on_meta():
-        model = _made(make, config)
-    return {canonical_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return _made(make, config)
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.scorer import ScoreModel, StoredScoreModel, ValueModel
-from holdfast.models.selfcheck import check_forward
+from holdfast.models.selfcheck import Sides, check_forward
 from holdfast.models.student import StudentModel
 from holdfast.models.vision import image_side, towers_of, video_options
+from holdfast.models.witness import witness_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import materialise
@@ -57,14 +58,14 @@ def build_policy(
     apply_plan(policy, plan, mesh)
     with exchange.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    witness = witness_of(type(origin.skeleton), origin.original_config)
+    looked_at = images if isinstance(images, ImageSide) else None
+    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device, looked_at)
     result, note = together(
         exchange,
         lambda: check_forward(
-            policy,
+            sides,
             may_fall_back=config.model.attention == "auto",
-            compute_dtype=getattr(torch, plan.compute_dtype),
-            device=world.device,
-            images=images if isinstance(images, ImageSide) else None,
             all_agree=lambda found: all(exchange.gather(found)),
         ),
     )
@@ -73,7 +74,8 @@ def build_policy(
             if line:
                 print(line, flush=True)
         compared = "scores" if config.scores else "log-probabilities"
-        print(f"forward check: {compared} agree with transformers to {result.difference:.1e}", flush=True)
+        difference = result.difference * result.spread
+        print(f"forward check: {compared} agree with transformers to {difference:.1e}", flush=True)
     return policy, plan
 
 
