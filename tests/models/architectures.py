@@ -9,6 +9,14 @@ import torch
 
 from tests.tiny import tiny_model
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
@@ -17,6 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"sliding_window": 6},
+    "phi3:longrope": {"sliding_window": 6, "original_max_position_embeddings": 20, "rope_parameters": LONGROPE},
+    "llama:dynamic": {"max_position_embeddings": 20, "rope_parameters": DYNAMIC},
     "olmo2": {},
     "granite": {"attention_multiplier": 0.4, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "smollm3": {"no_rope_layers": [1, 0]},
@@ -52,7 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 12,
     },
 }
-"""What each architecture that is packed needs beside `tests.tiny`; sliding windows are 6."""
+"""What each architecture that is packed needs beside `tests.tiny`; sliding windows are 6, and rotary angles that depend
+on the length of a text change beyond 20 tokens."""
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"reason": "linear_attention", "state_size": 8},
@@ -131,6 +142,11 @@ def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: A
     if kind == "gemma2":
         model.set_attn_implementation("eager")  # transformers 5.19 would take sdpa, which ignores the soft cap
     return model
+
+
+def fresh(model: Any) -> Any:
+    """Return a copy that shares a model's parameters and no buffers: dynamic scaling remembers the texts it has seen."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def twin(model: Any, dtype: torch.dtype | None = None) -> Any:

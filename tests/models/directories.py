@@ -129,7 +129,7 @@ def config_of(kind: str, **overrides: Any) -> Any:
     from transformers import AutoConfig
 
     settings = (MULTIMODAL | BLIND).get(kind) or COMMON | EXTRA.get(kind, {}) | settings_of(kind)
-    return AutoConfig.for_model(kind, **(settings | overrides))
+    return AutoConfig.for_model(kind.partition(":")[0], **(settings | overrides))
 
 
 def model_of(kind: str, *, seed: int = 0, **overrides: Any) -> Any:

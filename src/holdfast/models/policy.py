@@ -19,6 +19,7 @@ from holdfast.models.attention import Documents
 from holdfast.models.expert_choices import COLUMN, ChoicesToFollow
 from holdfast.models.family import Family, backbone_of, output_layer_of, reader_of
 from holdfast.models.names import POLICY_MODULE
+from holdfast.models.rotary import RotaryAngles
 from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
@@ -58,6 +59,7 @@ class PolicyModel(nn.Module):
         self.padded = padded
         self.routers = Routers(language_model) if routers_of(language_model) else None
         self.router_loss = router_loss
+        self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
 
     @property
@@ -178,6 +180,7 @@ class PolicyModel(nn.Module):
             inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
         if self.replayed is not None:
             self.replayed.follow(batch.per_token.get(COLUMN))
+        self.rotary.follow(batch.lengths, batch.branches)
         positions = batch.position_ids
         output = backbone_of(self.language_model)(
             position_ids=positions[0] if positions.shape[0] == 1 else positions,
@@ -229,7 +232,8 @@ class PolicyModel(nn.Module):
         Returns:
             [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
         """
-        output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        with self.rotary.as_upstream():
+            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)

@@ -15,6 +15,7 @@ from holdfast.config.reward import ModelRewardConfig
 from holdfast.data.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
 from holdfast.models.origin import load_tokenizer, locate
+from holdfast.models.rotary import RotaryAngles
 from holdfast.models.safetensors_files import read_header, weight_files
 from holdfast.models.scorer import not_trained_to_score
 
@@ -156,6 +157,7 @@ class RewardModel:
         if absent:  # transformers draws them at random, on every rank others, and only says so
             raise not_trained_to_score(directory, absent[0])
         self.reading = Reading(section, tokenizer, self._model.config, directory)
+        self._rotary = RotaryAngles(self._model)
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
         self._device = device
 
@@ -172,5 +174,6 @@ class RewardModel:
         width = max(len(row) for row in rows)
         tokens = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        self._rotary.follow([(len(row),) for row in rows])
         outputs: Tensor = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)).logits
         return self.reading.numbers(outputs)

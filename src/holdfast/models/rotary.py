@@ -1,46 +1,250 @@
-"""Rotary angles that depend on how long a text is."""
+"""Rotary angles that depend on how long a text is.
+
+transformers reads that length from the largest position of a whole forward pass, and dynamic scaling from earlier
+passes too. Here every text of a batch gets the angles that it has alone, by transformers' own functions: the rotary
+modules compute them text by text, on copies that know one length each, so nothing is kept and no buffer changes.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import ModelError
 
 _LONGROPE = "longrope"
 _DYNAMIC = "dynamic"
 _FACTORS = ("factor", "mscale")
 """What LongRoPE has twice, for short and for long texts: factors of wavelengths, and Phi-3.5-MoE's of amplitudes."""
+_KEPT_FREQUENCIES = 1024
+"""Lengths whose frequencies are remembered; dynamic scaling has some for every length."""
+
+
+class AngleChange(NamedTuple):
+    """Where a model's angles begin to depend on the length of a text."""
+
+    length: int
+    """Tokens of the longest text that has the angles of a short one."""
+    by_length: bool
+    """Whether beyond it every length has angles of its own; else all longer texts share theirs."""
+
+    def angles_of(self, length: int) -> int:
+        """Return a length that stands for all lengths of the same angles."""
+        if length <= self.length:
+            return self.length
+        return length if self.by_length else self.length + 1
 
 
 def rotary_boundaries(config: Any) -> tuple[int, ...]:
     """Return lengths L such that a text of L tokens and one of L + 1 follow different rotary angles, ascending.
 
-    LongRoPE (arXiv:2402.13753) has two sets of factors and one such length. Dynamic NTK scaling has angles of their own
-    for every length from there on. Both are decided as transformers decides, by the length of the whole text.
-
     Args:
         config: transformers' configuration of a model; that of its language model counts.
     """
+    return tuple(sorted({change.length for change in angle_changes(config)}))
+
+
+def angle_changes(config: Any) -> tuple[AngleChange, ...]:
+    """Return where the angles of a model change; nothing if they never do.
+
+    LongRoPE (arXiv:2402.13753) has two sets of factors. Dynamic NTK scaling has angles of their own for every length
+    beyond `max_position_embeddings`.
+
+    Args:
+        config: As in `rotary_boundaries`.
+    """
     text = copy.deepcopy(config.get_text_config())
-    return tuple(sorted({length for part in _rope_parameters(text) for length in _boundary(text, part)}))
-
-
-def _rope_parameters(text: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of a language model's angles: one set, or one for each type of its layers."""
     if not getattr(text, "rope_parameters", None):
-        return
+        return ()
     text.standardize_rope_params()  # brings fields of older files to where transformers reads them
-    settings: Mapping[str, Any] = text.rope_parameters
-    by_layer_type = [part for part in settings.values() if isinstance(part, Mapping)]
-    yield from by_layer_type or [settings]
+    by_layer_type = [part for part in text.rope_parameters.values() if isinstance(part, Mapping)]
+    found = set()
+    for settings in by_layer_type or [text.rope_parameters]:
+        kind = str(settings.get("rope_type", "default"))
+        # Hunyuan's files say dynamic and name a factor `alpha`, which fixes the angles for every length.
+        if not settings.get("alpha") and (change := _change(kind, settings, text)) is not None:
+            found.add(change)
+    return tuple(sorted(found))
 
 
-def _boundary(text: Any, settings: Mapping[str, Any]) -> list[int]:
-    """Return where the angles of one set of settings change; nothing if they never do."""
-    kind = str(settings.get("rope_type", "default"))
-    # Hunyuan's files say dynamic and name a factor `alpha`, which fixes the angles for every length.
-    if _DYNAMIC in kind and not settings.get("alpha"):
-        return [int(text.max_position_embeddings)]
+def _change(kind: str, settings: Mapping[str, Any], config: Any) -> AngleChange | None:
+    if _DYNAMIC in kind:
+        return AngleChange(int(config.max_position_embeddings), by_length=True)
     if kind == _LONGROPE and any(settings.get(f"short_{name}") != settings.get(f"long_{name}") for name in _FACTORS):
-        return [int(settings["original_max_position_embeddings"])]
-    return []
+        return AngleChange(int(settings["original_max_position_embeddings"]), by_length=False)
+    return None
+
+
+def _changes_of(module: nn.Module) -> dict[str | None, tuple[str, AngleChange]]:
+    """Return a rotary module's kinds of angles that depend on length, by type of layer; None stands for all."""
+    kinds: Any = getattr(module, "rope_type", None)
+    config: Any = getattr(module, "config", None)
+    if kinds is None or not getattr(config, "rope_parameters", None):
+        return {}
+    found = {}
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        change = _change(str(kind), settings, config)
+        if change is not None:
+            found[layer_type] = (str(kind), change)
+    return found
+
+
+def keep_short_angles(model: nn.Module) -> None:
+    """Let a model compute the angles of short texts for all, as it is used where no text that counts is longer.
+
+    Rows that have ended go on for some tokens while others are decoded, and would turn the angles of all of them.
+    """
+    for module in model.modules():
+        if _changes_of(module):
+            module.forward = partial(_own_angles, module)
+
+
+@torch.no_grad()
+def _own_angles(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """Compute angles from the frequencies a module has, without the step that chooses others."""
+    return inspect.unwrap(type(module).forward)(module, *args, **options)
+
+
+class _Stretch(NamedTuple):
+    """A stretch of a row."""
+
+    tokens: int
+    length: int
+    """Of the text that its tokens belong to; of any one of them where texts share a head."""
+
+
+class RotaryAngles:
+    """The rotary modules of a model whose angles depend on the length of a text; mostly there are none.
+
+    Args:
+        model: Its rotary modules compute through this object from now on: by transformers' own rule for one text, until
+            `follow` says which texts lie in a pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changes = {module: changes for module in model.modules() if (changes := _changes_of(module))}
+        self._rows: tuple[tuple[_Stretch, ...], ...] | None = None
+        self._frequencies: dict[tuple[Any, ...], Tensor] = {}
+        for module in self._changes:
+            module.forward = partial(self._angles, module)
+
+    def follow(self, rows: Sequence[Sequence[int]], branches: Sequence[Sequence[int]] = ()) -> None:
+        """Say which texts lie in the passes that follow, until it is said anew: a block may be computed again later.
+
+        Args:
+            rows: Tokens of the texts of each row, from left to right. Of several rows, the first text counts, and what
+                lies behind it is padding.
+            branches: Of each text of a single row, tokens of the parts that share its head; see `types.Batch`. Such
+                texts have the same angles.
+        """
+        if not self._changes:
+            return
+        found = [[_Stretch(tokens, tokens) for tokens in row] for row in rows]
+        for number, parts in enumerate(branches):
+            if parts:
+                tokens = rows[0][number]
+                lengths = [tokens - sum(parts) + part for part in parts]
+                assert all(
+                    len({change.angles_of(length) for length in lengths}) == 1 for change in self._every_change()
+                )
+                found[0][number] = _Stretch(tokens, max(lengths))
+        self._rows = tuple(map(tuple, found))
+
+    @contextmanager
+    def as_upstream(self) -> Iterator[None]:
+        """Compute by transformers' own rule within the block, each pass as the first of a new model."""
+        rows, self._rows = self._rows, None
+        try:
+            yield
+        finally:
+            self._rows = rows
+
+    def _every_change(self) -> Iterator[AngleChange]:
+        return (change for changes in self._changes.values() for _, change in changes.values())
+
+    @torch.no_grad()
+    def _angles(self, module: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+        """Return what a rotary module returns, made of what it returns for each text alone.
+
+        Args:
+            module: The module.
+            x: Says dtype and device.
+            position_ids: [B, T] or [A, B, T]
+            args, options: Its further arguments.
+        """
+        if self._rows is None:
+            return type(module).forward(_copy(module), x, position_ids, *args, **options)
+        several = len(self._rows) > 1
+        if several and position_ids.shape[-2] == 1:  # transformers' own, where it was given none
+            position_ids = position_ids.expand(*position_ids.shape[:-2], len(self._rows), -1)
+        stretches = tuple(row[0] for row in self._rows) if several else self._rows[0]
+        dim, sizes = (-2, [1] * len(stretches)) if several else (-1, [stretch.tokens for stretch in stretches])
+        if position_ids.shape[dim] != sum(sizes):
+            raise ModelError(
+                f"{type(module).__name__} computes angles of {position_ids.shape[dim]} positions for a batch of "
+                f"{sum(sizes)}, and they depend on the length of each text. Please report the architecture."
+            )
+        lengths = [stretch.length for stretch in stretches]
+        if position_ids.ndim > 2:  # positions of an image are fewer than its tokens, and transformers counts positions
+            parts = zip(position_ids.split(sizes, dim), stretches, strict=True)
+            lengths = [int(part[..., : stretch.tokens].max()) + 1 for part, stretch in parts]
+        alike = [self._of_same_angles(module, length) for length in lengths]
+        runs = [
+            (key, sum(size for _, size in run))
+            for key, run in groupby(zip(alike, sizes, strict=True), lambda one: one[0])
+        ]
+        compute = inspect.unwrap(type(module).forward)
+        found = [
+            compute(self._knowing(module, key, x.device), x, part, *args, **options)
+            for (key, _), part in zip(runs, position_ids.split([size for _, size in runs], dim), strict=True)
+        ]
+        return found[0] if len(found) == 1 else _joined(found, dim - 1)
+
+    def _of_same_angles(self, module: nn.Module, length: int) -> tuple[int, ...]:
+        return tuple(change.angles_of(length) for _, change in self._changes[module].values())
+
+    def _knowing(self, module: nn.Module, lengths: tuple[int, ...], device: torch.device) -> nn.Module:
+        """Return a copy of a module with the frequencies of one length for each type of its layers."""
+        found = _copy(module)
+        for (layer_type, (kind, change)), length in zip(self._changes[module].items(), lengths, strict=True):
+            if length > change.length:
+                key = (module, layer_type, length, device)
+                if key not in self._frequencies:
+                    if len(self._frequencies) >= _KEPT_FREQUENCIES:
+                        self._frequencies.clear()
+                    self._frequencies[key] = _frequencies(module, layer_type, kind, length, device)
+                setattr(found, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq", self._frequencies[key])
+        return found
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a module whose changes are its own; transformers' functions write to what they are given."""
+    found = copy.copy(module)
+    found._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    return found
+
+
+def _frequencies(module: Any, layer_type: str | None, kind: str, length: int, device: torch.device) -> Tensor:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    # Dynamic scaling gets a tensor from transformers' models: a number would be computed in another precision.
+    told = torch.full((), length, device=device) if _DYNAMIC in kind else length
+    found: Tensor = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=told, **options)[0]
+    return found
+
+
+def _joined(parts: Sequence[Any], dim: int) -> Any:
+    """Join what several calls returned: a tensor each, or a tuple of tensors each."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts), dim)
+    return tuple(torch.cat(several, dim) for several in zip(*parts, strict=True))

@@ -58,7 +58,8 @@ class ScoreModel(PolicyModel):
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
-        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        with self.rotary.as_upstream():
+            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return self._scores(output.last_hidden_state[0, 1:])
 
 
@@ -70,7 +71,8 @@ class ValueModel(ScoreModel):
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score what precedes every token but the first."""
-        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        with self.rotary.as_upstream():
+            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return self._scores(output.last_hidden_state[0, :-1])
 
 
@@ -92,7 +94,8 @@ class StoredScoreModel(ScoreModel):
         found = super().upstream_logprobs(tokens, inputs)
         config: Any = self.language_model.config
         place = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
-        output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        with self.rotary.as_upstream():
+            output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return found + (output.logits[0] - found[place - 1]) if place > 0 else found
 
 

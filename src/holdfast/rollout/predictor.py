@@ -14,6 +14,7 @@ from torch import Tensor
 
 from holdfast.config.rollout import SamplingConfig
 from holdfast.models.family import backbone_of
+from holdfast.models.rotary import rotary_boundaries
 from holdfast.models.routers import Routers, choices
 from holdfast.models.scores import Head, HeadSpec, logits_of
 from holdfast.rollout.cache import HeldCache
@@ -75,7 +76,8 @@ class Predictor:
         self.replica, self.head, self.sampling = replica, head, sampling
         self._routers, self._spec = routers, spec
         config = replica.model.config.get_text_config()
-        self._last_position = getattr(config, "max_position_embeddings", 2**31) - 1
+        positions = getattr(config, "max_position_embeddings", 2**31)
+        self._last_position = min(positions, *rotary_boundaries(config), 2**31) - 1
 
     @property
     def device(self) -> torch.device:

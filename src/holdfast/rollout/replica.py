@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint
 from holdfast.models.names import named_parameters
+from holdfast.models.rotary import keep_short_angles
 from holdfast.models.vision import set_attention
 from holdfast.rollout.engine import Request
 
@@ -57,6 +58,7 @@ class Replica:
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
         set_attention(self.model, attention or upstream_attention(self.model))
+        keep_short_angles(self.model)  # a policy whose completions may be longer is refused
         self.model.generation_config = GenerationConfig()  # the model's own would change what is drawn
         if dtype is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
             self.model.set_experts_implementation("eager")
