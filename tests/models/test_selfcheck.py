@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, packed_attention, register
+from holdfast.models.boundaries import boundaries_of, lengths_to_see
 from holdfast.models.configuration import make_trainable
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
@@ -111,6 +112,48 @@ def test_the_configuration_of_a_run_evaluates_as_that_of_its_files(kind: str) ->
 
     weights = model.state_dict()
     assert torch.equal(logits_in_evaluation(config, weights), logits_in_evaluation(model.config, weights))
+
+
+def test_documents_on_both_sides_of_a_boundary_lie_in_one_pack() -> None:
+    """No short text shows angles that change beyond 60 tokens; as transformers decides, the longest text decides."""
+    longrope = settings_of("phi3:longrope") | {"original_max_position_embeddings": 60, "sliding_window": None}
+    model = tiny_model("phi3:longrope", **longrope)
+    policy = policy_of(model)
+
+    sound, _ = check_forward(sides_of(policy), may_fall_back=False)
+    for module in model.modules():
+        vars(module).pop("forward", None)  # our angles
+
+    assert sound.lengths == ((60,), ())
+    assert sound.beyond < 1e-5
+    with pytest.raises(ModelError, match=r"Hidden states of phi3 differ .* up to and beyond 60 tokens .* short texts"):
+        check_forward(sides_of(policy), may_fall_back=False)
+
+
+def test_boundaries_are_windows_chunks_and_angles_and_a_long_one_is_named() -> None:
+    model = tiny_model("mistral", sliding_window=20_000, max_position_embeddings=32_000)
+
+    found = lengths_to_see(model, torch.device("cpu"))
+
+    assert found.seen == ()
+    assert found.too_long == (20_000,)
+    assert boundaries_of(tiny_model("llama:dynamic", **settings_of("llama:dynamic")).config) == (20,)
+    assert boundaries_of(tiny_model("qwen2", use_sliding_window=False, sliding_window=6).config) == ()
+
+
+def test_a_rotary_rule_of_its_own_under_a_new_name_is_caught() -> None:
+    """Half the angle at every layer but in transformers' own forward pass of the files."""
+    policy = policy_of(tiny_model("llama"))
+    rotary: Any = policy.language_model.model.rotary_emb
+    plain = type(rotary).forward
+
+    def halved(x: Tensor, position_ids: Tensor) -> Any:
+        return plain(rotary, x, position_ids / 2)
+
+    rotary.forward = halved
+
+    with pytest.raises(ModelError, match=r"Log-probabilities of llama differ from transformers' own by \d"):
+        check_forward(sides_of(policy), may_fall_back=False)
 
 
 def test_a_field_that_was_changed_behind_the_back_of_the_files_is_caught() -> None:

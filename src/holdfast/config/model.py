@@ -94,6 +94,9 @@ class ModelConfig(Section):
     dropout: bool = False
     """Keep the dropout rates of the model's configuration. Off: all of them are 0."""
 
+    check_gradients: bool = True
+    """Compare the gradient of every trained parameter with transformers' own before step 1, on two short documents."""
+
     router_loss: RouterLossConfig = AutoRouterLoss()
     """What keeps the experts of a mixture evenly loaded; see docs/moe.md."""
 

@@ -26,6 +26,7 @@ from holdfast.models.configuration import (
     apply_overrides,
     config_from_values,
     follow_tokenizer,
+    keep_routers_still,
     make_trainable,
     refusals,
 )
@@ -104,6 +105,8 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         buffers = reference_buffers(make, run_config)
     _end_as_its_origin(skeleton, live, directory if config.tokenizer is None else None)
     follow_compute_dtype(model)
+    if not config.dropout:
+        keep_routers_still(model)
     if config.dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped product of experts knows no float64
     if config.lora is not None:

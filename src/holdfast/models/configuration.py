@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
+
 from holdfast.errors import ModelError
 
 _MOVED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters.rope_theta"}
@@ -19,6 +21,9 @@ _MOVED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters.rope
 
 _PART_OF_THE_MODEL = {("phimoe", "router_jitter_noise")}
 """Fields that sound like noise in training and act in evaluation too: PhiMoE leaves experts out by it."""
+
+_DRAW_EXPERTS = {"PhimoeTopKRouter"}
+"""Routers that send tokens to experts at random in training (SparseMixer, arXiv:2409.12136)."""
 
 
 @contextmanager
@@ -139,3 +144,18 @@ def make_trainable(config: Any, *, keep_dropout: bool) -> None:
             noise = ("drop" in name or "jitter" in name) and isinstance(value, float)
             if noise and (part.model_type, name) not in _PART_OF_THE_MODEL:
                 setattr(part, name, 0.0)
+
+
+def keep_routers_still(model: Any) -> None:
+    """Leave routers that draw experts at random in training in evaluation for good: they have no rate to turn off."""
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ in _DRAW_EXPERTS:
+            # Of the same printed name, by which transformers finds what a class can record.
+            named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            module.__class__ = type(kind.__name__, (kind,), {**named, "train": _stay_in_evaluation})
+            module.eval()
+
+
+def _stay_in_evaluation(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002, ARG001 - torch's form
+    return nn.Module.train(module, False)  # noqa: FBT003 - same

@@ -236,12 +236,14 @@ class PolicyModel(nn.Module):
             output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        # A copy, not a view: FSDP2 hangs its backward pass on what a method returns.
+        return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).clone()
 
     @torch.no_grad()
     def upstream_hidden(self, tokens: Tensor) -> Tensor:
         """Return [L, H], what transformers' own backbone makes of one sequence."""
-        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
+        with self.rotary.as_upstream():
+            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

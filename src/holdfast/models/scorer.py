@@ -60,7 +60,7 @@ class ScoreModel(PolicyModel):
         """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
         with self.rotary.as_upstream():
             output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        return self._scores(output.last_hidden_state[0, 1:])
+        return self._scores(output.last_hidden_state[0, 1:]).clone()
 
 
 class ValueModel(ScoreModel):
@@ -73,7 +73,7 @@ class ValueModel(ScoreModel):
         """Score what precedes every token but the first."""
         with self.rotary.as_upstream():
             output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        return self._scores(output.last_hidden_state[0, :-1])
+        return self._scores(output.last_hidden_state[0, :-1]).clone()
 
 
 class StoredScoreModel(ScoreModel):

@@ -123,15 +123,21 @@ def _grown(value: Tensor, small: torch.Size, parameter: Tensor) -> Tensor:
     return zeros([sides.get(side, side) for side in value.shape], value)
 
 
-def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], small: nn.Parameter) -> State:
-    small.grad = torch.zeros_like(small)
+def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same class, hyper-parameters and generators, over other groups and without a state."""
     twin = type(optimizer).__new__(type(optimizer))
     twin.__dict__.update(with_own_generators(vars(optimizer)))
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()  # a user's hooks see real steps only
     twin.__dict__.pop("step", None)  # a learning rate scheduler binds the real optimizer's step here
     twin.__dict__["state"] = defaultdict(dict)
-    twin.__dict__["param_groups"] = [{**group, "params": [small]}]
+    twin.__dict__["param_groups"] = groups
+    return twin
+
+
+def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], small: nn.Parameter) -> State:
+    small.grad = torch.zeros_like(small)
+    twin = twin_of(optimizer, [{**group, "params": [small]}])
     with private_randomness():
         twin.step()
     return dict(twin.state[small])

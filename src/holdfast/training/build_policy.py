@@ -37,6 +37,7 @@ from holdfast.training.sources import (
     row_filter,
 )
 from holdfast.training.together import first_rank_first, open_exchange, together
+from holdfast.training.walk import walk_a_step
 from holdfast.training.weights_marks import mark_reward_models
 from holdfast.types import Prompt
 
@@ -82,6 +83,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     if config.critic is not None:
         add_critic(run, config.critic, base, live)
     check_residency(run)
+    walk_a_step(run)
     if world.is_first and (deleted := what_is_deleted(config)):
         print(f"warning: {deleted}", flush=True)
     return run

@@ -22,15 +22,14 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.routers import RouterLoss, choose_router_loss
 from holdfast.models.scorer import ScoreModel, StoredScoreModel, ValueModel
-from holdfast.models.selfcheck import Sides, check_forward
 from holdfast.models.student import StudentModel
 from holdfast.models.vision import image_side, towers_of, video_options
-from holdfast.models.witness import witness_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import materialise
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.training.check_model import check_model
 from holdfast.training.together import together
 
 
@@ -58,24 +57,12 @@ def build_policy(
     apply_plan(policy, plan, mesh)
     with exchange.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
-    witness = witness_of(type(origin.skeleton), origin.original_config)
-    looked_at = images if isinstance(images, ImageSide) else None
-    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device, looked_at)
-    result, note = together(
-        exchange,
-        lambda: check_forward(
-            sides,
-            may_fall_back=config.model.attention == "auto",
-            all_agree=lambda found: all(exchange.gather(found)),
-        ),
-    )
+    side = images if isinstance(images, ImageSide) else None
+    checked = check_model(config, origin, policy, plan, world, exchange, side)
     if world.is_first:
-        for line in (*plan.describe().splitlines(), *origin.notes, router_note, note):
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
             if line:
                 print(line, flush=True)
-        compared = "scores" if config.scores else "log-probabilities"
-        difference = result.difference * result.spread
-        print(f"forward check: {compared} agree with transformers to {difference:.1e}", flush=True)
     return policy, plan
 
 
