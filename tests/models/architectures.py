@@ -145,7 +145,7 @@ def strong_model(kind: str, *, seed: int = 0, scale: float = 4.0, **overrides: A
 
 
 def fresh(model: Any) -> Any:
-    """Return a copy that shares a model's parameters and no buffers: dynamic scaling remembers the texts it has seen."""
+    """Return a copy that shares a model's parameters and no buffers: dynamic scaling remembers texts it has seen."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 

@@ -74,10 +74,8 @@ def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
     if narrow:
         _narrow(part, names["hidden_size"], names["num_attention_heads"])
     for name, tower in values.items():
-        if isinstance(tower, dict) and name.endswith("_config") and name not in {key, "per_layer_config"}:
+        if name.endswith("_config") and name not in {key, "per_layer_config"} and isinstance(tower, dict):
             _shrink_tower(tower, width, part[names["hidden_size"]])
-    if key is not None:
-        values |= {name: part[names["hidden_size"]] for name in ("hidden_size",) if values.get(name) == width}
     _move_tokens(values, part)
     return values
 
@@ -88,23 +86,37 @@ def kept_layers(text: Mapping[str, Any]) -> list[int]:
     Args:
         text: The fields of its configuration.
     """
-    whole = int(next(text[name] for name in _LAYERS if name in text))
-    members = [value for name, value in text.items() if _lists_layers(name, value)]
-    lists = [value for value in text.values() if isinstance(value, list) and len(value) == whole]
-    lists = [value for value in lists if not any(value is each for each in members)]
-    alone = {int(number) for number in text.get("per_layer_config") or {}}
-    kinds = [(*(str(each[n]) for each in lists), *(n in each for each in members), n in alone) for n in range(whole)]
-    count = max((kinds.index(kind) for kind in set(kinds)), default=0) + 1
-    periods = [text.get(name) for name in _PERIODS]
-    patterns = [len(text[name]) for name in ("block_types",) if text.get(name)]
-    first = text.get("first_k_dense_replace")
-    dense = first + 1 if isinstance(first, int) else 0
-    count = min(whole, max(2, count, dense, *patterns, *(each for each in periods if isinstance(each, int))))
+    whole, count = _count(text), _least(text)
     if not text.get("num_kv_shared_layers"):
         return list(range(count))
     # The last layers take keys and values of earlier ones: one of each kind from either end.
     own = whole - int(text["num_kv_shared_layers"])
     return sorted({*range(min(count, own)), *range(max(own, whole - count), whole)})
+
+
+def _count(text: Mapping[str, Any]) -> int:
+    return int(next(text[name] for name in _LAYERS if name in text))
+
+
+def _least(text: Mapping[str, Any]) -> int:
+    """Return how many of the first layers have all kinds among them."""
+    whole, kinds = _count(text), _kinds(text)
+    several = [2, max((kinds.index(kind) for kind in set(kinds)), default=0) + 1]
+    several += [text[name] for name in _PERIODS if isinstance(text.get(name), int)]
+    several += [len(text[name]) for name in ("block_types",) if text.get(name)]
+    if isinstance(text.get("first_k_dense_replace"), int):
+        several.append(text["first_k_dense_replace"] + 1)
+    return min(whole, max(several))
+
+
+def _kinds(text: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return what fields that speak of single layers say of each."""
+    whole = _count(text)
+    members = [value for name, value in text.items() if _lists_layers(name, value)]
+    lists = [value for value in text.values() if isinstance(value, list) and len(value) == whole]
+    lists = [value for value in lists if not any(value is each for each in members)]
+    alone = {int(number) for number in text.get("per_layer_config") or {}}
+    return [(*(str(each[n]) for each in lists), *(n in each for each in members), n in alone) for n in range(whole)]
 
 
 def _lists_layers(name: str, value: Any) -> bool:
@@ -114,7 +126,7 @@ def _lists_layers(name: str, value: Any) -> bool:
 
 
 def _keep_layers(text: dict[str, Any], kept: list[int]) -> None:
-    whole = int(next(text[name] for name in _LAYERS if name in text))
+    whole = _count(text)
     for name, value in list(text.items()):
         if name in _LAYERS:
             text[name] = len(kept)
@@ -122,6 +134,11 @@ def _keep_layers(text: dict[str, Any], kept: list[int]) -> None:
             text[name] = [kept.index(number) for number in value if number in kept]
         elif isinstance(value, list) and len(value) == whole:
             text[name] = [value[number] for number in kept]
+    _keep_exceptions(text, kept, whole)
+
+
+def _keep_exceptions(text: dict[str, Any], kept: list[int], whole: int) -> None:
+    """Keep what is said of single layers by their numbers, and how many share keys and values."""
     if text.get("per_layer_config"):
         own = {int(number): values for number, values in text["per_layer_config"].items()}
         text["per_layer_config"] = {str(kept.index(number)): own[number] for number in own if number in kept}
@@ -141,11 +158,15 @@ def _narrow(text: dict[str, Any], hidden: str, attention_heads: str) -> None:
         if own.get("num_key_value_heads"):
             own["num_key_value_heads"] = 1
     text[hidden] = text[attention_heads] * (text.get("head_dim") or width // heads)
+    _narrow_between(text, width, text[hidden])
+
+
+def _narrow_between(text: dict[str, Any], width: int, new_width: int) -> None:
     for name, value in text.items():
         if _WIDTH.search(name) and isinstance(value, int | list):
             text[name] = [min(each, _NARROW) for each in value] if isinstance(value, list) else min(value, _NARROW)
         elif name in {"word_embed_proj_dim", "lru_width"} and value == width:
-            text[name] = text[hidden]
+            text[name] = new_width
 
 
 def _shrink_tower(tower: dict[str, Any], width: int, new_width: int) -> None:
