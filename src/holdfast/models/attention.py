@@ -254,7 +254,8 @@ def head_sizes(model: Any) -> set[tuple[int, int]]:
     for layer in model.get_decoder().modules():
         size = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
         if isinstance(size, int) and hasattr(layer, "layer_idx"):
-            found.add((size, int(getattr(layer, "v_head_dim", None) or getattr(layer, "value_head_dim", size))))
+            value_size: Any = getattr(layer, "v_head_dim", None) or size
+            found.add((size, int(value_size)))
     text = model.config.get_text_config()
     size = text.hidden_size // text.num_attention_heads
     return found or {(size, size)}
