@@ -162,7 +162,13 @@ def _to_check(config: TrainingConfig, base: Path, whole: Any) -> tuple[TrainingC
         raise ModelError(f"{raw_config.model_type} has {count:,} parameters where it is smallest, too many to look at.")
     live = _drawn(make, small)
     # Patterns of a run may name layers that are left out here; the whole model was matched with them.
-    whole_section: dict[str, Any] = {"lora": None, "freeze": [], "unfreeze": [], "dtype": "float32", "frozen_dtype": "same"}
+    whole_section: dict[str, Any] = {
+        "lora": None,
+        "freeze": [],
+        "unfreeze": [],
+        "dtype": "float32",
+        "frozen_dtype": "same",
+    }
     section = model.model_copy(update=whole_section)
     config = config.model_copy(update={"model": section, "parallel": parallel})
     origin = blueprint(section, base, seed=config.seed, live=live, tokenizer=character_tokenizer(), scorer=scorer)
