@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from holdfast.config.parallel import ParallelConfig
+from holdfast.models.names import POLICY_MODULE
 from holdfast.parallel.apply import _KEPT_OPERATIONS, _keep_products, apply_plan
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import plan_shards
@@ -116,7 +117,7 @@ def router_gradients(world: World, attention: str, padded: bool, recompute: str)
     model.set_attn_implementation(attention)
     model.set_experts_implementation("eager")
     toy = Toy()
-    toy.language_model = model
+    toy.add_module(POLICY_MODULE, model)
     blocks = [f"model.layers.{index}" for index in range(2)]
     config = ParallelConfig(recompute=recompute)
     mesh = build_mesh(config, world)

@@ -18,6 +18,7 @@ from holdfast.config.runs import SFTConfig
 from holdfast.data.packing import pack
 from holdfast.data.weights import Share
 from holdfast.errors import RunStopped
+from holdfast.models.names import POLICY_PREFIX
 from holdfast.objectives.base import Tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.apply import give_unused_zero_gradients, set_last_micro_batch
@@ -62,7 +63,7 @@ def different_experts(world: World, form: str) -> dict[str, Any]:
     expected = {}
     for expert in range(2):
         inputs = torch.arange(6.0).reshape(2, 3) + expert
-        weight = weights[f"language_model.blocks.0.experts.{expert}.weight"]
+        weight = weights[f"{POLICY_PREFIX}blocks.0.experts.{expert}.weight"]
         expected[f"blocks.0.experts.{expert}.weight"] = (2 * (inputs @ weight.T).T @ inputs).numpy()
     return {"found": gradients, "expected": expected}
 
@@ -309,7 +310,7 @@ def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
     tree = settings(directory, parallel={"reshard": reshard})
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(64)))
     batch = run.stream.next(0).micro_batches[0]
-    root = run.policy.get_parameter("language_model.model.norm.weight")
+    root = run.policy.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
     shards = type(root).__name__
     found: dict[str, Any] = {"units": len(run.plan.units)}
 
@@ -317,7 +318,7 @@ def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
         with CommDebugMode() as seen:
             work()
         found[name] = sum(n for operation, n in seen.get_comm_counts().items() if "gather" in str(operation))
-        held = run.policy.get_parameter("language_model.model.norm.weight")
+        held = run.policy.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
         found[f"{name}: root"] = "shards" if type(held).__name__ == shards else "gathered"
 
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.config.parallel import ParallelConfig
-from holdfast.models.names import named_parameters, tied_names
+from holdfast.models.names import POLICY_MODULE, named_parameters, tied_names
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
@@ -49,7 +49,11 @@ class Toy(nn.Module):
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.language_model = Inner(*blocks)
+        self.add_module(POLICY_MODULE, Inner(*blocks))
+
+    @property
+    def language_model(self) -> Any:
+        return self.get_submodule(POLICY_MODULE)
 
     def forward(self, inputs: torch.Tensor, *more: Any) -> torch.Tensor:
         for block in self.language_model.blocks:

@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "starcoder2": {"sliding_window": 6},
     "mixtral": {"sliding_window": 6},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
     "qwen3_moe": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -77,6 +78,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 8,
         "lm_head_multiplier": 0.7,
     },
+    "recurrent_gemma": {"reason": "linear_attention", "attention_window_size": 6, "num_hidden_layers": 3},
     "lfm2": {"reason": "conv", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "qwen3_next": {
         "reason": "linear_attention",
@@ -94,6 +96,16 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 """Architectures that are not packed, and the word their reason names."""
 
+LLAMA4_TEXT = {
+    "num_local_experts": 4,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "moe_layers": [1],
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 16,
+}
+"""A dense layer that attends in chunks, and one of experts that knows no places."""
+
 OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -105,8 +117,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {},
     "phi": {"num_key_value_heads": 4},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
-    "llama4_text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64, "moe_layers": []},
+    "llama4_text": LLAMA4_TEXT,
 }
 """Architectures that some rule of packed attention does not fit."""
 

@@ -13,7 +13,7 @@ from holdfast.data.characters import character_tokenizer
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.materialise import materialise
-from tests.models.architectures import RECURRENT, SETTINGS, settings_of, strong_model
+from tests.models.architectures import LLAMA4_TEXT, RECURRENT, SETTINGS, settings_of, strong_model
 from tests.tiny import COMMON, EXTRA
 
 _VISION = {
@@ -52,14 +52,83 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
 }
 
-KINDS = [*SETTINGS, *RECURRENT, *MULTIMODAL]
+BLIND: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "text_config": COMMON
+        | {
+            "model_type": "gemma4_text",
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": 96,
+            "sliding_window": 6,
+            "final_logit_softcapping": 4.0,
+        },
+        "vision_config": _VISION
+        | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 8},
+        "image_token_id": 90,
+        "video_token_id": 91,
+        "audio_token_id": 92,
+        "boi_token_id": 93,
+        "eoi_token_id": 94,
+        "boa_token_id": 95,
+    },
+    "llama4": {
+        "text_config": COMMON | LLAMA4_TEXT | {"model_type": "llama4_text"},
+        "vision_config": _VISION
+        | {
+            "model_type": "llama4_vision_model",
+            "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "vision_output_dim": 16,
+        },
+        "image_token_index": 90,
+        "boi_token_index": 91,
+        "eoi_token_index": 92,
+    },
+    "blip-2": {
+        "text_config": {
+            "model_type": "opt",
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 128,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+            "dropout": 0.0,
+        },
+        "vision_config": _VISION | {"model_type": "blip_2_vision_model"},
+        "qformer_config": {
+            "model_type": "blip_2_qformer",
+            "vocab_size": 96,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "cross_attention_frequency": 2,
+        },
+        "num_query_tokens": 4,
+        "image_token_index": 90,
+    },
+}
+"""Models that see, and whose images are not known: they train on text."""
+
+KINDS = [*SETTINGS, *RECURRENT, *MULTIMODAL, *BLIND]
 
 
 def config_of(kind: str, **overrides: Any) -> Any:
     """Return the configuration of a tiny model of any kind."""
     from transformers import AutoConfig
 
-    settings = MULTIMODAL.get(kind) or COMMON | EXTRA.get(kind, {}) | settings_of(kind)
+    settings = (MULTIMODAL | BLIND).get(kind) or COMMON | EXTRA.get(kind, {}) | settings_of(kind)
     return AutoConfig.for_model(kind.partition(":")[0], **(settings | overrides))
 
 
@@ -67,7 +136,7 @@ def model_of(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     """Return a tiny model of any kind, every tensor of which matters."""
     from transformers import AutoModelForImageTextToText
 
-    if kind not in MULTIMODAL:
+    if kind not in MULTIMODAL | BLIND:
         return strong_model(kind, seed=seed, **overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

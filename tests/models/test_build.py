@@ -17,6 +17,7 @@ from holdfast.models.attention import PACKED
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.configuration import sub_configs
 from holdfast.models.freezing import freeze
+from holdfast.models.names import POLICY_PREFIX
 from holdfast.parallel.materialise import check_buffers
 from tests.models.architectures import strong_model
 from tests.models.cases import whole_parameters
@@ -86,7 +87,7 @@ def test_scaled_rotary_frequencies_are_those_of_transformers(tmp_path: Path, rop
 
 
 def corrupt(policy: nn.Module) -> None:
-    policy.get_buffer("language_model.model.rotary_emb.inv_freq")[1] += 1e-6
+    policy.get_buffer(f"{POLICY_PREFIX}model.rotary_emb.inv_freq")[1] += 1e-6
 
 
 def cast(policy: nn.Module) -> None:

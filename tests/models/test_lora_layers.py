@@ -36,6 +36,42 @@ def test_a_pattern_that_names_them_is_refused() -> None:
         add_adapters(model, LoRAConfig(targets=["mlp.*_proj", "q_proj"]))
 
 
+def test_matrices_of_gpt_2_get_adapters() -> None:
+    model = tiny_model("gpt2")
+
+    note = add_adapters(model, LoRAConfig(rank=4, ranks={"c_attn": 2}))
+
+    layers = [
+        f"transformer.h.{n}.{m}" for n in (0, 1) for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+    assert set(adapters_of(model)) == {f"{layer}.weight" for layer in layers}
+    # of each block: c_attn 2 x (32 + 96), c_proj 4 x (32 + 32), c_fc and c_proj 4 x (32 + 128)
+    assert note == f"lora: rank 4 on 8 layers, {2 * (256 + 256 + 640 + 640):,} parameters trained"
+
+
+def nemotron() -> Any:
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
+    kinds = ["mamba", "attention", "mlp"]
+    return tiny_model("nemotron_h", num_hidden_layers=3, layers_block_type=kinds, head_dim=8, **sizes)
+
+
+def test_matrices_that_peft_refuses_beside_mamba_layers_are_left_out_with_a_note() -> None:
+    model = nemotron()
+
+    note = add_adapters(model, LoRAConfig(rank=4))
+
+    assert "model.layers.0.mixer.in_proj.weight" in adapters_of(model)
+    assert note.endswith("; 1 left out, which peft refuses in this architecture (model.layers.0.mixer.out_proj)")
+
+
+def test_a_pattern_that_names_them_is_refused_by_our_key() -> None:
+    words = r"model\.lora\.targets: peft refuses model\.layers\.0\.mixer\.out_proj.*model\.lora\.exclude: \[out_proj\]"
+    with pytest.raises(ModelError, match=words) as caught:
+        add_adapters(nemotron(), LoRAConfig(targets=["q_proj", "out_proj"]))
+
+    assert "target_modules" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [

@@ -19,7 +19,7 @@ from holdfast.models.routers import RouterLoss, choose_router_loss, routers_of
 from tests.models.architectures import SETTINGS, strong_model
 from tests.tiny import tiny_model
 
-ROUTED = {"mixtral": 2, "qwen3_moe": 2, "olmoe": 2, "gpt_oss": 2, "glm4_moe": 1, "deepseek_v3": 1}
+ROUTED = {"mixtral": 2, "qwen3_moe": 2, "olmoe": 2, "gpt_oss": 2, "glm4_moe": 1, "deepseek_v3": 1, "phimoe": 2}
 """Architecture and how many of its two layers have a router."""
 
 

@@ -22,7 +22,7 @@ from holdfast.models.scores import HeadSpec
 from holdfast.models.selfcheck import check_forward
 from tests.models.architectures import OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
 from tests.models.cases import checked
-from tests.models.directories import KINDS, MULTIMODAL, model_of, write_directory
+from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
 from tests.models.sides import sides_of
 from tests.tiny import tiny_model
 
@@ -219,7 +219,7 @@ def test_attention_that_sees_across_documents_is_caught(attention: Any) -> None:
     assert result.leak == 0.0
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MULTIMODAL])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MULTIMODAL | BLIND])
 def test_bfloat16_passes_with_its_own_tolerance(kind: str) -> None:
     policy = policy_of(twin(strong_model(kind, scale=2.0), torch.bfloat16))
 

@@ -34,16 +34,18 @@ from holdfast.training.fit import fit
 from holdfast.types import Example
 from tests.distributed.cases import rows_of
 from tests.models.architectures import settings_of
+from tests.models.directories import BLIND, write_directory
 from tests.tiny import COMMON, tiny_model
 from tests.vision import picture_rows, tokenizer_of, vision_directory
 
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "phimoe")
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "idefics3", "smolvlm")
 ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "glm4"),
-    *("cohere2", "falcon", "starcoder2", "stablelm", "falcon_h1"),
+    *("cohere2", "falcon", "starcoder2", "stablelm", "falcon_h1", "gpt2", "recurrent_gemma", "llama4_text"),
     *MIXTURES,
     *VISION,
+    *BLIND,
 )
 """transformers' model_type of each row; falcon_h1 has Mamba layers beside attention."""
 LARGEST_DIFFERENCE = 1e-5
@@ -79,6 +81,8 @@ def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None =
     rows = picture_rows(24) if model_type in VISION else rows_of(24)
     if model_type in VISION:
         vision_directory(model, model_type)
+    elif model_type in BLIND:
+        write_directory(model, model_type)
     else:
         _text_directory(model, model_type)
     examples = _examples(model, model_type, rows)
@@ -135,7 +139,7 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
 
     config = AutoConfig.from_pretrained(directory)
     model_type = config.model_type
-    auto = AutoModelForImageTextToText if model_type in VISION else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if model_type in (*VISION, *BLIND) else AutoModelForCausalLM
     # By default transformers 5.19 computes Gemma 2 without the soft cap of its attention, and warns.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     model = auto.from_pretrained(directory, dtype="float32", attn_implementation="eager" if capped else None).eval()
@@ -143,6 +147,8 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers renamed
             model = PeftModel.from_pretrained(model, adapter).eval()
+    if model_type == "blip-2":
+        model = model.language_model  # it runs without an image, and the whole does not
     side = _side(directory, model_type)
     found = []
     for example in examples:

@@ -40,6 +40,8 @@ def test_adapters_of_an_architecture_export_merged_and_alone(pools: Any, tmp_pat
 
 
 OTHER_KINDS = {
+    "gpt2 with LoRA": {"rank": 4, "ranks": {"c_attn": 6}},
+    "gpt2 with DoRA": {"rank": 4, "dora": True},
     "llama with DoRA": {"rank": 4, "dora": True, "ranks": {"q_proj": 6}},
     "qwen3_moe with experts": {"rank": 4, "experts": "all", "ranks": {"experts.down": 2}},
     "mixtral with experts alone": {"rank": 4, "targets": [], "experts": ["experts.gate_up_proj"]},
@@ -48,7 +50,7 @@ OTHER_KINDS = {
     "deepseek_v3 with experts": {"rank": 4, "experts": "all"},
     "qwen2_5_vl with DoRA": {"rank": 4, "dora": True},
 }
-QUICK_KINDS = {"llama with DoRA", "qwen3_moe with experts"}
+QUICK_KINDS = {"gpt2 with LoRA", "gpt2 with DoRA", "llama with DoRA", "qwen3_moe with experts"}
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # peft looks among layers alone
@@ -75,6 +77,6 @@ def test_other_adapters_export_merged_and_alone_from_the_run_and_from_its_checkp
 
 def test_every_architecture_is_documented() -> None:
     assert list(table_in(DOCUMENTED)) == list(ARCHITECTURES)
-    assert len(ARCHITECTURES) == 29
-    assert len(MIXTURES) == 6
+    assert len(ARCHITECTURES) == 36
+    assert len(MIXTURES) == 7
     assert len(VISION) == 7

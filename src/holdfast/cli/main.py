@@ -206,6 +206,19 @@ def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
         typer.echo(line)
 
 
+@model_app.command("check")
+def model_check(
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN.yaml", help="A directory, a config.json, a hub name, or a run's file.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Look at a model as a run does before step 1, large ones on a small configuration; exit 1 if it is refused."""
+    from holdfast.cli.model import check
+
+    raise typer.Exit(check(target, overrides or []))
+
+
 def main() -> None:
     """Run the command line; a user's mistake is one paragraph, never a traceback."""
     hush()

@@ -62,13 +62,18 @@ def read(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
     return draft
 
 
-def from_mapping(values: Mapping[str, Any], root: type[Root], source: str = "config") -> Root:
-    """Check a tree given as nested mappings.
+def from_mapping(
+    values: Mapping[str, Any], root: type[Root], source: str = "config", overrides: Sequence[str] = ()
+) -> Root:
+    """Check a tree given as nested mappings, after applying `a.b=value` overrides.
 
     Raises:
         ConfigError: As `load`.
     """
-    return check(Draft(Document(source, dict(values))), root)
+    draft = Draft(Document(source, dict(values)))
+    for override in overrides:
+        _apply(draft, override, root)
+    return check(draft, root)
 
 
 def check(draft: Draft, root: type[Root]) -> Root:

@@ -102,8 +102,8 @@ class AdapterSource:
     """Of what is not made of the base."""
     seed: int
     stored: AdapterFile | None
-    lengths_of: Mapping[str, str]
-    """Matrix to the magnitude that starts at its lengths."""
+    lengths_of: Mapping[str, Adapter]
+    """Matrix to the adapter whose magnitude starts at its lengths."""
     packed: Mapping[str, FourBitLinear]
     storage: torch.dtype
     """Of frozen matrices."""
@@ -126,7 +126,7 @@ class AdapterSource:
         parameters, adapters = named_parameters(model), adapters_of(model)
         stored = None if directory is None else AdapterFile.at(directory)
         names = [name for adapter in adapters.values() for name in (adapter.a, adapter.b)]
-        lengths_of = {name: adapter.magnitude for name, adapter in adapters.items() if adapter.magnitude is not None}
+        lengths_of = {name: adapter for name, adapter in adapters.items() if adapter.magnitude is not None}
         if stored is not None:
             names, lengths_of = _names_to_read(model, stored), {}
         headers = {name: Header(tuple(parameters[name].shape), torch.float32) for name in names}
@@ -140,9 +140,9 @@ class AdapterSource:
         for group in self.base.groups():
             stored = set(self.headers) & set(group.targets)
             in_base |= stored
-            magnitudes = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
+            adapters = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
             layers = {name: self.packed[name] for name in group.targets if name in self.packed}
-            derived = _Derived(group, magnitudes, layers, self.storage) if magnitudes or layers else group
+            derived = _Derived(group, adapters, layers, self.storage) if adapters or layers else group
             yield derived if self.stored is None or not stored else _Stored(derived, stored, self.stored)
         for name, header in self.headers.items():
             if name not in in_base:
@@ -186,22 +186,31 @@ class _Derived:
     """Tensors of the base, and what is made of their rows: each rank makes its own."""
 
     group: WeightGroup
-    magnitudes: Mapping[str, str]
+    adapters: Mapping[str, Adapter]
+    """By the matrices whose lengths their magnitudes start at."""
     packed: Mapping[str, FourBitLinear]
     storage: torch.dtype
 
     @property
     def targets(self) -> Mapping[str, Header]:
         whole = dict(self.group.targets)
-        rows = {magnitude: whole[name].shape[:1] for name, magnitude in self.magnitudes.items()}
-        return whole | {name: Header(shape, torch.float32) for name, shape in rows.items()}
+        for name, adapter in self.adapters.items():
+            assert adapter.magnitude is not None
+            shape = whole[name].shape
+            whole[adapter.magnitude] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
+        return whole
 
     def load(self, rows: Rows) -> dict[str, Tensor]:
         loaded = self.group.load({name: part for name, part in rows.items() if name in self.group.targets})
-        for name, magnitude in self.magnitudes.items():
+        for name, adapter in self.adapters.items():
+            assert adapter.magnitude is not None
             # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
-            stored = loaded[name].to(self.storage)
-            loaded[magnitude] = lengths(stored.to(torch.promote_types(self.storage, torch.float32)))
+            wide = torch.promote_types(self.storage, torch.float32)
+            if adapter.transposed:  # a length runs over all rows
+                (whole,) = self.group.load({name: slice(0, self.group.targets[name].shape[0])}).values()
+                loaded[adapter.magnitude] = lengths(whole.to(self.storage).to(wide).mT)[rows[adapter.magnitude]]
+            else:
+                loaded[adapter.magnitude] = lengths(loaded[name].to(self.storage).to(wide))
         for name, layer in self.packed.items():
             loaded[name] = packed(loaded[name], layer.kind)
         return loaded
@@ -272,6 +281,7 @@ def peft_settings(
         lora_dropout=section.dropout,
         use_rslora=section.rank_stabilised,
         use_dora=section.dora,
+        fan_in_fan_out=any(adapter.transposed and not adapter.experts for adapter in layers.values()),
         rank_pattern=rank_patterns({name: adapter.rank for name, adapter in layers.items()}, section),
         modules_to_save=sorted(whole) or None,
         base_model_name_or_path=base,

@@ -35,7 +35,7 @@ class Adapter:
     experts: int = 0
     """Matrices in the stack; 0 of a single matrix."""
     transposed: bool = False
-    """Whether the stack is [experts, in, out] instead of [experts, out, in]."""
+    """Whether the matrix is [in, out] instead of [out, in], and so are those of a stack."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class Adapter:
         That is W + scale B A; with a magnitude m, each row of it scaled to length m (arXiv:2402.09353, eq. 5).
 
         Args:
-            base: [out, in], or a stack.
+            base: [out, in], or [in, out] if `transposed`, or a stack.
             parts: As in `names`.
         """
         wide = torch.promote_types(torch.promote_types(base.dtype, parts[0].dtype), torch.float32)
@@ -58,10 +58,10 @@ class Adapter:
             b = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)  # [E, out, rank]
             left, right = (a.mT, b.mT) if self.transposed else (b, a)
             return torch.baddbmm(whole, left, right, alpha=self.scale).to(base.dtype)
-        whole = torch.addmm(whole, b, a, alpha=self.scale)
+        whole = torch.addmm(whole.mT if self.transposed else whole, b, a, alpha=self.scale)
         if self.magnitude is not None:
             whole = whole * (parts[2].to(wide) / lengths(whole))[:, None]
-        return whole.to(base.dtype)
+        return (whole.mT.contiguous() if self.transposed else whole).to(base.dtype)
 
 
 def lengths(matrix: Tensor) -> Tensor:
@@ -84,9 +84,28 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
             float(layer.scaling[NAME]),
             magnitude if NAME in layer.lora_magnitude_vector else None,
             int(layer.num_experts) if stack else 0,
-            stack and bool(getattr(layer.get_base_layer(), "is_transposed", False)),
+            is_transposed(layer.get_base_layer()),
         )
     return found
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a product with one matrix, [out, in] as torch's or [in, out] as GPT-2's."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, nn.Linear | Conv1D)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a layer's matrix is [in, out], or its stack of them [experts, in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
+
+
+def has_transposed(model: nn.Module, paths: Sequence[str]) -> bool:
+    """Whether the matrix of some of a model's layers is [in, out]."""
+    return any(is_transposed(model.get_submodule(path)) for path in paths)
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

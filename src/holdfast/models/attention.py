@@ -237,13 +237,28 @@ def flash_takes(device_type: str, dtype: torch.dtype, query_size: int, value_siz
 
 
 def pads_branches(model: Any, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether branches of a shared head are computed side by side, as long as the longest, in a model's attention."""
-    text: Any = model.config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    written_out = getattr(text, "attn_logit_softcapping", None) is not None or any(
+    """Whether branches of a shared head are computed side by side, as long as the longest, in some layer of a model."""
+    written_out = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None or any(
         name.endswith(".sinks") for name, _ in model.named_parameters()
     )
-    return written_out or not flash_takes(device_type, dtype, size, size)
+    return written_out or not all(flash_takes(device_type, dtype, *sizes) for sizes in head_sizes(model))
+
+
+def head_sizes(model: Any) -> set[tuple[int, int]]:
+    """Return the sizes of a head's query and value that the attention layers of a language model have.
+
+    The layers tell them. A configuration has one `head_dim`, while the layers of Gemma 4 are of two sizes, and that of
+    DeepSeek's counts only what is rotated.
+    """
+    found = set()
+    for layer in model.get_decoder().modules():
+        size = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
+        if isinstance(size, int) and hasattr(layer, "layer_idx"):
+            value_size: Any = getattr(layer, "v_head_dim", None) or size
+            found.add((size, int(value_size)))
+    text = model.config.get_text_config()
+    size = text.hidden_size // text.num_attention_heads
+    return found or {(size, size)}
 
 
 @cache

@@ -78,19 +78,21 @@ def lengths_to_see(model: Any, device: torch.device) -> Lengths:
 def shortened(*models: nn.Module) -> Iterator[None]:
     """Let models run their first layers alone within the block, one of each type.
 
-    transformers' models run as many of their layers as the configuration counts.
+    The lists of blocks are cut, not the number in the configuration: Gemma 4 lays out its embeddings by that.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[nn.ModuleList, dict[str, Any]]] = []
     try:
         for model in models:
             config: Any = model.config
-            count, text = first_layers(config), config.get_text_config()
-            name = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-            values = vars(text)
-            if isinstance(values.get(name), int):
-                before.append((values, name, values[name]))
-                values[name] = count  # past the setter, which would compare it with the list of types
+            count, whole = first_layers(config), int(config.get_text_config().num_hidden_layers)
+            for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks_of(model)):
+                blocks = model.get_submodule(path)
+                if isinstance(blocks, nn.ModuleList) and len(blocks) == whole:  # a tower's are others
+                    inside = blocks._modules  # noqa: SLF001 - what a list of modules holds
+                    before.append((blocks, dict(inside)))
+                    for number in range(count, whole):
+                        del inside[str(number)]
         yield
     finally:
-        for values, name, value in before:
-            values[name] = value
+        for blocks, inside in before:
+            blocks._modules.update(inside)  # noqa: SLF001 - same

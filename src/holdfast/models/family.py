@@ -8,8 +8,9 @@ of training on wrong numbers.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -116,17 +117,49 @@ def _recurrent_layers(model: Any) -> list[str]:
 def backbone_of(model: nn.Module) -> nn.Module:
     """Return the part of a language model that ends in hidden states.
 
+    It is what the model announces as its base model. Some announce a name that they do not use (Llama 4 does, twice):
+    then it is the child that has the input embeddings, or the backbone of that child if it has an output layer too.
+
     Raises:
-        ModelError: The model has none under the name it announces.
+        ModelError: The model has none.
     """
     prefix = getattr(model, "base_model_prefix", "")
     backbone = getattr(model, prefix, None) if prefix else None
-    if not isinstance(backbone, nn.Module):
+    if isinstance(backbone, nn.Module):
+        return backbone
+    inner = _reader_in(model)
+    if inner is None:
         raise ModelError(
             f"{type(model).__name__} has no backbone under {prefix!r}; only models made of a backbone and an output "
             "layer can be trained."
         )
-    return backbone
+    return inner if _output_layer(inner) is None else backbone_of(inner)
+
+
+def reader_of(model: nn.Module) -> nn.Module:
+    """Return the part of a model that makes logits of text alone: the model, or the language model inside one.
+
+    BLIP-2 runs only with an image; the language model in it is a whole one, which reads its text.
+    """
+    pixels = inspect.signature(model.forward).parameters.get("pixel_values")
+    if pixels is None or pixels.default is not inspect.Parameter.empty:
+        return model
+    inner = _reader_in(model)
+    return model if inner is None or _output_layer(inner) is None else inner
+
+
+def _reader_in(model: Any) -> nn.Module | None:
+    """Return the child that has the input embeddings, if it is a model."""
+    embeddings = model.get_input_embeddings()
+    for child in model.children():
+        if hasattr(child, "get_input_embeddings") and any(part is embeddings for part in child.modules()):
+            return cast(nn.Module, child)
+    return None
+
+
+def _output_layer(model: Any) -> nn.Module | None:
+    found: nn.Module | None = model.get_output_embeddings()
+    return found
 
 
 def output_layer_of(model: nn.Module) -> nn.Module:

@@ -13,12 +13,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from holdfast.config.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import rank_patterns
-from holdfast.models.adapters import NAME, adapters_of, layers_of
+from holdfast.models.adapters import NAME, adapters_of, has_transposed, is_linear, layers_of
 from holdfast.models.four_bit import quantise, row_bytes
 from holdfast.models.names import named_parameters
 from holdfast.models.scorer import LAYER
@@ -41,12 +40,9 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     if not layers and not stacks:
         raise ModelError("model.lora leaves no layer to adapt. Widen targets, or shorten exclude.")
     _refuse_idle(list(section.ranks), [*layers, *stacks], "ranks")
-    targets, others = _as_peft_reads(model, layers)
-    if others and section.targets != "all-linear":
-        raise ModelError(
-            f"model.lora.targets: peft takes {others[0]}{_more(others)} for experts of {model.config.model_type}, and "
-            "could not read their adapters. Leave them out by model.lora.exclude."
-        )
+    targets, as_experts, refused = _as_peft_reads(model, layers)
+    if section.targets != "all-linear":
+        _refuse_unread(model, as_experts, refused)
     ranks = {path: _rank(path, section) for path in (*targets, *stacks)}
     model.requires_grad_(False)  # noqa: FBT003 - torch's own form
     with warnings.catch_warnings():
@@ -56,6 +52,7 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
             r=section.rank,
             lora_alpha=section.alpha,
             target_modules=targets,
+            fan_in_fan_out=has_transposed(model, targets),
             target_parameters=stacks or None,
             lora_dropout=section.dropout,
             use_rslora=section.rank_stabilised,
@@ -65,7 +62,10 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     _check_laid(model, {*(f"{path}.weight" for path in targets), *stacks})
     _train_whole(model, section)
     parameters = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    left_out = f"; {len(others)} left out, which peft takes for experts ({others[0]}{_more(others)})" if others else ""
+    unread = {"takes for experts": as_experts, "refuses in this architecture": refused}
+    left_out = "".join(
+        f"; {len(paths)} left out, which peft {does} ({_first_of(paths)})" for does, paths in unread.items() if paths
+    )
     where = [f"{len(targets)} layers"] * bool(targets) + [f"{len(stacks)} stacks of experts"] * bool(stacks)
     name = "lora (DoRA)" if section.dora else "lora"
     note = f"{name}: rank {section.rank} on {' and '.join(where)}, {parameters:,} parameters trained{left_out}"
@@ -75,7 +75,9 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
 def _inject(model: Any, **settings: Any) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=NAME, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it is each layer's, and peft has one for all
+        inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=NAME, low_cpu_mem_usage=True)
 
 
 def _quantised(model: Any, section: LoRAConfig, storage: torch.dtype) -> str:
@@ -89,27 +91,62 @@ def _quantised(model: Any, section: LoRAConfig, storage: torch.dtype) -> str:
     )
 
 
-def _more(paths: list[str]) -> str:
-    return f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+def _first_of(paths: list[str]) -> str:
+    return f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else paths[0]
 
 
-def _as_peft_reads(model: Any, targets: list[str]) -> tuple[list[str], list[str]]:
-    """Return the layers that peft adapts under their own names, and those that it takes for something else.
+def _refuse_unread(model: Any, as_experts: list[str], refused: list[str]) -> None:
+    """Refuse layers that a pattern names and peft does not adapt.
+
+    Raises:
+        ModelError: There are such.
+    """
+    kind = model.config.model_type
+    if as_experts:
+        raise ModelError(
+            f"model.lora.targets: peft takes {_first_of(as_experts)} for experts of {kind}, and could not read their "
+            "adapters. Leave them out by model.lora.exclude."
+        )
+    if refused:
+        raise ModelError(
+            f"model.lora.targets: peft refuses {_first_of(refused)}: the kernels of {kind} read such matrices past any "
+            f"adapter. Leave them out by model.lora.exclude: [{refused[0].rpartition('.')[2]}]."
+        )
+
+
+def _as_peft_reads(model: Any, targets: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the layers that peft adapts under their own names, those that it takes for experts, and those it refuses.
 
     Of some mixtures of experts peft reads a path that ends like an expert's matrix in older releases of transformers as
-    all experts together (shared experts and dense blocks have such paths), and would read our adapters so too.
+    all experts together (shared experts and dense blocks have such paths), and would read our adapters so too. Of
+    models with Mamba layers it refuses matrices by the last part of their names.
     """
+    found, _ = _tried(model, targets)
+    if found is not None:
+        return [path for path in targets if path in found], [path for path in targets if path not in found], []
+    refused = []
+    for name in dict.fromkeys(path.rpartition(".")[2] for path in targets):
+        alike = [path for path in targets if path.rpartition(".")[2] == name]
+        refused += alike if _tried(model, alike)[0] is None else []
+    left = [path for path in targets if path not in refused]
+    found, why = _tried(model, left)
+    if found is None:
+        raise ModelError(f"model.lora.targets: peft refuses these layers together: {why}")
+    return [path for path in left if path in found], [path for path in left if path not in found], refused
+
+
+def _tried(model: Any, targets: list[str]) -> tuple[set[str] | None, str]:
+    """Return the layers that peft adapts if told to adapt these; None, and why, if it refuses."""
     if not targets:
-        return [], []
+        return set(), ""
     trial = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
             _inject(trial, r=1, target_modules=list(targets))
         except ValueError as error:
-            raise ModelError(f"model.lora: peft refuses these layers: {error}") from error
-    found = {path for path, layer in layers_of(trial) if isinstance(layer.base_layer, nn.Linear)}
-    return [path for path in targets if path in found], [path for path in targets if path not in found]
+            return None, str(error)
+    return {path for path, layer in layers_of(trial) if is_linear(layer.base_layer)}, ""
 
 
 def _check_laid(model: Any, wanted: set[str]) -> None:
@@ -131,7 +168,7 @@ def _targets(model: Any, section: LoRAConfig) -> list[str]:
     linear = {
         path: layer
         for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and not any(layer is output for output in outputs)
+        if is_linear(layer) and not any(layer is output for output in outputs)
     }
     if section.targets == "all-linear":
         inside = {id(layer) for layer in model.get_decoder().modules()}

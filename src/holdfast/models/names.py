@@ -6,8 +6,10 @@ import re
 
 from torch import nn
 
-POLICY_PREFIX = "language_model."
-"""Where `PolicyModel` keeps the transformers model."""
+POLICY_MODULE = "holdfast_policy"
+"""Under which `PolicyModel` registers the transformers model: no model has a module of this name, and several have a
+`language_model` of their own (Llama 4, BLIP-2), whose name is not to be cut."""
+POLICY_PREFIX = f"{POLICY_MODULE}."
 
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|base_layer(?!\.(?:base_layer\.)*lora_))\.")
 """peft nests the adapters of several stacks of one module, and tells them apart by a `base_layer` before them."""

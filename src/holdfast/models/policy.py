@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
 from holdfast.models.expert_choices import COLUMN, ChoicesToFollow
-from holdfast.models.family import Family, backbone_of, output_layer_of
+from holdfast.models.family import Family, backbone_of, output_layer_of, reader_of
+from holdfast.models.names import POLICY_MODULE
 from holdfast.models.rotary import RotaryAngles
 from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.scores import Head, HeadSpec, score, separable_loss
@@ -52,7 +53,7 @@ class PolicyModel(nn.Module):
         router_loss: RouterLoss | None = None,
     ) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.add_module(POLICY_MODULE, language_model)
         self.family = family
         self.head_spec = head_spec
         self.padded = padded
@@ -60,6 +61,11 @@ class PolicyModel(nn.Module):
         self.router_loss = router_loss
         self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
+
+    @property
+    def language_model(self) -> nn.Module:
+        """Return the transformers model."""
+        return self.get_submodule(POLICY_MODULE)
 
     def replay_routing(self) -> None:
         """From now on send tokens to the experts that a batch names in its column `expert_choices`."""
@@ -227,7 +233,7 @@ class PolicyModel(nn.Module):
             [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
         """
         with self.rotary.as_upstream():
-            output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         # A copy, not a view: FSDP2 hangs its backward pass on what a method returns.
@@ -260,7 +266,7 @@ class PolicyModel(nn.Module):
 
         hook = output_layer_of(self.language_model).register_forward_hook(with_ramp)
         try:
-            output = self.language_model(input_ids=tokens[None], use_cache=False)
+            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False)
         finally:
             hook.remove()
         return (output.logits[0, :-1], sent[0].clone(), output.logits[0, -1]) if len(sent) == 1 else None

@@ -23,9 +23,10 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_FILE = "video_preprocessor_config.json"
 
 FREEZE_PRESETS: Mapping[str, str] = {
-    "vision_tower": r"^model\.(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.|vision_model\.)",
-    "projector": r"^model\.(visual\.(merger|deepstack_merger_list)\.|multi_modal_projector\.|connector\.)",
-    "language_model": r"^(model\.(language_model|text_model)\.|lm_head\.)",
+    "vision_tower": r"^(model\.)?(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.|vision_model\.)",
+    "projector": r"^(model\.)?(visual\.(merger|deepstack_merger_list)\.|multi_modal_projector\.|connector\.|"
+    r"embed_vision\.|language_projection\.|qformer\.|query_tokens$)",
+    "language_model": r"^((model\.)?(language_model|text_model)\.|lm_head\.)",
 }
 """Words for `model.freeze`, as patterns of canonical names. `embeddings` is one more: it is found in the model."""
 
@@ -40,7 +41,7 @@ _PROCESSORS = {
 _CAST_TO_STORAGE = ("idefics3", "smolvlm")
 """Families whose model casts what it sees to the dtype it is stored in."""
 
-_TOWER = re.compile(r"model\.(visual|vision_tower|vision_model)")
+_TOWER = re.compile(r"(model\.)?(visual|vision_tower|vision_model|audio_tower|qformer)")
 
 
 def towers_of(model: nn.Module) -> list[str]:

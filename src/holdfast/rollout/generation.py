@@ -13,6 +13,7 @@ from holdfast.config.rollout import SamplingConfig
 from holdfast.data.vision_families import FAMILIES
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
+from holdfast.models.family import reader_of
 from holdfast.models.routers import Routers, choices
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, joined_inputs
@@ -85,7 +86,7 @@ class TransformersEngine:
         drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
         with choices(self._routers) as chosen:
-            out: Tensor = self._replica.model.generate(
+            out: Tensor = reader_of(self._replica.model).generate(  # type: ignore[operator]  # transformers'
                 input_ids=tokens.to(device),
                 attention_mask=mask.to(device),
                 **self._image_inputs([request for request, _ in rows], tokens),
