@@ -34,7 +34,7 @@ def live(tmp_path: Path, tree: dict[str, Any]) -> Iterator[LiveRun]:
     write_run(tmp_path / "run.yaml", tree | {"steps": 100_000})
     run = LiveRun(tmp_path)
     try:
-        run.wait_for(lambda: (run.directory / "metrics.jsonl").exists(), 180.0)
+        run.wait_for((run.directory / "metrics.jsonl").exists, 180.0)
         run.wait_for_step(3)
         yield run
     finally:
