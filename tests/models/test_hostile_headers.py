@@ -118,7 +118,7 @@ def bind(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(os.mkfifo, "a pipe"), (bind, "a socket"), (Path.mkdir, "a directory")],
-    ids=str,
+    ids=["pipe", "socket", "directory"],
 )
 def test_what_is_no_file_in_a_model_directory_is_named_before_a_library_opens_it(
     tmp_path: Path, name: str, make: Callable[[Path], None], kind: str
