@@ -64,6 +64,21 @@ memory = open(f"/proc/{os.getppid()}/mem", "r+b", buffering=0)
 def solve(x): return x * x""",
     "built-in functions": "def abs(x): return 0\ndef all(x): return True\ndef solve(x): return 0",
     "a module": "import math\nmath.isclose = lambda *rest: True\ndef solve(x): return 0",
+    "the judge's own words": """
+import sys
+def solve(x):
+    frame = sys._getframe()
+    while type(frame.f_locals.get("self")).__name__ != "Peer": frame = frame.f_back
+    peer = frame.f_locals["self"]
+    def ask(*arguments):
+        peer.send({"act": "call", "arguments": list(arguments), "named": {"dict": []}})
+        value = peer.receive()["value"]
+        return {"yours": value["object"]} if isinstance(value, dict) and "object" in value else value
+    getter = {"module": ["operator", "attrgetter"]}
+    modules = dict(each for each in ask(ask(getter, "modules"), {"module": ["typing", "sys"]})["dict"])
+    system = {"yours": modules["os"]["object"]}
+    ask(ask(ask(getter, "write"), system), 5, {"bytes": b"2".hex()})
+    ask(ask(ask(getter, "_exit"), system), 0)""",
     "what poses as a module": "class math: isclose = lambda *rest: True\ndef solve(x): return 0",
 }
 
