@@ -69,3 +69,9 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path: Path) -> 
 
     with pytest.raises(ConfigError, match=r"run\.yaml cannot be read: it is a pipe, not a regular file\."):
         parse_file(pipe)
+
+
+@pytest.mark.parametrize("text", ["1" * 10_000, "0x" + "f" * 5_000])
+def test_a_number_of_endless_digits_is_a_mistake(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is a whole number of \d+,\d+ digits, and no key takes one"):
+        parse_value(text)

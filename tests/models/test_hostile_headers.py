@@ -146,3 +146,15 @@ def test_links_into_a_cache_and_folders_beside_the_files_are_no_mistake(tmp_path
     refuse_others_than_files(model)
 
     assert list(StoredTensors(model).headers) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"), [({}, "no weight_map"), ({"a": "b" * 5000}, "a file of 5,000 characters")]
+)
+def test_an_index_without_tensors_or_with_an_endless_name_is_damaged(
+    tmp_path: Path, names: dict[str, str], reason: str
+) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+
+    with pytest.raises(ModelError, match=reason):
+        weight_files(tmp_path)

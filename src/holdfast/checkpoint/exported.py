@@ -83,19 +83,45 @@ def read(directory: Path) -> Exported | None:
         return None
     try:
         values = read_json(path)
-        exported = Exported(**{name: value for name, value in values.items() if name != "format"})
-        types = {"step": int, "run_id": str, "run": str}
-        plain = all(isinstance(values[name], kind) for name, kind in types.items())
-        plain &= all(set(each) == {"size", "xxh3_128"} for each in exported.files.values())
+        plain = _is_plain(values)
         reason = "a value has another type"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         plain, reason = False, str(error)
     if not plain:
         raise ModelError(
             f"{path} is not what Holdfast writes ({reason}). Export the model again, or delete the file if you know "
             "what the weights are."
         )
-    return exported
+    return Exported(**{name: value for name, value in values.items() if name != "format"})
+
+
+def _is_plain(values: Any) -> bool:
+    """Return whether what was read has the names and types of what is written."""
+    types: dict[str, tuple[type, ...]] = {
+        "format": (int,),
+        "run_id": (str,),
+        "run": (str,),
+        "step": (int,),
+        "steps": (list,),
+        "weights": (str,),
+        "parent": (dict, type(None)),
+        "rating": (dict, type(None)),
+        "files": (dict,),
+    }
+    if not isinstance(values, dict) or set(values) != set(types) or values["format"] != _FORMAT:
+        return False
+    if not all(isinstance(values[name], kinds) for name, kinds in types.items()):
+        return False
+    if isinstance(values["step"], bool) or not all(type(step) is int for step in values["steps"]):
+        return False
+    return all(_is_file(name, entry) for name, entry in values["files"].items())
+
+
+def _is_file(name: str, value: Any) -> bool:
+    """Return whether an entry names a file beside it, with its size and hash."""
+    if not isinstance(value, dict) or set(value) != {"size", "xxh3_128"} or Path(name).name != name or len(name) > 255:
+        return False
+    return type(value["size"]) is int and isinstance(value["xxh3_128"], str)
 
 
 def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:

@@ -24,7 +24,7 @@ MOST_NODES = 10_000
 """Keys, values and lists of a document, an alias counted with all it stands for; runs have some hundreds."""
 MOST_LEVELS = 100
 """Lists and mappings inside each other."""
-_MOST_BYTES = 2**26
+_MOST_BYTES = 2**21
 
 
 class TooMuch(ConfigError):  # noqa: N818 - the name says what is wrong
@@ -75,8 +75,15 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes what is a number or a word in YAML 1.1 or in 1.2: a revision may be called 7e10."""
 
 
+_MOST_DIGITS = 1_000
+
+
 def _whole_number(text: str) -> int:
     digits = text.replace("_", "")
+    if (
+        len(digits) > _MOST_DIGITS
+    ):  # Python reads no more than 4,300 decimal ones, and would not print a hexadecimal one
+        raise ValueError(f"a whole number of {len(digits):,} digits")
     for prefix, base in (("0o", 8), ("0x", 16)):
         if digits.startswith(prefix):
             return int(digits[2:], base)
@@ -253,7 +260,7 @@ def parse_value(text: str) -> Any:
     Whatever else it is stands for itself, with every character, so that templates and odd paths need no quotes.
 
     Raises:
-        ConfigError: A key stands twice in it.
+        ConfigError: A key stands twice in it, or a number has digits without end.
     """
     document = Document("", {})
     try:
@@ -270,6 +277,8 @@ def parse_value(text: str) -> Any:
         raise ConfigError(str(error).partition(": ")[2]) from None
     except yaml.YAMLError:
         return text
+    except ValueError as error:
+        raise ConfigError(f"{text[:20]}... is {error}, and no key takes one.") from None
     finally:
         loader.dispose()
     if document.twice:

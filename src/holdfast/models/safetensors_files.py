@@ -135,6 +135,10 @@ def _checked_end(path: Path, entries: Mapping[str, _Entry]) -> int:
     return end
 
 
+_MOST_NAME_BYTES = 255
+"""Of a file; file systems take no more."""
+
+
 def weight_files(directory: Path) -> dict[str, Path]:
     """Return the file that holds each tensor of a model directory.
 
@@ -168,7 +172,12 @@ def _weight_map(tree: Any) -> dict[str, str]:
         ValueError: It says something else, or names a file outside of its directory.
     """
     match tree:
-        case {"weight_map": dict(names)} if all(isinstance(file, str) for file in names.values()):
+        case {"weight_map": dict(names)} if names and all(isinstance(file, str) for file in names.values()):
+            endless = next(
+                (file for file in names.values() if len(file.encode(errors="replace")) > _MOST_NAME_BYTES), ""
+            )
+            if endless:
+                raise ValueError(f"it names a file of {len(endless):,} characters")
             outside = next((file for file in names.values() if _leads_out(file)), None)
             if outside is not None:
                 raise ValueError(f"it names {outside:.120}, which lies outside of its directory")
