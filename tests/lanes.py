@@ -9,6 +9,7 @@ keeps all: those whose numbers come from different formulas, and kills of differ
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -29,6 +30,12 @@ CASES = 2
 _counts: Counter[str] = Counter()
 
 
+def parametrized(marks: Iterable[Any]) -> set[str]:
+    """Return the arguments that the marks `parametrize` give a test themselves; a fixture of that name is not used."""
+    direct = [mark.args[0] for mark in marks if not mark.kwargs.get("indirect")]
+    return {name.strip() for names in direct for name in (names.split(",") if isinstance(names, str) else names)}
+
+
 def lane_of(marks: set[str]) -> str:
     """Return the lane of a test that has these marks."""
     return next((lane for lane in ("gpu", "slow") if lane in marks), "test-deep" if "deep" in marks else "test")
@@ -46,7 +53,8 @@ def cases_at_hand(item: Any) -> int | None:
     own = item.get_closest_marker("cases")
     if own is not None:
         return None if own.args[0] == "all" else int(own.args[0])
-    return CASES if PROCESSES.intersection(item.fixturenames) else None
+    fixtures = {*item.fixturenames} - parametrized(item.iter_markers("parametrize"))
+    return CASES if PROCESSES & fixtures else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

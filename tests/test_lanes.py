@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.budgets import MINUTES, SUITES
-from tests.lanes import LANES, lane_of, spread
+from tests.lanes import LANES, lane_of, parametrized, spread
 
 ROOT = Path(__file__).parents[1]
 MARKS = ("deep", "slow", "gpu")
@@ -38,6 +38,16 @@ def test_ci_runs_both_lanes() -> None:
 def test_every_suite_has_minutes_in_both_lanes() -> None:
     for minutes in MINUTES.values():
         assert {*SUITES.values(), "units"} == {*minutes}
+
+
+def test_an_argument_that_has_the_name_of_a_fixture_starts_no_process() -> None:
+    marks = [
+        pytest.mark.parametrize(("lengths", "trained"), []),
+        pytest.mark.parametrize("server, kind", []),
+        pytest.mark.parametrize("pools", [], indirect=True),
+    ]
+
+    assert parametrized(each.mark for each in marks) == {"lengths", "trained", "server", "kind"}
 
 
 @pytest.mark.parametrize(

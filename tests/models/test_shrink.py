@@ -26,6 +26,7 @@ GEMMA4 = {
         ("gemma4", GEMMA4, 12),  # five windows and one without, with keys of their own, and again with shared ones
         ("qwen3_next", {}, 4),
         ("gpt2", {}, 2),
+        ("nemotron_h", {}, 4),  # its configuration lists kinds of layers, and no number
     ],
 )
 def test_a_small_model_of_the_same_kind_is_built(kind: str, values: dict[str, Any], layers: int) -> None:

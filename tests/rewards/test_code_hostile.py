@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -94,7 +93,8 @@ def score(code: str, *tests: str, seconds: float = 20.0) -> float:
 
 @pytest.fixture(autouse=True)
 def _own_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the processes of a pool
+    monkeypatch.setattr(tempfile, "tempdir", None)  # so that this process reads it anew
     yield
     assert not list(tmp_path.glob("holdfast-code-*")), "nothing stays behind"
 
@@ -204,7 +204,6 @@ def test_a_killed_worker_leaves_no_folder(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_judge_starts_without_heavy_imports() -> None:
-    code = "import sys, holdfast.rewards.code_runner; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, holdfast.rewards.code_judge; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
-    assert os.environ  # what the judge is started with is empty; this process's is not

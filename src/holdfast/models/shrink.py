@@ -95,7 +95,15 @@ def kept_layers(text: Mapping[str, Any]) -> list[int]:
 
 
 def _count(text: Mapping[str, Any]) -> int:
-    return int(next(text[name] for name in _LAYERS if name in text))
+    """Return how many layers there are; some families list a kind for each and no number.
+
+    Raises:
+        ModelError: The configuration says neither.
+    """
+    count, kinds = next((text[name] for name in _LAYERS if name in text), None), text.get("layers_block_type")
+    if count is None and not kinds:
+        raise ModelError(f"{text.get('model_type')} cannot be made small: its configuration does not count its layers.")
+    return len(kinds) if count is None else int(count)
 
 
 def _least(text: Mapping[str, Any]) -> int:

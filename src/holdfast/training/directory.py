@@ -110,7 +110,7 @@ def run_id(directory: Path) -> str:
 def parent(directory: Path) -> dict[str, Any] | None:
     """Return what the run in a directory started from, as run.json has it; an earlier version recorded nothing."""
     try:
-        found: dict[str, Any] | None = json.loads((directory / IDENTITY).read_text(encoding="utf-8")).get("parent")
+        found: dict[str, Any] | None = read_json(directory / IDENTITY).get("parent")
     except (OSError, ValueError, AttributeError):  # `run_id` says what is wrong with it
         return None
     return found
