@@ -142,6 +142,13 @@ OTHERS = [  # gold answer, completion, whether it is right
     ("3-4i", r"\boxed{3+4i}", False),
     ("7", r"\boxed{1/0}", False),
     ("7", r"\boxed{}", False),
+    ("1e400", r"\boxed{1e400}", True),
+    ("1e400", r"\boxed{2e400}", False),
+    ("1e400", r"\boxed{1/3}", False),
+    ("1e-400", r"\boxed{1/3}", False),
+    ("6", "#### 2*3 = 6 eggs", True),
+    ("6", "#### 2*3 = 7 eggs", False),
+    ("5", "#### x = 3 or 5", False),
 ]
 
 

@@ -160,9 +160,9 @@ def same_number(gold: Quantity, other: Quantity) -> bool | None:
     return _close(gold.value / 100 if gold.is_percentage else gold.value * 100, other.value)
 
 
-def places(value: float) -> int:
+def places(value: float | Fraction) -> int:
     """Return to how many decimal places a number is compared: six significant digits, never less than six places."""
-    return max(6, 5 - math.floor(math.log10(abs(value)))) if value and math.isfinite(value) else 6
+    return max(6, 5 - math.floor(math.log10(abs(value)))) if 0 < abs(value) < 1 and float(value) else 6
 
 
 def _close(gold: Fraction, other: Fraction) -> bool:
@@ -174,7 +174,7 @@ def _close(gold: Fraction, other: Fraction) -> bool:
         return abs(gold - other) <= _NOISE * abs(gold)
     if not _terminates(gold) and not _terminates(other):
         return False
-    digits = places(float(gold))
+    digits = places(gold)
     return round(gold, digits) == round(other, digits)
 
 

@@ -104,7 +104,7 @@ class MathReward:
         text = plain(gold)
         number = quantity(text)
         if number is not None:
-            return Gold(text, number, [], places(float(number.value)))
+            return Gold(text, number, [], places(number.value))
         expressions = self._parse(_as_latex(text)) if text else []
         return Gold(text, None, expressions, _places_of(expressions)) if expressions else None
 
@@ -138,6 +138,8 @@ def _same_text(gold: Gold, answer: Answer) -> bool | None:
     text = plain(answer.text)
     if gold.number is not None:
         number = quantity(text) or quantity(text, is_prose=answer.is_prose)
+        if number is None and answer.is_prose:
+            number = quantity(text.rpartition("=")[2], is_prose=True)  # the last side of an equation counts
         return None if number is None else same_number(gold.number, number)
     numeral, other = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
     if numeral is None or other is None or numeral[2] is None:
