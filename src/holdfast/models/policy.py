@@ -153,6 +153,11 @@ class PolicyModel(nn.Module):
         return self.routers.tally(seen, batch)
 
     @torch.no_grad()
+    def predicting_states(self, batch: Batch) -> Tensor:
+        """Return the hidden states [N, H] that predict the scored tokens, whatever stands behind them."""
+        return self.hidden_states(batch).flatten(0, 1).index_select(0, predictors(batch))
+
+    @torch.no_grad()
     def show_predictors(self, batch: Batch, look: Callable[[Tensor, Head], None]) -> None:
         """Call `look` with the hidden states [N, H] that predict the scored tokens, and the head; keep nothing.
 

@@ -25,7 +25,6 @@ from holdfast.models.boundaries import Lengths, lengths_to_see, shortened
 from holdfast.models.head_rule import check_head
 from holdfast.models.policy import PolicyModel
 from holdfast.models.scorer import ScoreModel
-from holdfast.models.scores import Head
 from holdfast.models.witness import as_files_say, follow_implementation
 from holdfast.types import Batch, Example, Scores
 
@@ -226,13 +225,8 @@ def _beyond(sides: Sides, lengths: Sequence[int]) -> float:
         _document(plain_tokens(policy, sides.images, size, index), index, sides.images)
         for index, size in enumerate(sizes)
     ]
-    ours: list[Tensor] = []
-
-    def look(hidden: Tensor, _: Head) -> None:
-        ours.append(hidden)
-
     with shortened(policy.language_model, sides.witness):
-        policy.show_predictors(_batch(sides, examples), look)
+        ours = policy.predicting_states(_batch(sides, examples))
         largest = 0.0
         for example, mine in zip(examples, torch.split(ours[0], [size - 1 for size in sizes]), strict=True):
             with as_files_say(policy.language_model, sides.witness, sides.device):

@@ -23,7 +23,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 
-FORWARD_METHODS = ("upstream_logprobs", "upstream_hidden", "upstream_head", "router_tally", "show_predictors")
+FORWARD_METHODS = (
+    "upstream_logprobs",
+    "upstream_hidden",
+    "upstream_head",
+    "router_tally",
+    "show_predictors",
+    "predicting_states",
+)
 """Methods of the root, besides forward, that find its parameters gathered; a root has those that it needs."""
 
 _KEPT_OPERATIONS = [
