@@ -228,7 +228,7 @@ def _beyond(sides: Sides, lengths: Sequence[int]) -> float:
     with shortened(policy.language_model, sides.witness):
         ours = policy.predicting_states(_batch(sides, examples))
         largest = 0.0
-        for example, mine in zip(examples, torch.split(ours[0], [size - 1 for size in sizes]), strict=True):
+        for example, mine in zip(examples, torch.split(ours, [size - 1 for size in sizes]), strict=True):
             with as_files_say(policy.language_model, sides.witness, sides.device):
                 theirs = policy.upstream_hidden(torch.as_tensor(example.tokens, device=sides.device))[:-1]
             size = float(theirs.double().square().mean().sqrt())
