@@ -367,6 +367,7 @@ def test_adapters_of_another_base_are_refused_unless_they_are_asked_for(
     pools(2).run(look, beside(tmp_path / "copy"), ROWS, 0)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file(tensors, adapter / "adapter_model.safetensors")  # as peft writes it, without a mark
+    (adapter / "holdfast_export.json").unlink()
     (told, _) = pools(2).run(told_by, beside(other), ROWS)
     assert f"names {llama} as its model, and this run's is {other}; no mark in its file tells" in told
     (told, _) = pools(2).run(told_by, beside(llama), ROWS)

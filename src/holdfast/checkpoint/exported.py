@@ -24,6 +24,7 @@ class Exported:
     """The run and step that an export is of."""
 
     run_id: str
+    """Empty for a run without a directory."""
     run: str
     """Its name."""
     step: int
@@ -43,7 +44,8 @@ class Exported:
     def words(self) -> str:
         """Return run and step for a reader."""
         mean = f", the mean of steps {', '.join(map(str, self.steps))}" if self.steps else ""
-        return f"run {self.run} ({self.run_id[:8]}), step {self.step}{mean}"
+        which = f" ({self.run_id[:8]})" if self.run_id else ""
+        return f"run {self.run}{which}, step {self.step}{mean}"
 
     @property
     def identity(self) -> dict[str, Any]:

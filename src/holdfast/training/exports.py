@@ -72,7 +72,8 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
         rating = {"metric": best.metric, "value": run.exchange.agree(metrics.get(best.metric))}
     with run.exchange.together():
         about = Exported("", run.config.run.name, run.state.step, rating=rating)
-        if run.world.is_first:  # who writes
+        # Who writes; and a run that somebody builds in Python, without the loop around it, has no directory.
+        if run.world.is_first and directory.is_run(run.directory):
             parent = directory.parent(run.directory)
             about = replace(about, run_id=directory.run_id(run.directory), parent=parent)
     if ema is not None and ema.export != "none":

@@ -113,7 +113,8 @@ def _prompt(run: PolicyRun, number: int) -> Prompt:
     images = run.images if isinstance(run.images, ImageSide) else None
     tokens = plain_tokens(run.policy, images, _PROMPT_TOKENS, number)
     positions = None if images is None else images.probe(tokens, number).positions
-    return Prompt(number, tokens, run.origin.tokenizer.decode(tokens.tolist()), {}, positions=positions)
+    text, source = run.origin.tokenizer.decode(tokens.tolist()), next(iter(run.source_names), "")
+    return Prompt(number, tokens, text, {}, source, positions=positions)
 
 
 def _rollout(run: PolicyRun, groups: list[Group]) -> Rollout:
