@@ -109,7 +109,7 @@ def test_a_run_whose_own_file_is_something_else_is_refused_by_name_on_all_ranks(
 
     assert name in errors[0][1]
     assert "not a regular file" in errors[0][1]
-    assert errors[0][0] in {"UserError", "ConfigError"}
+    assert errors[0][0] in {"UserError", "ConfigError"}, errors
     assert saved_steps(place) == [2, 4]
 
 

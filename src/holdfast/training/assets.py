@@ -52,6 +52,8 @@ def checked_assets(run: Run) -> dict[str, bytes]:
     Raises:
         RehearsalFailed: It cannot; nothing was trained.
     """
+    if run.world.is_first:
+        parent_of(run)  # outside of what follows: a run.json that cannot be read says nothing against the model's files
     try:
         return run_assets(run) if run.world.is_first else {}
     except ExportFailed as error:
