@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two for each of two cores: half of the tests wait for other processes, for time-outs and for disks.
-TEST_WORKERS ?= 4
+# One for each of two cores: with more, tests that measure seconds miss them.
+TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=40 --durations-min=3
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

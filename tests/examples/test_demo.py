@@ -46,6 +46,7 @@ def check(directory: Path, told: dict[str, str]) -> None:
     assert [len(line.attrib["points"].split()) for line in lines[-2:]] == [STEPS, 2]
 
 
+@pytest.mark.timeout(1200)  # two whole runs, on cores that other tests share
 def test_the_demo_does_what_it_says(tmp_path: Path) -> None:
     check(tmp_path, run_demo(tmp_path, 0))
 
