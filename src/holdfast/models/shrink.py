@@ -103,7 +103,7 @@ def _count(text: Mapping[str, Any]) -> int:
     count, kinds = next((text[name] for name in _LAYERS if name in text), None), text.get("layers_block_type")
     if count is None and not kinds:
         raise ModelError(f"{text.get('model_type')} cannot be made small: its configuration does not count its layers.")
-    return len(kinds) if count is None else int(count)
+    return len(kinds or ()) if count is None else int(count)
 
 
 def _least(text: Mapping[str, Any]) -> int:

@@ -162,7 +162,10 @@ def same_number(gold: Quantity, other: Quantity) -> bool | None:
 
 def places(value: float | Fraction) -> int:
     """Return to how many decimal places a number is compared: six significant digits, never less than six places."""
-    return max(6, 5 - math.floor(math.log10(abs(value)))) if 0 < abs(value) < 1 and float(value) else 6
+    size = abs(Fraction(value))
+    if not 0 < size < 1 or not float(size):
+        return 6
+    return max(6, 5 - math.floor(math.log10(float(size))))
 
 
 def _close(gold: Fraction, other: Fraction) -> bool:
