@@ -14,7 +14,8 @@ from tests.checkpoint.damage import all_files, flip_a_bit, zero_a_page
 SPARSE_BYTES = 2**41
 
 
-def _bind(path: Path) -> None:
+def bind(path: Path) -> None:
+    """Leave a socket at a path."""
     here = os.open(".", os.O_RDONLY)
     os.chdir(path.parent)  # the address of a socket is short
     with socket.socket(socket.AF_UNIX) as opened:
@@ -104,7 +105,7 @@ MUTATIONS: dict[str, Callable[[Path, random.Random], object]] = {
     "renamed": _renamed,
     "of another step": _other_step,
     "a pipe": _replace(os.mkfifo),
-    "a socket": _replace(_bind),
+    "a socket": _replace(bind),
     "a directory": _replace(Path.mkdir),
     "a directory of a file": _replace(lambda file: (file / "deeper").mkdir(parents=True)),
     "a link out": _link_out,

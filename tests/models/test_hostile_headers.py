@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from holdfast.errors import ModelError
 from holdfast.models.origin import refuse_others_than_files
 from holdfast.models.safetensors_files import INDEX, SINGLE, StoredTensors, read_header, weight_files
+from tests.checkpoint.mutations import bind
 
 DATA = bytes(64)
 
@@ -103,15 +103,6 @@ def test_an_index_that_leads_out_or_is_none_is_refused_by_name(tmp_path: Path, i
         StoredTensors(model)
 
     assert INDEX in str(refused.value)
-
-
-def bind(path: Path) -> None:
-    here = os.open(".", os.O_RDONLY)
-    os.chdir(path.parent)  # the address of a socket is short
-    with socket.socket(socket.AF_UNIX) as opened:
-        opened.bind(path.name)
-    os.fchdir(here)
-    os.close(here)
 
 
 @pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json", "tokenizer.json", "generation_config.json"])
