@@ -149,6 +149,22 @@ OTHERS = [  # gold answer, completion, whether it is right
     ("6", "#### 2*3 = 6 eggs", True),
     ("6", "#### 2*3 = 7 eggs", False),
     ("5", "#### x = 3 or 5", False),
+    ("18", "#### $18/day", True),
+    ("18", r"\boxed{18/day}", True),
+    ("18", r"\boxed{18/\pi}", False),
+    ("18", r"\boxed{18/x}", False),
+    ("18", "#### 9 eggs at 2 dollars is 18 dollars", True),
+    ("2", "#### 9 eggs at 2 dollars is 18 dollars", False),
+    ("18", "#### 3 is less than 18", False),
+    ("18", "#### it is not 18", False),
+    ("18", "#### 18!", True),
+    ("18", r"\boxed{18!}", False),
+    ("120", "#### 5!", True),
+    ("5 m/s", r"\boxed{5}", True),
+    ("9.8 m/s^2", r"\boxed{9.8\,\text{m/s}^2}", True),
+    ("5 m/s", r"\boxed{5 \text{ km/h}}", False),
+    ("18", r"\boxed{" + 10 * "{" + "18" + 10 * "}" + "}", True),
+    ("18", r"\boxed{" + 4000 * "{" + "18" + 4000 * "}" + "}", False),
 ]
 
 
@@ -175,7 +191,7 @@ def test_a_number_counts_in_every_form_and_its_neighbour_in_none(reward: MathRew
     assert wrong == [False] * 5
 
 
-@pytest.mark.parametrize(("gold", "completion", "right"), OTHERS)
+@pytest.mark.parametrize(("gold", "completion", "right"), OTHERS, ids=lambda value: str(value)[:60])
 def test_other_answers_are_as_right_as_they_are(reward: MathReward, gold: str, completion: str, right: bool) -> None:
     assert reward.equal(final_answer(gold), completion) is right
 

@@ -39,7 +39,10 @@ _DECIMAL = re.compile(
 )
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _PERCENT = re.compile(r"\s*(?:\\%|per\s?cent(?:age)?\b|pct\b)")
-_METRIC = re.compile(r"(mm|cm|dm|km|m|mg|kg|g|ml|mL)(?:\s*\^\s*\{?([23])\}?)?")
+_METRIC = re.compile(
+    r"(mm|cm|dm|km|m|mg|kg|g|ml|mL)(?:\s*\^\s*\{?([23])\}?)?(?:\s*(/)\s*(s|min|h|hr)(?:\s*\^\s*\{?(2)\}?)?)?"
+)
+_RATE = re.compile(r"/\s*(?=[A-Za-z]{3})")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z]+[\sA-Za-z'’().,/-]*|\([\sA-Za-z'’.,/-]*\)")
 _BEFORE = re.compile(r"(?:[A-Za-z][A-Za-z'’-]*[\s:,=]+)+")
 _CHANGES = re.compile(
@@ -49,7 +52,10 @@ _CHANGES = re.compile(
     re.IGNORECASE,
 )
 """Words that make another number of the one beside them, or of the two around them."""
+_IS = re.compile(r"\b(?:is|are|equals)\b|=", re.IGNORECASE)
 _LONGEST = 300
+_DEEPEST = 12
+"""Braces inside braces; what reads LaTeX takes twice as long for every few of them."""
 _NOISE = Fraction(1, 10**9)
 
 
@@ -96,6 +102,20 @@ def marked_answer(text: str) -> Answer | None:
     _, hashes, rest = text.rpartition("####")
     line = rest.strip().split("\n", 1)[0].strip() if hashes else ""
     return Answer(line, is_prose=True) if line else None
+
+
+def last_side(text: str) -> str:
+    """Return what stands behind the last equals sign of a text, or behind the last word that means one."""
+    return _IS.split(text)[-1].strip()
+
+
+def is_too_deep(text: str) -> bool:
+    """Say whether braces stand in braces as no answer has them, so that reading it could take hours."""
+    depth = deepest = 0
+    for sign in text:
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        deepest = max(deepest, depth)
+    return deepest > _DEEPEST
 
 
 def final_answer(text: str) -> str:
@@ -229,6 +249,7 @@ def _number(text: str) -> tuple[Fraction, str] | None:
 
 def _unit(rest: str) -> tuple[str, bool] | None:
     """Return what stands behind a number, and whether it is a metric unit; None if that is no unit and no words."""
+    rest = _RATE.sub(" per ", rest)
     spaces = len(rest) - len(rest.lstrip(" \t\n\\,;"))
     behind = rest[spaces:].strip()
     if not behind:

@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from holdfast.rewards.answers import Answer, Quantity, final_answer, marked_answer, places, plain, quantity, same_number
+from holdfast.rewards.answers import (
+    Answer,
+    Quantity,
+    final_answer,
+    is_too_deep,
+    last_side,
+    marked_answer,
+    places,
+    plain,
+    quantity,
+    same_number,
+)
 from holdfast.rewards.base import CannotStart, Sample
 from holdfast.rewards.outcome import describe
 from holdfast.rewards.rules import cell
@@ -130,22 +141,31 @@ class MathReward:
         return bool(self.verify(expressions, found, float_rounding=gold.places, timeout_seconds=None))
 
     def _parse(self, text: str) -> list[Any]:
-        return self.parse(text, parsing_timeout=None)
+        return [] if is_too_deep(text) else self.parse(text, parsing_timeout=None)
 
 
 def _same_text(gold: Gold, answer: Answer) -> bool | None:
     """Compare what needs no algebra: two numbers, and numerals with a base; None where it is needed."""
     text = plain(answer.text)
     if gold.number is not None:
-        number = quantity(text) or quantity(text, is_prose=answer.is_prose)
-        if number is None and answer.is_prose:
-            number = quantity(text.rpartition("=")[2], is_prose=True)  # the last side of an equation counts
-        return None if number is None else same_number(gold.number, number)
+        return _same_number(gold.number, text, is_prose=answer.is_prose)
     numeral, other = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
     if numeral is None or other is None or numeral[2] is None:
         return None
     # math-verify drops the base. An answer without one may be that of another base.
     return numeral.groups() == other.groups()
+
+
+def _same_number(gold: Quantity, text: str, *, is_prose: bool) -> bool | None:
+    number = quantity(text)
+    if number is not None or not is_prose:
+        return None if number is None else same_number(gold, number)
+    number = quantity(text, is_prose=True) or quantity(last_side(text), is_prose=True)
+    if number is not None:
+        return same_number(gold, number)
+    # Either 18 with an exclamation mark, or a factorial, which is left to algebra.
+    number = quantity(text.rstrip("!"), is_prose=True) if text.endswith("!") else None
+    return True if number is not None and same_number(gold, number) else None
 
 
 def _places_of(expressions: list[Any]) -> int:
