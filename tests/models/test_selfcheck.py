@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, packed_attention, register
@@ -25,6 +25,14 @@ from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
 from tests.models.sides import sides_of
 from tests.tiny import tiny_model
+
+SHARING = BLIND["gemma4"]["text_config"] | {
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
+    "sliding_window": 512,
+}
+DENSE_FIRST = SETTINGS["deepseek_v3"] | {"num_hidden_layers": 5, "first_k_dense_replace": 2}
 
 
 def policy_of(model: Any, spec: HeadSpec | None = None) -> PolicyModel:
@@ -125,7 +133,7 @@ def test_documents_on_both_sides_of_a_boundary_lie_in_one_pack() -> None:
     for module in model.modules():
         vars(module).pop("forward", None)  # our angles
 
-    assert sound.lengths == ((60,), ())
+    assert sound.lengths == ((60,), (), 2)
     assert sound.beyond < 1e-5
     with pytest.raises(ModelError, match=r"Hidden states of phi3 differ .* up to and beyond 60 tokens .* short texts"):
         check_forward(sides_of(policy), may_fall_back=False)
@@ -140,6 +148,17 @@ def test_boundaries_are_windows_chunks_and_angles_and_a_long_one_is_named() -> N
     assert found.too_long == (20_000,)
     assert boundaries_of(tiny_model("llama:dynamic", **settings_of("llama:dynamic")).config) == (20,)
     assert boundaries_of(tiny_model("qwen2", use_sliding_window=False, sliding_window=6).config) == ()
+    assert boundaries_of(AutoConfig.for_model("gpt_neo", window_size=48)) == (48,)
+
+
+def test_beyond_a_boundary_layers_of_every_kind_are_looked_at() -> None:
+    with torch.device("meta"):
+        small = model_of("gemma4", text_config=SHARING | {"hidden_size": 64})
+        large = model_of("gemma4", text_config=SHARING | {"hidden_size": 64, "intermediate_size": 2**17})
+
+    assert lengths_to_see(small, torch.device("cpu")) == ((512,), (), 12)  # with those that share keys
+    assert lengths_to_see(large, torch.device("cpu")) == ((512,), (), 3)  # no time for them
+    assert lengths_to_see(tiny_model("deepseek_v3", **DENSE_FIRST), torch.device("cpu")).layers == 3
 
 
 class LouderHead(LlamaForCausalLM):  # type: ignore[misc]  # transformers'

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.models.boundaries import boundaries_of
-from holdfast.models.shrink import kept_layers, shrink
+from holdfast.models.layer_kinds import one_of_each
+from holdfast.models.shrink import shrink
 from holdfast.models.skeleton import maker, on_meta
 
 GEMMA4 = {
@@ -48,4 +49,4 @@ def test_layers_that_share_keys_are_kept_beside_those_that_have_some() -> None:
     kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 6
     text = {"num_hidden_layers": 30, "layer_types": kinds, "num_kv_shared_layers": 10}
 
-    assert kept_layers(text) == [0, 1, 2, 3, 4, 25, 26, 27, 28, 29]
+    assert one_of_each(text) == [0, 1, 2, 3, 4, 25, 26, 27, 28, 29]

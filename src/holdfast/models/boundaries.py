@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from torch import nn
 
 from holdfast.models.attention import upstream_attention
 from holdfast.models.family import blocks_of
+from holdfast.models.layer_kinds import one_of_each
 from holdfast.models.names import POLICY_PREFIX, canonical_name
 from holdfast.models.rotary import rotary_boundaries
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size")
+_WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|sliding_window_size|attention_chunk_size")
 _LONGEST = 16_384
 """Tokens of a document that is still looked at."""
 _PRODUCTS = {"cpu": 2e11, "cuda": 2e13}
@@ -29,23 +31,28 @@ class Lengths(NamedTuple):
     seen: tuple[int, ...]
     """Those that can be looked at before a run."""
     too_long: tuple[int, ...]
+    layers: int
+    """How many of the first layers are looked at."""
 
 
 def boundaries_of(config: Any) -> tuple[int, ...]:
     """Return every length at which windows, chunks or rotary angles begin to matter, ascending."""
     text = config.get_text_config()
-    windows = [getattr(text, name, None) for name in _WINDOWS]
+    windows = {name: value for name, value in text.to_dict().items() if _WINDOW.fullmatch(name)}
     if getattr(text, "use_sliding_window", True) is False:  # Qwen's files name a window and leave it unused
-        windows[0] = None
-    return tuple(sorted({*(int(each) for each in windows if each), *rotary_boundaries(config)}))
+        windows.pop("sliding_window", None)
+    sizes = {value for value in windows.values() if isinstance(value, int) and value > 0}
+    return tuple(sorted({*sizes, *rotary_boundaries(config)}))
 
 
-def first_layers(config: Any) -> int:
-    """Return how many of the first layers hold one of each type."""
-    text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or ())
-    count = int(text.num_hidden_layers)
-    return min(count, max(map(kinds.index, set(kinds))) + 1) if kinds else min(count, 2)
+def _first_layers(config: Any) -> Sequence[int]:
+    """Return how many of the first layers hold one of each kind, best first.
+
+    Layers that take keys and values of earlier ones are the last; they are left out where there is no time for all.
+    """
+    text = config.get_text_config().to_dict()
+    own = one_of_each({**text, "num_kv_shared_layers": 0})
+    return sorted({one_of_each(text)[-1] + 1, own[-1] + 1}, reverse=True)
 
 
 def lengths_to_see(model: Any, device: torch.device) -> Lengths:
@@ -55,9 +62,12 @@ def lengths_to_see(model: Any, device: torch.device) -> Lengths:
         model: Of transformers.
         device: Where it computes.
     """
-    text = model.config.get_text_config()
-    blocks = blocks_of(model)[: first_layers(model.config)]
-    inside = tuple(f"{canonical_name(path)}." for path in blocks)
+    choices = [_lengths_for(model, device, layers) for layers in _first_layers(model.config)]
+    return next((lengths for lengths in choices if not lengths.too_long), choices[-1])
+
+
+def _lengths_for(model: Any, device: torch.device, layers: int) -> Lengths:
+    inside = tuple(f"{canonical_name(path)}." for path in blocks_of(model)[:layers])
     weights = sum(
         value.numel()
         for path, value in model.named_parameters()
@@ -67,16 +77,16 @@ def lengths_to_see(model: Any, device: torch.device) -> Lengths:
     seen, work, every = [], 0.0, boundaries_of(model.config)
     for length in every:
         work += 2.0 * weights * length
-        weights_bytes = 4 * length**2 * text.num_attention_heads if written_out else 0
+        weights_bytes = 4 * length**2 * model.config.get_text_config().num_attention_heads if written_out else 0
         if length > _LONGEST or work > _PRODUCTS[device.type] or weights_bytes > _WRITTEN_OUT_BYTES:
             break
         seen.append(length)
-    return Lengths(tuple(seen), every[len(seen) :])
+    return Lengths(tuple(seen), every[len(seen) :], layers)
 
 
 @contextmanager
-def shortened(*models: nn.Module) -> Iterator[None]:
-    """Let models run their first layers alone within the block, one of each type.
+def shortened(count: int, *models: nn.Module) -> Iterator[None]:
+    """Let models run so many of their first layers alone within the block.
 
     The lists of blocks are cut, not the number in the configuration: Gemma 4 lays out its embeddings by that.
     """
@@ -84,7 +94,7 @@ def shortened(*models: nn.Module) -> Iterator[None]:
     try:
         for model in models:
             config: Any = model.config
-            count, whole = first_layers(config), int(config.get_text_config().num_hidden_layers)
+            whole = int(config.get_text_config().num_hidden_layers)
             for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks_of(model)):
                 blocks = model.get_submodule(path)
                 if isinstance(blocks, nn.ModuleList) and len(blocks) == whole:  # a tower's are others

@@ -174,7 +174,7 @@ def _measure(sides: Sides, spread: float | None) -> CheckResult:
         spread = max(SMALLEST_SPREAD, float(torch.cat(theirs).abs().mean()))
     difference, leak = _change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype)
     lengths = lengths_to_see(sides.policy.language_model, sides.device)
-    beyond = _beyond(sides, lengths.seen) if lengths.seen else 0.0
+    beyond = _beyond(sides, lengths) if lengths.seen else 0.0
     return CheckResult(difference / spread, leak / spread, spread, beyond, lengths)
 
 
@@ -217,15 +217,15 @@ def upstream(sides: Sides, example: Example) -> Tensor:
     return logprobs[torch.as_tensor(example.loss_mask[1:], device=sides.device)]
 
 
-def _beyond(sides: Sides, lengths: Sequence[int]) -> float:
+def _beyond(sides: Sides, lengths: Lengths) -> float:
     """Return how far hidden states of documents at and beyond boundaries, beside a short one, differ."""
     policy = sides.policy
-    sizes = [*(length + more for length in lengths for more in (1, 0)), LENGTHS[0]]
+    sizes = [*(length + more for length in lengths.seen for more in (1, 0)), LENGTHS[0]]
     examples = [
         _document(plain_tokens(policy, sides.images, size, index), index, sides.images)
         for index, size in enumerate(sizes)
     ]
-    with shortened(policy.language_model, sides.witness):
+    with shortened(lengths.layers, policy.language_model, sides.witness):
         ours = policy.predicting_states(_batch(sides, examples))
         largest = 0.0
         for example, mine in zip(examples, torch.split(ours, [size - 1 for size in sizes]), strict=True):

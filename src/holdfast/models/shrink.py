@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from holdfast.errors import ModelError
+from holdfast.models.layer_kinds import LAYER_COUNTS, count_of, lists_layers, one_of_each
 
 VOCABULARY = 256
 """Tokens of a shrunken model; those that mean something have the last ids."""
@@ -28,12 +29,6 @@ _MOST = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
 }
-_PERIODS = (
-    *("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "full_attention_interval"),
-    *("attn_layer_period", "expert_layer_period", "sliding_window_pattern"),
-)
-"""Fields of a configuration that say after how many layers kinds come again."""
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
 _TOKEN = re.compile(r"(token_id|token_index)$")
 _WIDTH = re.compile(r"(^|_)(intermediate_size(_mlp)?|ffn_dim|n_inner|ffn_hidden_size)$")
 
@@ -67,7 +62,7 @@ def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
     part = values if key is None else values[key]
     names = {name: text.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")}
     width = part[names["hidden_size"]]
-    _keep_layers(part, kept_layers(part))
+    _keep_layers(part, one_of_each(part))
     for name, most in _MOST.items():
         if isinstance(part.get(name), int):
             part[name] = min(part[name], most)
@@ -80,65 +75,12 @@ def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
     return values
 
 
-def kept_layers(text: Mapping[str, Any]) -> list[int]:
-    """Return the layers of a text model that show one of each kind, ascending.
-
-    Args:
-        text: The fields of its configuration.
-    """
-    whole, count = _count(text), _least(text)
-    if not text.get("num_kv_shared_layers"):
-        return list(range(count))
-    # The last layers take keys and values of earlier ones: one of each kind from either end.
-    own = whole - int(text["num_kv_shared_layers"])
-    return sorted({*range(min(count, own)), *range(max(own, whole - count), whole)})
-
-
-def _count(text: Mapping[str, Any]) -> int:
-    """Return how many layers there are; some families list a kind for each and no number.
-
-    Raises:
-        ModelError: The configuration says neither.
-    """
-    count, kinds = next((text[name] for name in _LAYERS if name in text), None), text.get("layers_block_type")
-    if count is None and not kinds:
-        raise ModelError(f"{text.get('model_type')} cannot be made small: its configuration does not count its layers.")
-    return len(kinds or ()) if count is None else int(count)
-
-
-def _least(text: Mapping[str, Any]) -> int:
-    """Return how many of the first layers have all kinds among them."""
-    whole, kinds = _count(text), _kinds(text)
-    several = [2, max((kinds.index(kind) for kind in set(kinds)), default=0) + 1]
-    several += [text[name] for name in _PERIODS if isinstance(text.get(name), int)]
-    several += [len(text[name]) for name in ("block_types",) if text.get(name)]
-    if isinstance(text.get("first_k_dense_replace"), int):
-        several.append(text["first_k_dense_replace"] + 1)
-    return min(whole, max(several))
-
-
-def _kinds(text: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return what fields that speak of single layers say of each."""
-    whole = _count(text)
-    members = [value for name, value in text.items() if _lists_layers(name, value)]
-    lists = [value for value in text.values() if isinstance(value, list) and len(value) == whole]
-    lists = [value for value in lists if not any(value is each for each in members)]
-    alone = {int(number) for number in text.get("per_layer_config") or {}}
-    return [(*(str(each[n]) for each in lists), *(n in each for each in members), n in alone) for n in range(whole)]
-
-
-def _lists_layers(name: str, value: Any) -> bool:
-    """Whether a field lists the numbers of layers, ascending, and not a word for each layer."""
-    numbers = isinstance(value, list) and all(isinstance(each, int) for each in value) and value == sorted(set(value))
-    return numbers and ("layer" in name or "idx" in name or "indices" in name)
-
-
 def _keep_layers(text: dict[str, Any], kept: list[int]) -> None:
-    whole = _count(text)
+    whole = count_of(text)
     for name, value in list(text.items()):
-        if name in _LAYERS:
+        if name in LAYER_COUNTS:
             text[name] = len(kept)
-        elif _lists_layers(name, value):
+        elif lists_layers(name, value):
             text[name] = [kept.index(number) for number in value if number in kept]
         elif isinstance(value, list) and len(value) == whole:
             text[name] = [value[number] for number in kept]
@@ -178,9 +120,9 @@ def _narrow_between(text: dict[str, Any], width: int, new_width: int) -> None:
 
 
 def _shrink_tower(tower: dict[str, Any], width: int, new_width: int) -> None:
-    whole = next((tower[name] for name in _LAYERS if isinstance(tower.get(name), int)), 0)
+    whole = next((tower[name] for name in LAYER_COUNTS if isinstance(tower.get(name), int)), 0)
     for name, value in tower.items():
-        if name in _LAYERS and isinstance(value, int):
+        if name in LAYER_COUNTS and isinstance(value, int):
             tower[name] = min(value, 2)
         elif name.endswith("indexes") and isinstance(value, list):
             tower[name] = sorted({min(number, 1) for number in value})
