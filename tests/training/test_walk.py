@@ -17,6 +17,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "adapters": {"model": {"lora": {"rank": 4}}},
     "critic": {"advantage": {"kind": "gae"}, "critic": {"optim": {"lr": 1e-2}}},
 }
+FAILURES = {
+    "unknown": ("ModelError", "A step of this run would fail where it updates: KeyError: 'branches' Two tiny groups"),
+    "memory": ("ModelError", "A step of this run has no memory left where it updates: "),
+    "user": ("ConfigError", "Branches are switched off."),
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +48,13 @@ def test_the_first_step_is_the_same_bit_by_bit_however_often_it_was_walked(
         assert three["said"] == one["said"]
 
 
-def test_what_fails_in_the_step_is_one_paragraph_that_names_the_phase(pools: Any, llama: Path) -> None:
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("kind", FAILURES)
+def test_what_fails_in_the_step_is_one_paragraph_by_its_cause(pools: Any, llama: Path, kind: str) -> None:
     tree = settings(str(llama), rollout={"shared_prefix": "on"})
+    expected, words = FAILURES[kind]
 
-    for kind, message in pools(2).errors(without_branches, tree, ROWS):
-        assert kind == "ModelError"
-        assert "A step of this run would fail where it updates: KeyError: 'branches' Two tiny groups" in message
+    for raised, message in pools(2).errors(without_branches, tree, ROWS, kind):
+        assert raised == expected
+        assert words in message
         assert "\n" not in message

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.errors import ConfigError
 from holdfast.models.attention import packed_attention
 from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
@@ -70,20 +71,28 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
     }
 
 
-def no_branches(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend as packed attention does, but for completions that share their prompt."""
-    if any(options["documents"].branches):
+def fail(kind: str) -> None:
+    """Fail as code that knows no branches does, as a machine without memory, or with words of our own."""
+    if kind == "unknown":
         raise KeyError("branches")
-    return packed_attention(module, query, key, value, mask, **options)
+    if kind == "memory":
+        torch.empty(2**50)
+    raise ConfigError("Branches are switched off.")
 
 
-def without_branches(world: World, tree: dict[str, Any], rows: Any) -> None:
-    """Walk with a model whose attention knows no shared prompt."""
+def without_branches(world: World, tree: dict[str, Any], rows: Any, kind: str) -> None:
+    """Walk with a model whose attention fails where completions share their prompt."""
     run = built(world, tree, rows)
-    ALL_ATTENTION_FUNCTIONS.register(no_branches.__name__, no_branches)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(no_branches.__name__, lambda *_, **__: None)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        if any(options["documents"].branches):
+            fail(kind)
+        return packed_attention(module, query, key, value, mask, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register("no_branches", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("no_branches", lambda *_, **__: None)
     model: Any = run.policy.language_model
-    model.set_attn_implementation(no_branches.__name__)
+    model.set_attn_implementation("no_branches")
     walk_a_step(run)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.config.load import from_mapping
@@ -11,6 +13,7 @@ from holdfast.config.paths import expanded
 from holdfast.config.runs import SFTConfig, TrainingConfig
 from holdfast.config.verbs import load_run
 from holdfast.errors import ConfigError
+from holdfast.escaping import escaped_paragraph
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -27,11 +30,26 @@ def check(target: str, overrides: Sequence[str]) -> int:
     from holdfast.training.suitability import examine
 
     config, base, asked = _run_of(target, overrides)
-    with joined(LaunchConfig(ranks=1, device="cpu")) as world:
-        report = examine(config, base, world, asked=asked)
-    for line in report.lines:
-        print(line)
-    return 1 if report.refused else 0
+    _say(f"looking at {target}, which may take half a minute")
+    with joined(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
+        accepted = examine(config, base, world, asked=asked, say=_say)
+    return 0 if accepted else 1
+
+
+def _say(line: str) -> None:
+    print(escaped_paragraph(line), flush=True)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out what transformers warns of: what matters of it is in our own lines."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _run_of(target: str, overrides: Sequence[str]) -> tuple[TrainingConfig, Path, bool]:

@@ -37,7 +37,8 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
     _check_weights(config, base)
-    metrics, said = _measured(config, base, world)
+    model = config.model.model_copy(update={"check_gradients": False})  # nothing is trained
+    metrics, said = _measured(config.model_copy(update={"model": model}), base, world)
     if world.is_first:
         for text in said:
             print(escaped_paragraph(text), flush=True)

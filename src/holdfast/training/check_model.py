@@ -52,7 +52,7 @@ def check_model(  # noqa: PLR0913 - what a run has by then
     return [
         note,
         f"forward check: {compared} agree with transformers to {difference:.1e}",
-        f"checked before step 1: {'; '.join(part for part in parts if part)}",
+        f"checked against transformers: {'; '.join(part for part in parts if part)}",
     ]
 
 
@@ -68,4 +68,5 @@ def _forward_words(result: CheckResult, seconds: float) -> str:
 def _gradient_words(gradients: Gradients | None, seconds: float) -> str:
     if gradients is None:
         return ""
-    return f"gradients of {gradients.parameters} parameters {seconds:.1f} s (differ by at most {gradients.worst:.0e})"
+    words = f"gradients of {gradients.parameters} parameters {seconds:.1f} s"
+    return f"{words} (of {gradients.name} off by {gradients.worst:.0e} of its length or angle, none by more)"

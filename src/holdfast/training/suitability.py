@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +43,15 @@ _SPREAD = 0.05
 """Of what is added to norms and biases, so that none is the identity."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was found."""
-
-    lines: list[str]
-    refused: bool
-
-
-def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool) -> Report:
-    """Look at a run's model.
+def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool, say: Callable[[str], None]) -> bool:
+    """Look at a run's model, and say whether nothing is refused.
 
     Args:
         config: The run's.
         base: The directory of its file.
         world: This process alone.
         asked: Whether somebody wrote the configuration, so that its own keys are to hold too.
+        say: Takes each line as soon as it is true.
 
     Raises:
         ModelError: There are no such files.
@@ -67,17 +59,18 @@ def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool) ->
     register()
     raw_config, _ = configured(config.model, base)
     make = maker(raw_config, config.model.trust_remote_code, config.scores)
-    lines: list[str] = []
     try:
         with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
             model = on_meta(make, raw_config)
         for line in _described(config, base, model, asked=asked):
-            lines.append(line)
+            say(line)
         for line in _checked(config, base, model, world):
-            lines.append(line)
+            say(line)
     except UserError as error:
-        return Report([*lines, f"refused: {' '.join(str(error).split())}"], refused=True)
-    return Report([*lines, "nothing is refused"], refused=False)
+        say(f"refused: {' '.join(str(error).split())}")
+        return False
+    say("nothing is refused")
+    return True
 
 
 def _described(config: TrainingConfig, base: Path, model: Any, *, asked: bool) -> Iterator[str]:

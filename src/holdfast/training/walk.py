@@ -15,8 +15,9 @@ from time import perf_counter
 
 import torch
 
+from holdfast.checkpoint.memory import is_out_of_memory
 from holdfast.data.vision import ImageSide
-from holdfast.errors import ModelError, RankFailed
+from holdfast.errors import HoldfastError, ModelError
 from holdfast.metrics.clock import PhaseClock
 from holdfast.models.selfcheck import plain_tokens
 from holdfast.optim.inert import twin_of
@@ -59,16 +60,23 @@ def walk_a_step(run: PolicyRun) -> None:
     All ranks call this together.
 
     Raises:
-        ModelError: Something on the way fails; the phase is named.
+        ModelError: Something on the way fails, or has no memory; the phase is named.
+        HoldfastError: Whatever a part of the step raises of its own, as it would in step 1.
     """
     walk = _Walk()
     try:
         with private_randomness(), _nothing_kept(run, run.critic):
             _walk(run, walk)
     except Exception as error:
-        if isinstance(error, RankFailed) or run.world.failure.broken_by_peer(error):
+        if isinstance(error, HoldfastError) or run.world.failure.broken_by_peer(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__
+        if is_out_of_memory(error):
+            raise ModelError(
+                f"A step of this run has no memory left where it {walk.phase}: {why:.600} Two tiny groups showed it "
+                "before step 1, and nothing was trained. Use more ranks, set parallel.cpu_offload, or lower "
+                "data.tokens_per_micro_batch."
+            ) from error
         raise ModelError(
             f"A step of this run would fail where it {walk.phase}: {type(error).__name__}: {why:.600} Two tiny groups "
             f"showed it before step 1, and nothing was trained. If {run.origin.family.name} cannot do that, please "
