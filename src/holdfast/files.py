@@ -241,7 +241,8 @@ def again(ask: Callable[[], T]) -> T:
 
 
 def size_words(count: float) -> str:
-    """Return a number of bytes in the unit that shows it: 300 bytes, 12.5 KiB, 1,024.0 MiB."""
-    if count < 2**10:
-        return f"{count:,.0f} bytes"
-    return f"{count / 2**10:,.1f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
+    """Return a number of bytes in the unit that shows it: 300 bytes, 12.5 KiB, 3 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.1f}".removesuffix(".0") + f" {unit}"
+    return f"{count:,.0f} bytes"

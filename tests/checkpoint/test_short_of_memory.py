@@ -102,7 +102,7 @@ def test_a_whole_checkpoint_is_not_put_aside_where_one_rank_has_no_memory_for_it
     assert len({end.value[0] for end in ended}) == 1
     for (kind, words, weight), second, there in (end.value for end in ended):
         assert kind == "CheckpointUnreadable"
-        assert f"{os.uname().nodename} has no memory left for 80.0 MiB of it. Nothing is known of its bytes" in words
+        assert f"{os.uname().nodename} has no memory left for 80 MiB of it. Nothing is known of its bytes" in words
         assert weight == 0, "nothing live was touched"
         assert there == ["step-00000001", "step-00000002"]
         assert second[0] == "step-00000002"

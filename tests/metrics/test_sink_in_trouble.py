@@ -105,7 +105,7 @@ def test_a_buffered_read_that_fails_has_the_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(0, "0 bytes"), (1023, "1,023 bytes"), (12_800, "12.5 KiB"), (2**20, "1.0 MiB"), (2**30, "1,024.0 MiB")],
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (12_800, "12.5 KiB"), (2**20, "1 MiB"), (2**32, "4 GiB")],
 )
 def test_sizes_are_told_in_the_unit_that_shows_them(count: int, words: str) -> None:
     assert size_words(count) == words

@@ -15,6 +15,7 @@ from holdfast.checkpoint.tensors import StoredCheckpoint
 from holdfast.checkpoint.trees import first_difference as first_difference_of
 from holdfast.checkpoint.verification import verified_bytes
 from holdfast.checkpoint.wrapped_state import records
+from holdfast.files import parse_json
 from holdfast.optim.wrapped import BETWEEN
 
 
@@ -82,7 +83,7 @@ def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
 def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: str) -> str | None:
     if file not in first.manifest.files or file not in second.manifest.files:
         return f"{file} is only in the {'first' if file in first.manifest.files else 'second'}"
-    found = first_difference_of(json.loads(_read(first, file)), json.loads(_read(second, file)))
+    found = first_difference_of(parse_json(_read(first, file)), parse_json(_read(second, file)))
     return None if found is None else f"{file}: {found[0] or 'everything'} differs"
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
+from holdfast.files import size_words
 
 _WORDS = ("DefaultCPUAllocator", "std::bad_alloc", "bad allocation", ": allocation failed")
 """Of torch's allocator, of C++ below it, and of its reader of archives: a RuntimeError each."""
@@ -28,7 +29,7 @@ def no_memory_for(where: str, size: int | None = None) -> CheckpointUnreadable:
         where: The file or checkpoint.
         size: Of what was to be read of it, in bytes, if that is known.
     """
-    what = "it" if size is None else f"{size / 2**20:,.1f} MiB of it"
+    what = "it" if size is None else f"{size_words(size)} of it"
     return CheckpointUnreadable(
         f"{where} cannot be read: {os.uname().nodename} has no memory left for {what}. Nothing is known of its bytes; "
         "free memory, raise the limit of the job, or use more ranks."

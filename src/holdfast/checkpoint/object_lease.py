@@ -8,7 +8,6 @@ several that try one succeeds; the job that was thought dead finds a higher numb
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 import uuid
@@ -19,6 +18,7 @@ from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.lease import Lease, holder_text, lost, taken, waiting_words
 from holdfast.checkpoint.renewal import STALE_SECONDS, Renewed, Told, after_silence
 from holdfast.checkpoint.storage import Storage
+from holdfast.files import parse_json
 
 _WITHDRAW_SECONDS = 1.0
 
@@ -139,7 +139,7 @@ class ObjectLease(Renewed):
     def _holder(self, turn: int) -> dict[str, Any]:
         """Return who holds a turn; empty if it was given back in the meantime."""
         try:
-            held: dict[str, Any] = json.loads(self._storage.read(self._name(turn)))
+            held: dict[str, Any] = parse_json(self._storage.read(self._name(turn)))
         except FileNotFoundError:
             return {}
         return held

@@ -6,7 +6,6 @@ another number of ranks, comes through DCP.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -57,6 +56,7 @@ from holdfast.checkpoint.verification import (
     verified_bytes,
 )
 from holdfast.errors import HoldfastError
+from holdfast.files import parse_json
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.materialise import local_part, sharded_parameters
@@ -339,8 +339,8 @@ def _small(
             own = placed if placed is not None and placed in manifest.files else rank_file(ranks.rank)
             if own not in manifest.files:
                 raise CheckpointCorrupt(f"{where} lacks {own}, the own state of rank {ranks.rank}.")
-            rank_state = json.loads(verified_bytes(storage, name, manifest, own))
-        shared = json.loads(verified_bytes(storage, name, manifest, TRAINER)) if TRAINER in manifest.files else {}
+            rank_state = parse_json(verified_bytes(storage, name, manifest, own))
+        shared = parse_json(verified_bytes(storage, name, manifest, TRAINER)) if TRAINER in manifest.files else {}
     except ValueError as error:  # one rank's alone: the others would wait for it
         raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared

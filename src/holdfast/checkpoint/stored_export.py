@@ -127,7 +127,7 @@ def export_stored_adapter(
         texts = _texts([checkpoint], Path(folder), averaged=averaged)
         lora = _model_section(Path(folder)).lora
         about = Path(folder) / ADAPTERS
-        described_as = None if not about.exists() else Description(**json.loads(about.read_text(encoding="utf-8")))
+        described_as = None if not about.exists() else Description(**read_json(about))
     if lora is None:
         raise NoCheckpoint(f"{checkpoint.path} has no adapters: its run had no model.lora. Leave out --adapter.")
     if described_as is None and lora.train:
@@ -307,7 +307,7 @@ def headers_json(headers: dict[str, Header]) -> bytes:
 def _stored_headers(path: Path) -> dict[str, Header] | None:
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     return {name: Header(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in found.items()}
 
 

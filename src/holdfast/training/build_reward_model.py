@@ -21,6 +21,7 @@ from holdfast.config.reward_scoring import RewardScoring, reward_scoring
 from holdfast.data.packing import pack, to_device
 from holdfast.data.weights import Share
 from holdfast.errors import ConfigError, ModelError, PlanError
+from holdfast.files import size_words
 from holdfast.models.build import Blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.models.positions import positions_of
@@ -30,7 +31,7 @@ from holdfast.models.stored_scorer import stored_scorer
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.training.build_sharded import build_policy
-from holdfast.training.copies import free_bytes, free_host_bytes, size_words
+from holdfast.training.copies import free_bytes, free_host_bytes
 from holdfast.training.reference import check_place
 from holdfast.training.together import first_rank_first, together
 from holdfast.types import Batch, Example, Scores

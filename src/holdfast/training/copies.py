@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
+from holdfast.files import size_words
 from holdfast.parallel.host_copy import common_bytes
 from holdfast.parallel.mesh import World
 from holdfast.training.run import Evaluation
@@ -97,8 +98,3 @@ def _parts(copied: int, shared: int, laid_out: int, dtype: str) -> str:
     parts = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
     laid = [f"{size_words(laid_out)} of matrices laid out for decoding"] if laid_out else []
     return ", and ".join([*(parts or ["the policy's own weights"]), *laid])
-
-
-def size_words(count: int) -> str:
-    """Return bytes as a reader takes them in."""
-    return f"{count / _GIB:.4g} GiB" if count >= _GIB else f"{count / 2**20:.4g} MiB"

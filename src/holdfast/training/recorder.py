@@ -19,7 +19,7 @@ import numpy as np
 
 from holdfast.config.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.files import open_regular
+from holdfast.files import open_regular, parse_json
 from holdfast.models.expert_choices import COLUMN
 from holdfast.training.facts import CompletionFact, GroupFact
 from holdfast.training.policy import PolicyRun
@@ -138,7 +138,7 @@ def read_record(directory: Path, step: int) -> Record:
         raise ConfigError(f"{path} does not exist: {there}.")
     try:
         with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
-            head, *lines = (json.loads(line) for line in file)
+            head, *lines = (parse_json(line) for line in file)
         groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
         rollout = Rollout(groups, facts, facts, {}, ())
         return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head.get("compute_dtype"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from holdfast.config.rollout import ReferenceConfig
+from holdfast.files import size_words
 from holdfast.parallel.plan import ShardPlan
-from holdfast.training.copies import free_bytes, size_words
+from holdfast.training.copies import free_bytes
 from holdfast.training.run import Evaluation
 
 Place = Literal["none", "adapter_off", "sharded", "offloaded"]
