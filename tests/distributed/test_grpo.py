@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.files import size_words
 from holdfast.parallel.failure import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.training.copies import free_bytes
@@ -129,7 +130,7 @@ def test_weights_to_sample_over_that_have_no_room_are_refused_before_step_1(
         tree = settings(str(llama), rollout={"engine": engine, "copy_gib": 0.999 * gib})
         for rank, (kind, message) in enumerate(pools(ranks).errors(train, tree, ROWS, 1)):
             assert kind == "ConfigError"
-            assert f"sampling takes {gib * 1024:.4g} MiB on every rank" in message, rank
+            assert f"sampling takes {size_words(gib * 2**30)} on every rank" in message, rank
             assert "and rank 0 may take" in message, rank
 
 

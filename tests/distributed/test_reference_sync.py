@@ -208,7 +208,7 @@ def test_auto_tells_what_each_place_takes(pools: Any, llama: Path) -> None:
     (line,) = lines
     assert line.startswith("reference: auto is sharded, since device and host have one memory, and model.lora is not")
     assert "0 bytes with adapter_off (not here: model.lora is not set)" in line
-    assert f"{held / 2**20:.4g} MiB on the device with sharded, {held / 2**20:.4g} MiB in host memory" in line
+    assert f"{held / 2**10:.1f} KiB on the device with sharded, {held / 2**10:.1f} KiB in host memory" in line
     assert nothing is None
     assert adapted[0].startswith("reference: auto is adapter_off, since nothing but adapters is trained")
 

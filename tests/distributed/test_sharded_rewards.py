@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from holdfast.data.characters import CHARACTERS, character_tokenizer
+from holdfast.files import size_words
 from holdfast.metrics.sink import read_metrics
 from holdfast.rewards.base import Sample
 from tests.distributed.grpo_cases import prompts_of, settings
@@ -184,7 +185,7 @@ def test_each_rank_holds_its_share_of_the_bytes_and_no_more_after_scoring(
     title = "in host memory" if where == "offloaded" else "sharded like the policy"
     said = "\n".join(told[0]["said"])
     assert f"reward model: {title}; its plan:" in said
-    assert f"reward model: {(whole / ranks + padding / 2) / 2**20:.4g} MiB of weights in float32 per rank" in said
+    assert f"reward model: {size_words(whole / ranks + padding / 2)} of weights in float32 per rank" in said
     assert all(not each["said"] for each in told[1:])
 
 
@@ -371,9 +372,9 @@ def test_one_that_has_no_room_is_refused_with_the_places_that_take_less(pools: A
     alone_ = pools(1).errors(score, tree(path, tmp_path, "whole"), [])
 
     assert whole[0] == whole[1]
-    assert "reward model: its weights take 4096 GiB in float32, whole on every rank, and rank 0 has" in whole[0][1]
+    assert "reward model: its weights take 4,096 GiB in float32, whole on every rank, and rank 0 has" in whole[0][1]
     assert "Use place: sharded, which leaves each rank a share of 1/2, a smaller model, dtype: bfloat16" in whole[0][1]
     assert sharded[0] == sharded[1]
-    assert "4096 GiB in float32, and each of 2 ranks holds 2048 GiB, and rank 0 has" in sharded[0][1]
+    assert "4,096 GiB in float32, and each of 2 ranks holds 2,048 GiB, and rank 0 has" in sharded[0][1]
     assert "Use a smaller model, dtype: bfloat16, more machines, or serve it" in sharded[0][1]
     assert "Use a smaller model" in alone_[0][1]

@@ -193,7 +193,7 @@ def test_the_start_says_what_a_model_takes(tmp_path: Path, capsys: pytest.Captur
     scorer_of([ModelRewardConfig(path=str(path), name="judge", dtype="float32")], tmp_path)
 
     count = sum(value.numel() for value in AutoModelForSequenceClassification.from_pretrained(path).parameters())
-    assert f"reward judge: {count * 4 / 2**20:.4g} MiB of weights in float32, on every rank" in capsys.readouterr().out
+    assert f"reward judge: {count * 4 / 2**10:.1f} KiB of weights in float32, on every rank" in capsys.readouterr().out
 
 
 def test_a_model_without_a_trained_score_is_refused_instead_of_drawing_rewards_at_random(tmp_path: Path) -> None:
