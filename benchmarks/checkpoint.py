@@ -99,7 +99,7 @@ class Arms:
         dist.barrier()
 
     def state(self) -> dict[str, Any]:
-        from holdfast.checkpoint.snapshot import take
+        from holdfast.checkpoint.format.snapshot import take
 
         return dict(take(self.model, self.optimizer).tensors)
 
@@ -114,10 +114,10 @@ class Arms:
         save(self.state(), storage_writer=FileSystemWriter(folder, overwrite=False), process_group=self.group)
 
     def our_save(self, folder: Path) -> None:
-        from holdfast.checkpoint.manifest import About
-        from holdfast.checkpoint.snapshot import take
-        from holdfast.checkpoint.storage import LocalStorage
-        from holdfast.checkpoint.writer import commit
+        from holdfast.checkpoint.format.manifest import About
+        from holdfast.checkpoint.format.snapshot import take
+        from holdfast.checkpoint.place.storage import LocalStorage
+        from holdfast.checkpoint.save.writer import commit
 
         snapshot = take(self.model, self.optimizer)
         commit(snapshot, LocalStorage(folder.parent), About(run_id="b", step=0), self.ranks, name=folder.name)
@@ -128,14 +128,14 @@ class Arms:
         load(self.state(), storage_reader=FileSystemReader(folder), process_group=self.group)
 
     def our_load(self, folder: Path) -> None:
-        from holdfast.checkpoint.reader import load
-        from holdfast.checkpoint.storage import LocalStorage
+        from holdfast.checkpoint.load.reader import load
+        from holdfast.checkpoint.place.storage import LocalStorage
 
         load(LocalStorage(folder.parent), folder.name, self.model, self.optimizer, self.ranks)
 
     def verify(self, folder: Path) -> None:
-        from holdfast.checkpoint.reader import verified_manifest
-        from holdfast.checkpoint.storage import LocalStorage
+        from holdfast.checkpoint.load.reader import verified_manifest
+        from holdfast.checkpoint.place.storage import LocalStorage
 
         verified_manifest(LocalStorage(folder.parent), folder.name, self.ranks)
 
@@ -151,12 +151,12 @@ class Arms:
                     pass
 
     def clone(self) -> None:
-        from holdfast.parallel.materialise import local_part
+        from holdfast.parallel.shards import local_part
 
         self.copies = [local_part(tensor).clone() for tensor in self.state().values()]
 
     def stage(self) -> None:
-        from holdfast.checkpoint.snapshot import staged, take
+        from holdfast.checkpoint.format.snapshot import staged, take
 
         self.buffers: dict[str, Any] = getattr(self, "buffers", {})
         staged(take(self.model, self.optimizer), self.buffers)
@@ -175,12 +175,12 @@ class Exporter:
         import torch.distributed as dist
 
         from holdfast.config.load import from_mapping
-        from holdfast.config.runs import SFTConfig
+        from holdfast.config.verbs.training import SFTConfig
         from holdfast.models.build import blueprint
         from holdfast.parallel.collectives import ProcessExchange
-        from holdfast.parallel.failure import FailureChannel
+        from holdfast.parallel.failure.channel import FailureChannel
         from holdfast.parallel.mesh import World
-        from holdfast.training.build_sharded import build_policy
+        from holdfast.training.build.model import build_policy
 
         rank, size = dist.get_rank(), dist.get_world_size()
         model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}
@@ -193,7 +193,7 @@ class Exporter:
         self.bytes_, self.largest = sum(sizes), max(sizes)
 
     def export(self) -> None:
-        from holdfast.checkpoint.export import export
+        from holdfast.checkpoint.export.model import export
 
         export(self.policy, self.origin, self.place / "export", self.ranks, extra_files={"holdfast.yaml": ""})
 

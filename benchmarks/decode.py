@@ -63,9 +63,9 @@ def report(language_model: Any, rollout: Callable[[], object], shape: Shape, dev
 def holdfast(device: str, *, graphs: bool = True) -> None:
     import torch
 
-    from holdfast.config.model import ModelConfig
-    from holdfast.config.rollout import SamplingConfig
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.config.sections.model import ModelConfig
+    from holdfast.config.sections.rollout import SamplingConfig
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.models.build import blueprint
     from holdfast.models.names import named_parameters
     from holdfast.rollout.engine import Request, generate
@@ -107,7 +107,7 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
 def transformers(device: str) -> None:
     import torch
 
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer
 
     shape, tokenizer = shape_on(device), character_tokenizer()
     language_model = endless(device).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
@@ -135,14 +135,14 @@ def transformers(device: str) -> None:
 
 def rank_of_rollouts(device: str) -> None:
     """Sample as one rank of a policy's run, or as all of it."""
-    from holdfast.config.grpo import GRPOConfig
     from holdfast.config.load import from_mapping
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.config.verbs.grpo import GRPOConfig
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.parallel.mesh import joined
     from holdfast.rollout.sampling import mixed
-    from holdfast.training.build import Live
-    from holdfast.training.build_policy import build_policy_run
-    from holdfast.training.rollouts import sample_groups
+    from holdfast.training.build.begin import Live
+    from holdfast.training.policy.build import build_policy_run
+    from holdfast.training.policy.rollouts import sample_groups
 
     shape = shape_on(device)
     tree = {

@@ -204,7 +204,7 @@ class Holdfast(System):
     def preload() -> None:
         """Import what forked ranks need."""
         System.preload()
-        __import__("holdfast.checkpoint.choose")
+        __import__("holdfast.checkpoint.keep.choose")
 
     def save(self, place: str, *, step: int, own: Any = None) -> None:
         """Save a step."""
@@ -216,8 +216,8 @@ class Holdfast(System):
         """Load the newest verified step."""
         from holdfast import checkpoint
         from holdfast.checkpoint.calls import call
-        from holdfast.checkpoint.choose import newest_verified
-        from holdfast.checkpoint.storage import open_storage
+        from holdfast.checkpoint.keep.choose import newest_verified
+        from holdfast.checkpoint.place.storage import open_storage
         from holdfast.errors import RankFailed
 
         with call("load", 0.25, RankFailed) as (ranks, _):

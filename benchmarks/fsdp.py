@@ -55,7 +55,7 @@ def texts(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> list[str]:
 
 def settings(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> Any:
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig
+    from holdfast.config.verbs.training import SFTConfig
 
     tree = {
         "steps": steps,
@@ -75,7 +75,7 @@ def settings(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> Any:
 def holdfast(config: Any, world: Any) -> tuple[Callable[[], object], Any]:
     """Return our step and the policy it trains."""
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build import Live, build_run
+    from holdfast.training.build.begin import Live, build_run
 
     rows = texts(world.size, config.data.tokens_per_micro_batch, config.steps)
     run = build_run(config, Path.cwd(), world, Live(rows=[{"text": text} for text in rows]))
@@ -89,9 +89,9 @@ def bare(world: Any) -> tuple[Callable[[], object], Any]:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from holdfast.data.characters import character_tokenizer
-    from holdfast.data.packing import pack
-    from holdfast.data.weights import Share
+    from holdfast.data.batches.packing import pack
+    from holdfast.data.batches.weights import Share
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.models.attention import PACKED, register
     from holdfast.models.family import family_of
     from holdfast.models.policy import PolicyModel

@@ -154,14 +154,14 @@ class Watch:
 
 
 def holdfast(shape: Shape, device: str) -> None:
-    from holdfast.config.grpo import GRPOConfig
     from holdfast.config.load import from_mapping
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.config.verbs.grpo import GRPOConfig
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.parallel.mesh import joined
     from holdfast.recipes.grpo import grpo_step
     from holdfast.rewards.base import Sample, Scored
-    from holdfast.training.build import Live
-    from holdfast.training.build_policy import build_policy_run
+    from holdfast.training.build.begin import Live
+    from holdfast.training.policy.build import build_policy_run
 
     length = shape.prompt + shape.completion
     tree = {
@@ -213,7 +213,7 @@ def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer
 
     if fast_head:
         import gpu_like_head

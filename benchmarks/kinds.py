@@ -136,10 +136,10 @@ class Watch:
 def holdfast(kind: str) -> None:
     """Make the updates with the trainer."""
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig
+    from holdfast.config.verbs.training import SFTConfig
     from holdfast.parallel.mesh import joined
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build import Live, build_run
+    from holdfast.training.build.begin import Live, build_run
 
     settings = from_mapping(tree(kind), SFTConfig)
     with joined(settings.launch) as world:
@@ -166,7 +166,7 @@ def bare(kind: str) -> None:
     register()
     torch.manual_seed(0)
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig
+    from holdfast.config.verbs.training import SFTConfig
 
     settings = from_mapping(tree(kind), SFTConfig)
     config, processor = configured(settings.model, Path.cwd())
@@ -196,9 +196,9 @@ def _auto(kind: str) -> Any:
 
 
 def _batches(kind: str, settings: Any, config: Any, processor: Any) -> Iterator[Any]:
-    from holdfast.data.chat import RowTokeniser
-    from holdfast.data.packing import pack
-    from holdfast.data.weights import Share
+    from holdfast.data.batches.packing import pack
+    from holdfast.data.batches.weights import Share
+    from holdfast.data.tokens.chat import RowTokeniser
     from holdfast.models.origin import load_tokenizer
     from holdfast.models.vision import image_side
 

@@ -20,11 +20,11 @@ WARM_UP, LIMIT = 2, 0.014
 
 def main() -> None:
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.config.verbs.training import SFTConfig
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.parallel.mesh import joined
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build import Live, build_run
+    from holdfast.training.build.begin import Live, build_run
     from holdfast.training.fit import fit
     from holdfast.training.run import Run
 

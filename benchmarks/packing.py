@@ -16,15 +16,15 @@ import sys
 import numpy as np
 from measure import Meter, alternate, heading, resident_mib
 
-from holdfast.config.data import DataConfig
-from holdfast.data.candidates import CandidateReader
-from holdfast.data.chat import Tokenised
-from holdfast.data.exchange import Alone
-from holdfast.data.order import DrawOrder
-from holdfast.data.planning import plan_packs
-from holdfast.data.reading import RowReader
-from holdfast.data.rows import from_rows
-from holdfast.data.stream import Limits, SampleStream
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.candidates import CandidateReader
+from holdfast.data.batches.exchange import Alone
+from holdfast.data.batches.planning import plan_packs
+from holdfast.data.batches.stream import Limits, SampleStream
+from holdfast.data.rows.order import DrawOrder
+from holdfast.data.rows.reading import RowReader
+from holdfast.data.rows.rows import from_rows
+from holdfast.data.tokens.chat import Tokenised
 from holdfast.types import Example
 
 LONGEST, BUDGET, BATCH = 2048, 16_384, {"best_fit": 512, "wrapped": 64}

@@ -170,11 +170,11 @@ class Watch:
 
 def holdfast(device: str) -> None:
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.config.verbs.training import SFTConfig
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.parallel.mesh import joined
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build import Live, build_run
+    from holdfast.training.build.begin import Live, build_run
 
     setting = SETTINGS[device]
     tree = {
@@ -207,9 +207,9 @@ def holdfast(device: str) -> None:
 def bare(_: str) -> None:
     import torch
 
-    from holdfast.data.characters import character_tokenizer
-    from holdfast.data.packing import pack
-    from holdfast.data.weights import Share
+    from holdfast.data.batches.packing import pack
+    from holdfast.data.batches.weights import Share
+    from holdfast.data.tasks.characters import character_tokenizer
     from holdfast.models.attention import PACKED, register
     from holdfast.models.family import family_of
     from holdfast.models.policy import PolicyModel
@@ -247,7 +247,7 @@ def trl(device: str, *, packing: bool, fast_head: bool) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer
 
     if fast_head:
         import gpu_like_head

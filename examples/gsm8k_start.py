@@ -57,7 +57,7 @@ def train_tokenizer(texts: list[str]) -> Any:
 
 def score_gold(rows: list[dict[str, str]]) -> None:
     """Score every row's own answer by the math reward, and print how many are right."""
-    from holdfast.config.reward import MathConfig, RewardPoolConfig
+    from holdfast.config.sections.reward import MathConfig, RewardPoolConfig
     from holdfast.rewards.base import Sample
     from holdfast.rewards.pool import RewardPool
 

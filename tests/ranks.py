@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 
 DESCRIPTORS = 700

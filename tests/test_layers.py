@@ -33,7 +33,7 @@ HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 FREE_OF_TORCH = ("escaping", "errors", "types", "files", "config", "launch", "cli")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "safetensors", "tokenizers", "peft"}
 # The launcher and the ranks it starts; and a server's key, the one secret that may not stand in a YAML.
-READS_THE_ENVIRONMENT = ("launch/", "parallel/mesh.py", "rewards/judge.py", "training/completion_server.py")
+READS_THE_ENVIRONMENT = ("launch/", "parallel/mesh.py", "rewards/judge.py", "training/scorers/endpoint.py")
 
 
 def parts(path: str) -> tuple[str, ...]:

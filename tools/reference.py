@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from holdfast.cli import main as command_line
 from holdfast.config.base import kind_of, kinds_of
 from holdfast.config.tree import Held
-from holdfast.config.verbs import ROOTS
+from holdfast.config.verbs.roots import ROOTS
 
 FOLDER = Path("docs/reference")
 NOTE = "<!-- Written by tools/reference.py. Change the docstrings in src/holdfast, then run it again. -->\n"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.config.distill import DistillConfig
-from holdfast.config.dpo import DPOConfig
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import Draft, Loaded, check, read
-from holdfast.config.runs import SFTConfig, TrainingConfig
-from holdfast.config.scorer import ScorerConfig
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.scorer import ScorerConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
@@ -23,7 +23,7 @@ from holdfast.recipes.dpo import dpo as run_dpo
 from holdfast.recipes.grpo import grpo as run_grpo
 from holdfast.recipes.reward import reward as run_reward
 from holdfast.recipes.sft import sft as run_sft
-from holdfast.training.build import Live
+from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome
 
 Root = TypeVar("Root", bound=TrainingConfig)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.assembly import Layout
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.packing import unpack
-from holdfast.data.stream import SampleStream
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.assembly import Layout
+from holdfast.data.batches.packing import unpack
+from holdfast.data.batches.stream import SampleStream
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
-from holdfast.training.sources import open_data, row_tokeniser, training_stream
+from holdfast.training.build.rows import open_data, row_tokeniser, training_stream
 
 Served = list[list[tuple[int, tuple[int, ...]]]]
 """Per update: (sample id, tokens) of every sequence, over all ranks."""

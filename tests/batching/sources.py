@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.data.chat import Tokenised
-from holdfast.data.rows import Row, Source, from_rows
+from holdfast.data.rows.rows import Row, Source, from_rows
+from holdfast.data.tokens.chat import Tokenised
 from holdfast.types import Example
 
 

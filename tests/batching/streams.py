@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.config.data import DataConfig
-from holdfast.data.assembly import Layout
-from holdfast.data.candidates import CandidateReader, Tokenise
-from holdfast.data.exchange import Alone, Exchange
-from holdfast.data.order import DrawOrder
-from holdfast.data.packing import unpack
-from holdfast.data.reading import RowReader
-from holdfast.data.rows import Row, Source
-from holdfast.data.stream import Limits, SampleStream
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.assembly import Layout
+from holdfast.data.batches.candidates import CandidateReader, Tokenise
+from holdfast.data.batches.exchange import Alone, Exchange
+from holdfast.data.batches.packing import unpack
+from holdfast.data.batches.stream import Limits, SampleStream
+from holdfast.data.rows.order import DrawOrder
+from holdfast.data.rows.reading import RowReader
+from holdfast.data.rows.rows import Row, Source
 from holdfast.types import MiniBatch
 from tests.batching.sources import as_tokens
 

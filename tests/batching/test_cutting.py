@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.candidates import Candidates, Known
-from holdfast.data.cutting import Rest, cut_windows, pieces_of
-from holdfast.data.exchange import Alone
+from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.cutting import Rest, cut_windows, pieces_of
+from holdfast.data.batches.exchange import Alone
 from tests.batching.examples import example
 
 

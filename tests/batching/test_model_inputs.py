@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.config.data import DataConfig
-from holdfast.data.assembly import Layout, assemble
-from holdfast.data.candidates import Candidates, Known
-from holdfast.data.exchange import Alone
-from holdfast.data.packing import Head, pack, unpack
-from holdfast.data.weights import Share
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.exchange import Alone
+from holdfast.data.batches.packing import Head, pack, unpack
+from holdfast.data.batches.weights import Share
 from holdfast.types import Example
 
 ONE = Share(1.0, 1.0)

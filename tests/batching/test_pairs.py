@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.config.dpo import PairDataConfig
-from holdfast.data.assembly import Layout, assemble
-from holdfast.data.candidates import Candidates, Known
-from holdfast.data.packing import unpack
-from holdfast.data.planning import plan_units
-from holdfast.data.weights import Share, shares
+from holdfast.config.verbs.dpo import PairDataConfig
+from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.packing import unpack
+from holdfast.data.batches.planning import plan_units
+from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Example, MiniBatch
 
 Sizes = Sequence[tuple[int, int, int]]

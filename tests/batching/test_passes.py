@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.exchange import Alone, Exchange
-from holdfast.data.rows import from_rows
-from holdfast.data.stream import Limits
+from holdfast.data.batches.exchange import Alone, Exchange
+from holdfast.data.batches.stream import Limits
+from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
 from tests.batching.sources import indexed, numbered, on_threads, streamed
 from tests.batching.streams import serve, stream
@@ -50,7 +50,7 @@ def test_a_part_of_a_pass_is_full_batches_of_the_rows_that_a_filter_leaves() -> 
 @given(st.integers(4, 40), st.integers(1, 4), st.floats(0.05, 3.0))
 def test_a_run_of_some_epochs_has_as_many_steps_as_were_planned(rows: int, batch: int, epochs: float) -> None:
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig, planned_steps
+    from holdfast.config.verbs.training import SFTConfig, planned_steps
 
     found = stream(indexed(rows), batch_size=batch, limits=Limits(passes=epochs))
     tree = {"epochs": epochs, "model": {"path": "m"}, "data": {"path": "d"}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.rows import from_rows
+from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
 from tests.batching.sources import indexed, numbered, streamed
 from tests.batching.streams import stream
@@ -51,7 +51,7 @@ def test_a_set_that_becomes_too_small_by_a_filter_is_refused() -> None:
 
 
 def test_a_stream_without_rows_is_refused() -> None:
-    from holdfast.data.reading import HeldOut
+    from holdfast.data.rows.reading import HeldOut
 
     nothing = HeldOut(streamed(2), 1e-6, keep=True)
 

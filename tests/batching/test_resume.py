@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.chat import Tokenised
-from holdfast.data.rows import from_rows
+from holdfast.data.rows.rows import from_rows
+from holdfast.data.tokens.chat import Tokenised
 from holdfast.errors import DataError
 from tests.batching.sources import as_tokens, indexed, numbered, streamed
 from tests.batching.streams import held, serve, stream

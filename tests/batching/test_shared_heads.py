@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from holdfast.data.packing import Head, pack, unpack
-from holdfast.data.planning import plan_units, saves_work, taken_apart
-from holdfast.data.weights import Share
+from holdfast.data.batches.packing import Head, pack, unpack
+from holdfast.data.batches.planning import plan_units, saves_work, taken_apart
+from holdfast.data.batches.weights import Share
 from holdfast.models.attention import PACKED, Documents, key_places, packed_attention, register
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel, predictors

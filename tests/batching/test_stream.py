@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from holdfast.data.chat import Tokenised
-from holdfast.data.rows import from_rows
-from holdfast.data.stream import Limits
+from holdfast.data.batches.stream import Limits
+from holdfast.data.rows.rows import from_rows
+from holdfast.data.tokens.chat import Tokenised
 from tests.batching.sources import as_tokens, indexed, numbered
 from tests.batching.streams import held, numbers, serve, stream
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.weights import Share, shares
+from holdfast.data.batches.weights import Share, shares
 
 
 def average_of(average: Any, losses: list[list[float]], prompts: list[int], longest: int) -> float:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.exchange import Alone
-from holdfast.data.rows import from_rows
-from holdfast.data.stream import Limits
+from holdfast.data.batches.exchange import Alone
+from holdfast.data.batches.stream import Limits
+from holdfast.data.rows.rows import from_rows
 from tests.batching.sources import Forward, numbered
 from tests.batching.streams import held, stream
 

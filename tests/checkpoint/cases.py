@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import checkpoint
-from holdfast.checkpoint.hashing import hash_tensor
+from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.models.names import canonical_name
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from tests.distributed.toys import Scale, Toy, shard
 

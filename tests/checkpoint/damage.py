@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.hashing import hash_file
-from holdfast.checkpoint.manifest import NAME, FileEntry, Manifest, parse
+from holdfast.checkpoint.format.manifest import NAME, FileEntry, Manifest, parse
+from holdfast.checkpoint.place.hashing import hash_file
 
 PAGE = 4096
 

@@ -13,17 +13,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast import checkpoint
-from holdfast.checkpoint.hashing import hash_tensor
-from holdfast.checkpoint.matching import Declared
-from holdfast.checkpoint.snapshot import outline, take
-from holdfast.config.optim import AdamW4bitConfig, AdamW8bitConfig, AdamWFP8Config, OptimConfig, UserOptimizerConfig
+from holdfast.checkpoint.format.snapshot import outline, take
+from holdfast.checkpoint.load.matching import Declared
+from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.config.sections.optim import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWFP8Config,
+    OptimConfig,
+    UserOptimizerConfig,
+)
 from holdfast.optim.state import collect
 from holdfast.optim.wrapped import placed_like
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.optimizers import optimizer_of
+from holdfast.training.build.optimizers import optimizer_of
 from tests.distributed.toys import Toy, shard
 from tests.optim.own import Momentum
 

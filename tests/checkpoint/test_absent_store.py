@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
-from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.place.storage import open_storage
 from holdfast.parallel.mesh import World
 from tests.checkpoint.store import serving
 from tests.training.cases import run, tree

@@ -13,8 +13,8 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, step, zero_everything
 from tests.crash.cases import session_of
@@ -156,10 +156,10 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch
-from holdfast.checkpoint.retention import Retention
+from holdfast.checkpoint.keep.retention import Retention
 from holdfast.checkpoint.session import Session
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 print("started", os.getpid())
 model = torch.nn.Linear(3, 3)

@@ -6,7 +6,7 @@ import io
 
 import torch
 
-from holdfast.checkpoint.stored_chunks import chunk_from
+from holdfast.checkpoint.format.stored_chunks import chunk_from
 
 
 def test_a_view_that_repeats_its_bytes_is_no_chunk_of_any_size() -> None:

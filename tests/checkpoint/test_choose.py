@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.manifest import NAME
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.verification import verify
+from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.format.verification import verify
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import save_after

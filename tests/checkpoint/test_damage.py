@@ -17,8 +17,8 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
-from holdfast.checkpoint.hashing import hash_bytes
-from holdfast.checkpoint.manifest import NAME, parse
+from holdfast.checkpoint.format.manifest import NAME, parse
+from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.errors import HoldfastError
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of, save_after

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost, SaveFailed
-from holdfast.checkpoint.layout import LEASE
-from holdfast.checkpoint.lease import Lease, holder_text
+from holdfast.checkpoint.place.layout import LEASE
+from holdfast.checkpoint.place.lease import Lease, holder_text
 
 
 def test_a_deleted_lease_is_written_again_and_keeps_other_jobs_away(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.exported import NAME, Exported, read
+from holdfast.checkpoint.export.about import NAME, Exported, read
 from holdfast.errors import ModelError
 
 FILES = {"model.safetensors": {"size": 1, "xxh3_128": "ab"}}

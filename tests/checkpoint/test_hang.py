@@ -15,13 +15,13 @@ import torch
 
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.background import THREAD
-from holdfast.checkpoint.retention import Retention
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.keep.retention import Retention
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.session import Session
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
-from holdfast.training.save_in_flight import wait_for_all
+from holdfast.training.saving.save_in_flight import wait_for_all
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.cases import look_after, session_of, train_and_save
 from tests.crash.faulty import SlowStorage

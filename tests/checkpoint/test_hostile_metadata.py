@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast import checkpoint
-from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from holdfast import checkpoint
-from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from holdfast import checkpoint
-from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.export import EXPORTED_CONFIG
-from holdfast.checkpoint.manifest import NAME
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.tensors import StoredCheckpoint
-from holdfast.checkpoint.verification import read_manifest, verify
+from holdfast.checkpoint.export.model import EXPORTED_CONFIG
+from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.format.verification import read_manifest, verify
+from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast import checkpoint
-from holdfast.checkpoint import find
-from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import NoCheckpoint
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.cli.main import app
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from holdfast import checkpoint
-from holdfast.checkpoint import object_lease, verify
+from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
-from holdfast.checkpoint.manifest import NAME
-from holdfast.checkpoint.object_lease import ObjectLease, machine
-from holdfast.checkpoint.retention import steps
-from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.keep.retention import steps
+from holdfast.checkpoint.place import object_lease
+from holdfast.checkpoint.place.object_lease import ObjectLease, machine
+from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.cli.prune import pruned
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World

@@ -10,12 +10,12 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint import verify
-from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.layout import QUARANTINE
-from holdfast.checkpoint.manifest import NAME
-from holdfast.checkpoint.retention import clean, put_aside, steps
-from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.keep.retention import clean, put_aside, steps
+from holdfast.checkpoint.place.layout import QUARANTINE
+from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, load_into_other, save_after

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast import checkpoint
-from holdfast.checkpoint.manifest import About
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.writer import commit
+from holdfast.checkpoint.format.manifest import About
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.save.writer import commit
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, refused_save, step

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from holdfast import checkpoint
-from holdfast.checkpoint import find
-from holdfast.checkpoint.compare import differences, state_hash
-from holdfast.checkpoint.matching import Declared
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.checkpoint.inspect.compare import differences, state_hash
+from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.load.matching import Declared
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from tests.checkpoint.cases import build, contents, step
 from tests.crash.runs import values_of
 from tests.distributed.toys import Toy

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.serialization import get_crc32_options
 
 from holdfast import checkpoint
-from holdfast.checkpoint.hashing import hash_tensor
+from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of, step
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.layout import QUARANTINE
-from holdfast.checkpoint.retention import steps
-from holdfast.checkpoint.room import _bytes_to_write
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.keep.retention import steps
+from holdfast.checkpoint.place.layout import QUARANTINE
+from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.save.free_space import _bytes_to_write
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build

@@ -13,15 +13,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
-from holdfast.checkpoint.rehearsal import Report, Room, rehearse
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.save.rehearsal import Report, Room, rehearse
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
-from holdfast.training.build import Live
+from holdfast.training.build.begin import Live
 from tests.checkpoint.cases import build, contents, optimizer_of, step
 from tests.crash.disks import Remount, disk
 from tests.training.cases import tree

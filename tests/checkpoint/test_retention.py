@@ -14,13 +14,20 @@ import pytest
 import torch
 
 from holdfast import checkpoint
-from holdfast.checkpoint.choose import newest_verified
 from holdfast.checkpoint.errors import DirectoryTaken
-from holdfast.checkpoint.lease import Lease
-from holdfast.checkpoint.manifest import NAME, Manifest
-from holdfast.checkpoint.retention import Best, Retention, clean, kept_steps, prune, write_pins
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.format.manifest import NAME, Manifest
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.keep.retention import (
+    Best,
+    Retention,
+    clean,
+    kept_steps,
+    prune,
+    write_pins,
+)
+from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, save_after, step

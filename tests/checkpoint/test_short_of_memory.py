@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from holdfast import checkpoint
-from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
-from holdfast.checkpoint.reader import load
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.stored_chunks import chunk_from
+from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
+from holdfast.checkpoint.format.stored_chunks import chunk_from
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.load.reader import load
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.damage import rewrite_manifest

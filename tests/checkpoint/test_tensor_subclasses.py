@@ -14,12 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 from holdfast import checkpoint
-from holdfast.checkpoint.compare import differences
-from holdfast.checkpoint.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.find import one
-from holdfast.checkpoint.manifest import NAME, Manifest, parse
-from holdfast.checkpoint.stored_chunks import chunk_from
+from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
+from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.format.stored_chunks import chunk_from
+from holdfast.checkpoint.inspect.compare import differences
+from holdfast.checkpoint.keep.find import one
 from holdfast.cli.main import app
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of

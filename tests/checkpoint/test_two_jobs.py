@@ -21,10 +21,10 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
-from holdfast.checkpoint.layout import LEASE
-from holdfast.checkpoint.lease import Lease
-from holdfast.checkpoint.renewal import STALE_SECONDS
-from holdfast.checkpoint.storage import rename_new
+from holdfast.checkpoint.place.layout import LEASE
+from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.renewal import STALE_SECONDS
+from holdfast.checkpoint.place.storage import rename_new
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
 from tests.crash.processes import DoomedRanks
@@ -165,9 +165,9 @@ def test_a_holder_that_was_killed_holds_nothing(tmp_path: Path, number: int) -> 
 OTHER_HOST = """
 import sys, time
 from pathlib import Path
-from holdfast.checkpoint.layout import LEASE
-from holdfast.checkpoint.lease import Lease
-from holdfast.checkpoint.renewal import STALE_SECONDS
+from holdfast.checkpoint.place.layout import LEASE
+from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.renewal import STALE_SECONDS
 
 with Lease(Path(sys.argv[1])):
     Path(sys.argv[2]).touch()

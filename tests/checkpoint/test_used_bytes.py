@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import find, reader
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.load import reader
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.optim.tagged import decode
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from holdfast.checkpoint.storage import LocalStorage, begin_writeback
+from holdfast.checkpoint.place.storage import LocalStorage, begin_writeback
 
 MIB = 2**20
 FS_IOC_FIEMAP = 0xC020660B

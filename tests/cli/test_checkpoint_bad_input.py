@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.checkpoint.hashing import hash_bytes
-from holdfast.checkpoint.manifest import FORMAT
+from holdfast.checkpoint.format.manifest import FORMAT
+from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.conftest import Command, of_step
 from tests.cli.warm import WarmPython

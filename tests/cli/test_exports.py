@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from holdfast.checkpoint import find
+from holdfast.checkpoint.keep import find
 from tests.cli.conftest import write_run
 from tests.cli.warm import Done, WarmPython
 

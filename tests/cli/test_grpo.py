@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.compare import differences
+from holdfast.checkpoint.inspect.compare import differences
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import TINY, write_rows, write_run
@@ -306,7 +306,7 @@ def a_biased_sampler(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def a_tokenizer_without_an_end(folder: Path, tree: dict[str, Any]) -> None:
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None

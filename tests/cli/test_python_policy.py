@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import holdfast
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.objectives.clip import Clip
 from holdfast.objectives.policy import PolicyGradient

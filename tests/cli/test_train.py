@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import layout
-from holdfast.checkpoint.export import EXPORTED_CONFIG
+from holdfast.checkpoint.export.model import EXPORTED_CONFIG
+from holdfast.checkpoint.place import layout
 from holdfast.cli import prove, train
 from holdfast.parallel import mesh
 from holdfast.training import directory

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.config.data import SyntheticConfig
-from holdfast.data.synthetic import SyntheticSource
+from holdfast.config.sections.data import SyntheticConfig
+from holdfast.data.tasks.synthetic import SyntheticSource
 from holdfast.models.vision import FREEZE_PRESETS
 from tests.cli.conftest import write_run
 from tests.cli.warm import WarmPython

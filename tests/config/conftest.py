@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.load import load
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 
 WHOLE = "steps: 3\nmodel: {path: some-model}\ndata: {path: rows.jsonl}\n"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.dpo import DPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import as_plain
-from holdfast.config.verbs import run_from_mapping, verb_of
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.roots import run_from_mapping, verb_of
+from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
 

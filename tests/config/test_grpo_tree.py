@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.verbs import run_from_mapping, verb_of
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import run_from_mapping, verb_of
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.load import load
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from tests.config.conftest import WHOLE
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.config.runs import SFTConfig, as_plain
+from holdfast.config.verbs.training import SFTConfig, as_plain
 from tests.config.conftest import WHOLE
 
 Load = Callable[..., SFTConfig]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from tests.config.conftest import WHOLE
 
 Load = Callable[..., SFTConfig]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig, TrainingConfig, planned_steps
-from holdfast.config.verbs import ROOTS
+from holdfast.config.verbs.roots import ROOTS
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
 
 LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
 

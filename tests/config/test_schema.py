@@ -11,9 +11,9 @@ import pytest
 
 from holdfast.cli.inspect import schema
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig, as_plain
 from holdfast.config.tree import all_keys
-from holdfast.config.verbs import ROOTS
+from holdfast.config.verbs.roots import ROOTS
+from holdfast.config.verbs.training import SFTConfig, as_plain
 from holdfast.errors import ConfigError
 from tests.config.conftest import WHOLE
 from tests.config.json_schema import accepts

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.checkpoint import reader
-from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.retention import Retention, clean, steps
+from holdfast.checkpoint.format.snapshot import set_random_state, take
+from holdfast.checkpoint.format.verification import verify
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.keep.retention import Retention, clean, steps
+from holdfast.checkpoint.load import reader
+from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.checkpoint.session import Session
-from holdfast.checkpoint.snapshot import set_random_state, take
-from holdfast.checkpoint.storage import LocalStorage, Storage
-from holdfast.checkpoint.verification import verify
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of

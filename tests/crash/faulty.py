@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.checkpoint.hashing import HashingWriter
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.place.hashing import HashingWriter
+from holdfast.checkpoint.place.storage import LocalStorage
 
 
 def die() -> None:

@@ -39,7 +39,7 @@ def _serve(connection: Connection, rank: int, size: int, place: str, function: A
     import torch
     import torch.distributed as dist
 
-    from holdfast.parallel.failure import FailureChannel
+    from holdfast.parallel.failure.channel import FailureChannel
     from holdfast.parallel.mesh import World
 
     torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.compare import differences
+from holdfast.checkpoint.inspect.compare import differences
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from tests.training.cases import run, tree

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from holdfast import checkpoint
-from holdfast.checkpoint import find
-from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.keep import find
 from holdfast.parallel.mesh import World
 from tests.checkpoint.damage import rewrite_manifest
 from tests.crash.runs import log_of, state_differences, values_of

@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.adapter_export import Description, write_adapters
-from holdfast.checkpoint.export import PHASES, clean_exports, replace_directory
+from holdfast.checkpoint.export.adapters import Description, write_adapters
+from holdfast.checkpoint.export.model import PHASES, clean_exports, replace_directory
+from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
-from holdfast.training.build import Live
+from holdfast.training.build.begin import Live
 from tests.crash.faulty import die
 from tests.crash.processes import run_doomed
 from tests.training.cases import run, tree

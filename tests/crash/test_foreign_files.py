@@ -114,8 +114,8 @@ def test_a_run_whose_own_file_is_something_else_is_refused_by_name_on_all_ranks(
 
 
 def test_pins_that_are_a_pipe_are_named(pools: Any, ended: Path, tmp_path: Path) -> None:
-    from holdfast.checkpoint.retention import read_pins
-    from holdfast.checkpoint.storage import LocalStorage
+    from holdfast.checkpoint.keep.retention import read_pins
+    from holdfast.checkpoint.place.storage import LocalStorage
 
     os.mkfifo(tmp_path / "pins.json")
 

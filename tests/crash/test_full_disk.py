@@ -13,8 +13,8 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointError
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage, Storage
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of, save_after, step
 from tests.crash.cases import session_of

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.export import PHASES as EXPORT_PHASES
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.writer import PHASES
+from holdfast.checkpoint.export.model import PHASES as EXPORT_PHASES
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.save.writer import PHASES
 from holdfast.parallel.collectives import ProcessExchange
 from tests.cli.warm import WarmPython
 from tests.crash.killed import confirmed, start

@@ -18,14 +18,14 @@ import pytest
 
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import DirectoryTaken
-from holdfast.checkpoint.lease import Lease
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training import directory
-from holdfast.training.build import build_run
+from holdfast.training.build.begin import build_run
 from holdfast.training.fit import fit
 from holdfast.training.run import Run
 from tests.crash.disks import Remount

@@ -12,11 +12,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
-from holdfast.training.build import Live
+from holdfast.training.build.begin import Live
 from tests.training.cases import tree
 
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.export import export
-from holdfast.checkpoint.retention import read_pins, write_pins
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.writer import PHASES
+from holdfast.checkpoint.export.model import export
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.keep.retention import read_pins, write_pins
+from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.save.writer import PHASES
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.models.build import blueprint
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from holdfast.training import directory as run_directory
-from holdfast.training.build_sharded import build_policy
+from holdfast.training.build.model import build_policy
 from tests.checkpoint.cases import save_after
 from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
 from tests.crash.processes import acknowledged, run_doomed
@@ -129,7 +129,7 @@ def test_power_loss_after_a_run_began_keeps_its_identity(tmp_path: Path, disk: t
 
 MAKES = """
 from pathlib import Path
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.place.storage import LocalStorage
 LocalStorage(Path("runs/r/checkpoints").absolute()).make("step")
 """
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.compare import first_difference
+from holdfast.checkpoint.inspect.compare import first_difference
+from holdfast.checkpoint.keep import find
 
 TREE: dict[str, Any] = {
     "steps": 8,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.choose import newest_verified
-from holdfast.checkpoint.storage import LocalStorage
-from holdfast.checkpoint.writer import PHASES
+from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.save.writer import PHASES
 from holdfast.parallel.collectives import ProcessExchange
 from tests.cli.warm import WarmPython
 from tests.crash.killed import STEPS, confirmed, start

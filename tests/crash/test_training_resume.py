@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.checkpoint import find
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from tests.crash.runs import (
     log_of,
@@ -254,7 +254,7 @@ def rows(path: Path, last: str) -> None:
 
 
 def tokenizer(path: Path, template: str) -> None:
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer
 
     made: Any = character_tokenizer()
     made.chat_template = template

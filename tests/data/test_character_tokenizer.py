@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.data import SourceConfig, TextConfig
-from holdfast.data.characters import CHARACTERS, character_tokenizer
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.rows import open_source
+from holdfast.config.sections.data import SourceConfig, TextConfig
+from holdfast.data.rows.rows import open_source
+from holdfast.data.tasks.characters import CHARACTERS, character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.data import TextConfig
-from holdfast.data.chat import RowTokeniser, Tokenised
+from holdfast.config.sections.data import TextConfig
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
 from holdfast.types import Example
 

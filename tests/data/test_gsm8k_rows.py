@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.data import SourceConfig, TextConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.formats import recognise
-from holdfast.data.rows import columns_of, open_source
+from holdfast.config.sections.data import SourceConfig, TextConfig
+from holdfast.data.content.formats import recognise
+from holdfast.data.rows.rows import columns_of, open_source
+from holdfast.data.tokens.chat import RowTokeniser
 
 TEMPLATES = Path(__file__).parent / "templates"
 

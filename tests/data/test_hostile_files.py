@@ -12,10 +12,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from holdfast.data.arrow_rows import scan_parquet
-from holdfast.data.files import files_of_split
-from holdfast.data.images import ImageFiles
-from holdfast.data.json_rows import JsonRows, scan_json
+from holdfast.data.content.images import ImageFiles
+from holdfast.data.rows.arrow_rows import scan_parquet
+from holdfast.data.rows.files import files_of_split
+from holdfast.data.rows.json_rows import JsonRows, scan_json
 from holdfast.errors import DataError
 
 

@@ -40,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from holdfast.config.data import SourceConfig
-from holdfast.data.rows import open_source
+from holdfast.config.sections.data import SourceConfig
+from holdfast.data.rows.rows import open_source
 from holdfast.errors import DataError
 results = {}
 for name, options in json.loads(sys.argv[1]).items():

@@ -11,9 +11,9 @@ import pytest
 import xxhash
 from PIL import Image
 
-from holdfast.data.image_marks import IMAGES_OF_A_ROW, SAMPLED_ROWS, images_mark
-from holdfast.data.images import ImageFiles
-from holdfast.data.rows import from_rows
+from holdfast.data.content.images import ImageFiles
+from holdfast.data.rows.rows import from_rows
+from holdfast.data.tokens.image_fingerprints import IMAGES_OF_A_ROW, SAMPLED_ROWS, images_mark
 from holdfast.errors import DataError
 
 

@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig
 
-from holdfast.config.data import DataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.characters import character_tokenizer, picture_tokenizer
-from holdfast.data.chat import RowTokeniser, Tokenised
-from holdfast.data.vision import ImageSide
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tasks.characters import character_tokenizer, picture_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.vision import image_side, load_image_processor
 from holdfast.types import Example

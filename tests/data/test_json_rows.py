@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.json_array import CHUNK_CHARACTERS
-from holdfast.data.json_rows import JsonRows, scan_json
+from holdfast.data.rows.json_rows import CHUNK_CHARACTERS, JsonRows, scan_json
 from holdfast.errors import DataError
 
 ROWS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.data import SourceConfig
-from holdfast.data.rows import Source, columns_of, from_rows, open_source
+from holdfast.config.sections.data import SourceConfig
+from holdfast.data.rows.rows import Source, columns_of, from_rows, open_source
 from holdfast.errors import DataError
 
 ROWS = [{"question": f"q{number}", "answer": f"a{number}"} for number in range(7)]
@@ -318,8 +318,8 @@ def test_a_generated_task_is_a_source_with_renames_and_a_limit() -> None:
 
 def test_rows_in_memory_are_renamed_and_limited_as_the_data_section_says() -> None:
     from holdfast.config.load import from_mapping
-    from holdfast.config.runs import SFTConfig
-    from holdfast.training.sources import open_data
+    from holdfast.config.verbs.training import SFTConfig
+    from holdfast.training.build.rows import open_data
 
     data = {"path": "given", "columns": {"prompt": "question", "completion": "answer"}, "max_samples": 2}
     config = from_mapping({"steps": 1, "model": {"path": "m"}, "data": data}, SFTConfig)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.data import SyntheticConfig
-from holdfast.config.dpo import PairDataConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser, Tokenised
-from holdfast.data.preferences import LabelTokeniser, PairTokeniser, preferred_only
-from holdfast.data.synthetic import SyntheticSource, verify
+from holdfast.config.sections.data import SyntheticConfig
+from holdfast.config.verbs.dpo import PairDataConfig
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import SyntheticSource, verify
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised
+from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, preferred_only
 from holdfast.errors import DataError
 from holdfast.types import Example
 

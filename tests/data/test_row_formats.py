@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.formats import Conversation, PlainText, PromptCompletion, normalise, prompt_of, recognise
+from holdfast.data.content.formats import (
+    Conversation,
+    PlainText,
+    PromptCompletion,
+    normalise,
+    prompt_of,
+    recognise,
+)
 from holdfast.errors import DataError
 
 QUESTION = {"role": "user", "content": "2+2?"}

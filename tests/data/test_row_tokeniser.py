@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.config.data import TextConfig
-from holdfast.data.chat import RowTokeniser, Tokenised, describe
+from holdfast.config.sections.data import TextConfig
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised, describe
 from holdfast.errors import DataError
 
 PAIR = {"prompt": "What is 2+2?", "completion": " Four."}
@@ -232,7 +232,7 @@ LONG = {"text": "abcdefghij"}
 
 @pytest.fixture(scope="module")
 def letters() -> Any:
-    from holdfast.data.characters import character_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer
 
     return character_tokenizer()
 

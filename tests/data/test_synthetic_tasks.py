@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from holdfast.config.data import SyntheticConfig
-from holdfast.data.synthetic import Draws, SyntheticSource, verify
+from holdfast.config.sections.data import SyntheticConfig
+from holdfast.data.tasks.synthetic import Draws, SyntheticSource, verify
 
 TASKS = get_args(SyntheticConfig.model_fields["task"].annotation)
 

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from holdfast.config.data import DataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.videos import VideoOptions, frame_size, seconds_of
-from holdfast.data.vision import ImageSide
-from holdfast.data.vision_families import FAMILIES
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.content.videos import VideoOptions, frame_size, seconds_of
+from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.vision import image_side, load_image_processor, video_options
 from tests.videos import FPS, KINDS, MARK, clip, upstream_inputs, video_config, video_model, video_tokenizer

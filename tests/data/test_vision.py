@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from holdfast.config.data import DataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.vision import ImageSide
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.vision import image_side, load_image_processor
 from tests.vision import KINDS, MARKS, MIXTURE, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build import Live, build_run
+from holdfast.training.build.begin import Live, build_run
 
 
 def rows_of(count: int, seed: int = 0) -> list[dict[str, str]]:

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint import find
-from holdfast.config.grpo import GRPOConfig
+from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo, grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
+from holdfast.training.build.begin import Live
+from holdfast.training.policy.build import build_policy_run
 from tests.distributed.grpo_cases import even_share
 from tests.oracle import critic as oracle
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.config.verbs import run_from_mapping
-from holdfast.data.packing import pack, unpack
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.data.batches.packing import pack, unpack
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.distill import distill, distill_step
-from holdfast.training.build import Live
-from holdfast.training.build_distillation import build_distillation_run
-from holdfast.training.distillation import evaluate_distilled
+from holdfast.training.build.begin import Live
+from holdfast.training.distillation.build import build_distillation_run
+from holdfast.training.distillation.run import evaluate_distilled
 from holdfast.training.run import StepAbandoned
-from holdfast.training.scoring_server import ScoringServer
+from holdfast.training.scorers.server import ScoringServer
 from holdfast.types import MiniBatch
 from tests.distributed.cases import recorded_gradients
 from tests.distributed.preference_cases import descend, parameters_of

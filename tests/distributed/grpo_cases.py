@@ -11,26 +11,26 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
+from holdfast.training.build.begin import Live
 from holdfast.training.copies import copy_bytes, layout_bytes, shared_by_ranks
-from holdfast.training.experience import with_advantages
-from holdfast.training.policy import publish, rest
-from holdfast.training.reward_columns import check_answers, check_columns
-from holdfast.training.rewards import open_rewards
-from holdfast.training.rollout_metrics import rollout_metrics
-from holdfast.training.rollouts import next_rollout
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.experience import with_advantages
+from holdfast.training.policy.metrics import rollout_metrics
+from holdfast.training.policy.reward_columns import check_answers, check_columns
+from holdfast.training.policy.rewards import open_rewards
+from holdfast.training.policy.rollouts import next_rollout
+from holdfast.training.policy.run import publish, rest
 from holdfast.training.run import StepAbandoned
 from tests.memory import mapped_weights, most_allocated
 

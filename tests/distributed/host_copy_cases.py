@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.host_copy import common_bytes, live_tensors, shared_bytes
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor, held_tensors
-from holdfast.training.build import Live, build_run
+from holdfast.training.build.begin import Live, build_run
 from tests.memory import mapped_weights
 
 Told = dict[str, Any]

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.models.adapters import adapters_off
 from holdfast.parallel.host_copy import live_tensors
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft, sft_step
-from holdfast.training.build import Live, build_run
+from holdfast.training.build.begin import Live, build_run
 from holdfast.types import Example, Scores
 
 PROBE = torch.arange(2, 40).numpy()

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.config.dpo import PairDataConfig
-from holdfast.config.verbs import run_from_mapping
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.preferences import LabelTokeniser, PairTokeniser
-from holdfast.data.vision import ImageSide
+from holdfast.config.verbs.dpo import PairDataConfig
+from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.dpo import dpo_step
-from holdfast.training.build import Live
-from holdfast.training.build_preference import build_preference_run
-from holdfast.training.preference import evaluate_preferences
-from holdfast.training.scoring import scored
+from holdfast.training.build.begin import Live
+from holdfast.training.preference.build import build_preference_run
+from holdfast.training.preference.run import evaluate_preferences
+from holdfast.training.scorers.scoring import scored
 from holdfast.types import Example
 from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
+from holdfast.training.build.begin import Live
+from holdfast.training.policy.build import build_policy_run
 from tests.distributed.critic_cases import whole
 from tests.distributed.grpo_cases import even_share
 

@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.parallel.mesh import World
-from holdfast.parallel.residency import storages_of
+from holdfast.parallel.offload import storages_of
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
-from holdfast.training.evaluate_policy import evaluate_policy
+from holdfast.training.build.begin import Live
 from holdfast.training.fit import fit
-from holdfast.training.policy import PolicyRun
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.evaluate import evaluate_policy
+from holdfast.training.policy.run import PolicyRun
 from tests.distributed.grpo_cases import even_share
 
 

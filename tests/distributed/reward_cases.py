@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.reward import ModelRewardConfig
-from holdfast.parallel.materialise import local_part, sharded_parameters
+from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.evaluation import evaluate_run
 from holdfast.recipes.grpo import grpo, grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
-from holdfast.training.build_reward_model import SharedRewardModel, open_reward_model
-from holdfast.training.rewards import open_rewards
+from holdfast.training.build.begin import Live
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.reward_model import SharedRewardModel, open_reward_model
+from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.run import StepAbandoned
 from holdfast.training.together import open_exchange
 

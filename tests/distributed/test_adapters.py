@@ -14,8 +14,8 @@ import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored
+from holdfast.checkpoint.export.stored import export_stored
+from holdfast.checkpoint.keep import find
 from holdfast.models.names import canonical_name
 from holdfast.parallel.mesh import World
 from tests.distributed.cases import reference, rows_of, settings

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.files import size_words
-from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.training.copies import free_bytes
 from tests.distributed.grpo_cases import (

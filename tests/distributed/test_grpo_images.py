@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.data import PromptDataConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.lengths import joined_inputs
+from holdfast.config.sections.data import PromptDataConfig
+from holdfast.data.content.lengths import joined_inputs
+from holdfast.data.tokens.chat import RowTokeniser
 from tests.distributed.grpo_cases import by_hand, settings, train
 from tests.distributed.test_vision import directory, side_of  # noqa: F401 - directory is a fixture
 from tests.vision import picture_rows, tokenizer_of, vision_model

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter
+from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
+from holdfast.checkpoint.keep import find
 from holdfast.cli.checkpoint import app
-from holdfast.config.data import DataConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import UserError
 from holdfast.models.names import canonical_name
 from tests.distributed.cases import reference, rows_of, settings, train

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.data import DataConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.parallel.mesh import World
-from holdfast.training.build import Live, build_run
+from holdfast.training.build.begin import Live, build_run
 from holdfast.training.step import train_step
 from tests.distributed.cases import rows_of, settings, train
 from tests.oracle.router import reference, router_loss

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from holdfast.config.parallel import ParallelConfig
+from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.models.names import POLICY_MODULE
 from holdfast.parallel.apply import _KEPT_OPERATIONS, _keep_products, apply_plan
 from holdfast.parallel.mesh import World, build_mesh

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data.characters import character_tokenizer
+from holdfast.data.tasks.characters import character_tokenizer
 from tests.distributed import grpo_cases, preference_cases
 from tests.logprob_server import LONGEST, Served, served
 from tests.tiny import tiny_directory, tiny_model
@@ -249,10 +249,10 @@ def ready(world: Any) -> int:
 
 def spoiled_after_a_step(world: Any, tree: dict[str, Any], rows: Any, faults: str, fault: str) -> None:
     """Make a step, spoil the server, and make another."""
-    from holdfast.config.verbs import run_from_mapping
+    from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.recipes.dpo import dpo_step
-    from holdfast.training.build import Live
-    from holdfast.training.build_preference import build_preference_run
+    from holdfast.training.build.begin import Live
+    from holdfast.training.preference.build import build_preference_run
 
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     dpo_step(run)

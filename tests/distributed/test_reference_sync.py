@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.compare import differences
+from holdfast.checkpoint.inspect.compare import differences
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from holdfast.optim.following import Following
 from holdfast.parallel.plan import ShardPlan, ShardUnit
-from holdfast.training.reference_place import alternatives, choose
+from holdfast.training.scorers.reference import alternatives, choose
 from tests.distributed.critic_cases import live_run, saved
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.distributed.preference_cases import pairs_of

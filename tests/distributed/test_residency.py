@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.compare import differences
+from holdfast.checkpoint.inspect.compare import differences
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from tests.distributed.grpo_cases import leave_and_make_again, prompts_of, settings, train
 from tests.distributed.residency_cases import run_and_watch

@@ -14,20 +14,20 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter
-from holdfast.config.reward import ModelRewardConfig
-from holdfast.config.verbs import run_from_mapping
-from holdfast.data.characters import character_tokenizer
+from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
+from holdfast.checkpoint.keep import find
+from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from holdfast.models.names import canonical_name
 from holdfast.models.reward_model import RewardModel
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.reward import reward
-from holdfast.training.build import Live
-from holdfast.training.build_preference import build_preference_run
+from holdfast.training.build.begin import Live
+from holdfast.training.preference.build import build_preference_run
 from tests.distributed.preference_cases import descend, pairs_of, parameters_of, sequences_of, settings, train
 from tests.distributed.test_preference import assert_same
 from tests.tiny import COMMON, tiny_directory

@@ -14,19 +14,19 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from holdfast import checkpoint
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.errors import RunStopped
 from holdfast.models.names import POLICY_PREFIX
 from holdfast.objectives.base import Tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.apply import give_unused_zero_gradients, set_last_micro_batch
-from holdfast.parallel.materialise import local_rows, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_rows, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build import Live, build_run
-from holdfast.training.reference import check_place
+from holdfast.training.build.begin import Live, build_run
+from holdfast.training.scorers.reference import check_place
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
 from tests.distributed.cases import rows_of, settings

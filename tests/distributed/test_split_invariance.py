@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.data import DataConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.types import Example
 from tests.distributed.cases import reference, rows_of, settings, train
 from tests.tiny import tiny_directory, tiny_model

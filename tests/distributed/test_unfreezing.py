@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint import find
-from holdfast.config.data import DataConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser
+from holdfast.checkpoint.keep import find
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.models.vision import FREEZE_PRESETS
 from tests.crash.runs import log_of, run_each, state_differences, values_of
 from tests.distributed import grpo_cases

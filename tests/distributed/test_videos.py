@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.data import DataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.vision import ImageSide
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.build import configured
 from holdfast.models.vision import image_side, video_options
 from tests.distributed import preference_cases

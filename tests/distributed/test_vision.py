@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.config.data import DataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.vision import ImageSide
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.build import configured
 from holdfast.models.vision import FREEZE_PRESETS, image_side
 from tests.distributed.cases import reference, settings, train

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.config.parallel import ParallelConfig
+from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.models.names import POLICY_MODULE, named_parameters, tied_names
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.mesh import World, build_mesh

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import load
-from holdfast.config.verbs import ROOTS
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import ROOTS
 from tests.cli.warm import WarmPython
 
 ROOT = Path(__file__).parents[2]

@@ -13,14 +13,14 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast import checkpoint
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.models.names import tied_names
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build import Live, build_run
-from holdfast.training.exports import export_run
+from holdfast.training.build.begin import Live, build_run
+from holdfast.training.saving.exports import export_run
 from tests.distributed.cases import reference, rows_of, settings
 from tests.distributed.test_lora import examples
 from tests.distributed.test_split_invariance import by_hand

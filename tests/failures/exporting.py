@@ -12,11 +12,11 @@ from torch import Tensor
 
 from holdfast import checkpoint
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build import Live, build_run
-from holdfast.training.exports import export_run
+from holdfast.training.build.begin import Live, build_run
+from holdfast.training.saving.exports import export_run
 from tests.distributed.cases import rows_of, settings
 from tests.distributed.lora_cases import probe
 from tests.failures.gradients import shard_blocks

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from holdfast import checkpoint
 from holdfast.optim.state import UnsavableOptimizer
-from holdfast.parallel.materialise import local_part
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part
 from tests.checkpoint.cases import build, contents, load_into_other, mixed_dtypes, optimizer_of, step
 from tests.failures.lab import Lab, Observed, first_line
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from tests.distributed.cases import reference, rows_of, settings, train
 from tests.distributed.test_lora import examples

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
+from holdfast.training.build.begin import Live
+from holdfast.training.policy.build import build_policy_run
 from holdfast.types import Example, Scores
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.failures.gradients import shard_blocks

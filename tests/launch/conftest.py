@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.launch.local import Patience, launch_local
 
 PRELUDE = """
@@ -53,7 +53,7 @@ def make_run():
 DRIVER = """
 import sys
 from pathlib import Path
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.launch.local import launch_local
 launch = LaunchConfig(max_restarts=int(sys.argv[3]))
 code = launch_local(sys.argv[4:], int(sys.argv[2]), launch, Path(sys.argv[1]))

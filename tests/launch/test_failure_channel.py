@@ -14,10 +14,10 @@ import time
 import pytest
 import torch.distributed as dist
 
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, RankFailed, RunStopped
 from holdfast.launch.local import launch_local
-from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.failure.channel import FailureChannel
 
 WORKER = """
 import os, signal, sys, time
@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from holdfast.errors import HoldfastError
-from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.rendezvous import store_of
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -113,7 +113,7 @@ def test_a_survivor_outside_any_collective_is_ended_with_the_cause():
     script = """
         import threading, time
         import torch.distributed as dist
-        from holdfast.parallel.failure import FailureChannel
+        from holdfast.parallel.failure.channel import FailureChannel
         store = dist.HashStore()
         other = FailureChannel(store, 1, 2)
         other.phase("reward")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import rich
 
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local
 from holdfast.launch.terminal import PlainLines

@@ -15,7 +15,7 @@ from tests.launch.conftest import Ground
 RANK = """
     import os, sys, time
     from pathlib import Path
-    from holdfast.config.reward import RewardPoolConfig, UserRewardConfig
+    from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
     from holdfast.rewards.pool import RewardPool
 

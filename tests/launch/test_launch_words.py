@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.launch.deaths import Death, first_cause, last_error
 from holdfast.launch.directory import Report
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun

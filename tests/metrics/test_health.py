@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.metrics import HealthConfig
+from holdfast.config.sections.metrics import HealthConfig
 from holdfast.metrics.health import Health
 
 FOLDER = Path(__file__).parent

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.files import RegularFile, naming, size_words
 from holdfast.metrics.sink import JsonlSink
 

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.export import export
+from holdfast.checkpoint.export.model import export
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.names import tied_names
 from holdfast.models.policy import PolicyModel
 from holdfast.models.selfcheck import check_forward
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build_sharded import build_policy
+from holdfast.training.build.model import build_policy
 from holdfast.types import Example, Scores
 from tests.models.sides import sides_of
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from holdfast.config.model import ModelConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import materialise
+from holdfast.parallel.shards import materialise
 from tests.models.architectures import LLAMA4_TEXT, RECURRENT, SETTINGS, settings_of, strong_model
 from tests.tiny import COMMON, EXTRA
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED, Documents, packed_attention, register
 from holdfast.models.family import family_of

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.config.model import ModelConfig, UnfreezeConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.model import ModelConfig, UnfreezeConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.attention import PACKED
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.configuration import sub_configs
 from holdfast.models.freezing import freeze
 from holdfast.models.names import POLICY_PREFIX
-from holdfast.parallel.materialise import check_buffers
+from holdfast.parallel.shards import check_buffers
 from tests.models.architectures import strong_model
 from tests.models.cases import whole_parameters
 from tests.models.directories import KINDS, filled, model_of, write_directory
@@ -204,7 +204,7 @@ def two_forwards(kind: str, *, dropout: bool) -> tuple[torch.Tensor, torch.Tenso
     from transformers import AutoConfig
 
     from holdfast.models.policy import PolicyModel
-    from holdfast.parallel.materialise import materialise
+    from holdfast.parallel.shards import materialise
 
     values = {"model_type": kind} | DROPPING[kind]
     known = vars(AutoConfig.for_model(kind))
@@ -386,7 +386,7 @@ def test_a_mixture_of_experts_runs_in_float64(tmp_path: Path) -> None:
 
 def test_a_model_in_memory_is_copied_and_left_as_it_is() -> None:
     from holdfast.models.policy import PolicyModel
-    from holdfast.parallel.materialise import materialise
+    from holdfast.parallel.shards import materialise
 
     live = strong_model("mixtral", attention_dropout=0.25)
     before = {name: value.clone() for name, value in live.state_dict().items()}

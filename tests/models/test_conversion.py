@@ -156,10 +156,10 @@ def test_a_rank_reads_only_the_experts_it_keeps(tmp_path: Path) -> None:
 MEASURE = """
 import sys, threading, time, torch
 from pathlib import Path
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.models.build import blueprint
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import materialise
+from holdfast.parallel.shards import materialise
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -12,14 +12,14 @@ import xxhash
 from safetensors.torch import save_file
 
 from holdfast.config.load import from_mapping
-from holdfast.config.lora import LoRAConfig
-from holdfast.config.runs import SFTConfig
+from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import AdapterFile, check_base
 from holdfast.models.origin import files_mark, same_files
 from holdfast.parallel.mesh import World
+from holdfast.training.fingerprints import mark_once, with_marks_of_now
 from holdfast.training.together import open_exchange
-from holdfast.training.weights_marks import mark_once, with_marks_of_now
 
 MIB = 2**20
 

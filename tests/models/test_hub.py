@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.origin import locate
 from tests.models.directories import write_directory
@@ -22,7 +22,7 @@ from tests.models.hub_server import Hub, serving
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.build import blueprint
 from holdfast.models.origin import load_tokenizer, locate

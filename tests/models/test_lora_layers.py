@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.lora import LoRAConfig
+from holdfast.config.sections.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters import adapters_of
 from holdfast.models.lora import add_adapters

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.build import blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.models.random_start import RandomSource
-from holdfast.parallel.materialise import materialise
+from holdfast.parallel.shards import materialise
 from tests.models.cases import whole_parameters
 from tests.models.directories import KINDS, config_of
 from tests.tiny import COMMON

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.build import blueprint
 from tests.models.directories import filled, write_directory

@@ -11,18 +11,23 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.reward import LengthConfig, ModelRewardConfig, Reward, RewardPoolConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.reward import (
+    LengthConfig,
+    ModelRewardConfig,
+    Reward,
+    RewardPoolConfig,
+)
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ConfigError, ModelError
 from holdfast.models.reward_model import RewardModel, TextScorer
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.failure import FailureChannel
+from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
-from holdfast.training.build_reward_model import open_reward_model
-from holdfast.training.rewards import Scorer
+from holdfast.training.policy.reward_model import open_reward_model
+from holdfast.training.policy.rewards import Scorer
 from tests.distributed.grpo_cases import settings
 from tests.models.architectures import DYNAMIC, fresh
 from tests.tiny import COMMON, tiny_directory

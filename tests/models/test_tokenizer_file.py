@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.model import ModelConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.models.origin import load_tokenizer
 from tests.tiny import tiny_directory
 

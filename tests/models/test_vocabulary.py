@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.config.model import ModelConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.build import blueprint
 from tests.models.architectures import strong_model

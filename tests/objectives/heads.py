@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.models.attention import PACKED, register
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel

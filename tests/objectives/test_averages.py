@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.data import Average
-from holdfast.data.packing import pack, split_tokens
-from holdfast.data.weights import shares
+from holdfast.config.sections.data import Average
+from holdfast.data.batches.packing import pack, split_tokens
+from holdfast.data.batches.weights import shares
 from holdfast.objectives.base import scored_tokens
 from holdfast.objectives.clip import GSPO, Clip
 from holdfast.objectives.policy import PolicyGradient

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.config.policy import (
+from holdfast.config.sections.policy import (
     CorrectionConfig,
     EntropyConfig,
     KLConfig,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast.config.policy import EntropyConfig
+from holdfast.config.sections.policy import EntropyConfig
 from holdfast.objectives.clip import GSPO, Clip
 from holdfast.objectives.entropy import acting_entropy_coefficient, entropy_threshold, next_entropy_coefficient
 from holdfast.objectives.policy import PolicyGradient

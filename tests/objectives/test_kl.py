@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.policy import KLConfig, KLEstimator
+from holdfast.config.sections.policy import KLConfig, KLEstimator
 from holdfast.objectives.kl import kl_estimate, next_kl_coefficient
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.surrogates import Reinforce

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.config.policy import KLConfig
+from holdfast.config.sections.policy import KLConfig
 from holdfast.objectives.kl import next_kl_coefficient
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from holdfast.config.policy import (
+from holdfast.config.sections.policy import (
     CISPOConfig,
     ClipConfig,
     CorrectionConfig,
@@ -25,7 +25,7 @@ from holdfast.config.policy import (
     SAPOConfig,
     TruncateConfig,
 )
-from holdfast.data.packing import pack
+from holdfast.data.batches.packing import pack
 from holdfast.objectives.base import Tokens, scored_tokens
 from holdfast.objectives.policy import PolicyGradient, build_policy_objective
 from holdfast.types import Scores

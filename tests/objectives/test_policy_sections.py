@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from holdfast.config.policy import (
+from holdfast.config.sections.policy import (
     AdvantageConfig,
     CorrectionConfig,
     EntropyConfig,

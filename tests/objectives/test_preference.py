@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.config.preference import PreferenceConfig
+from holdfast.config.sections.preference import PreferenceConfig
 from holdfast.objectives.base import Objective, Tokens
 from holdfast.objectives.preference import KTO, PairedPreference
-from holdfast.training.losses import preference_objective
+from holdfast.training.build.losses import preference_objective
 from holdfast.types import Scores
 from tests.objectives.cases import means
 from tests.oracle import preference as oracle

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import holdfast.objectives
-from holdfast.data.packing import pack
-from holdfast.data.weights import Share
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
 from holdfast.models.attention import PACKED, register
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel

@@ -13,8 +13,8 @@ import torch
 from pydantic import TypeAdapter
 from torch.testing import assert_close
 
-from holdfast.config.algorithm import UserObjectiveConfig
-from holdfast.config.policy import KLConfig, PolicyObjective
+from holdfast.config.sections.algorithm import UserObjectiveConfig
+from holdfast.config.sections.policy import KLConfig, PolicyObjective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.observe import load_function
 from tests.models.architectures import strong_model, twin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.config.optim import AdamWConfig
+from holdfast.config.sections.optim import AdamWConfig
 from holdfast.errors import ModelError
 from holdfast.optim.build import build_optimizer
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from holdfast.config.load import from_mapping
-from holdfast.config.optim import ParameterGroupConfig, SGDConfig
-from holdfast.config.runs import SFTConfig
+from holdfast.config.sections.optim import ParameterGroupConfig, SGDConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from holdfast.optim.build import build_optimizer
 from holdfast.optim.groups import set_learning_rates

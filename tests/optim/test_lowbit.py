@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.config.optim import AdamW4bitConfig, AdamW8bitConfig, AdamWFP8Config, OptimConfig
+from holdfast.config.sections.optim import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWFP8Config,
+    OptimConfig,
+)
 from holdfast.optim.build import build_optimizer
 from tests.checkpoint.quantised import uncompiled
 
@@ -118,7 +123,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
 import sys
 sys.modules["torchao"] = None
 import torch
-from holdfast.config.optim import AdamW8bitConfig
+from holdfast.config.sections.optim import AdamW8bitConfig
 from holdfast.errors import ConfigError
 from holdfast.optim.build import build_optimizer
 try:

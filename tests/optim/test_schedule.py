@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from holdfast.config.optim import ConstantSchedule, CosineSchedule, LinearSchedule, WarmupStableDecaySchedule
+from holdfast.config.sections.optim import (
+    ConstantSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    WarmupStableDecaySchedule,
+)
 from holdfast.optim.schedule import learning_rate_factor
 
 

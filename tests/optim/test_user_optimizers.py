@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from holdfast import checkpoint
-from holdfast.config.optim import UserOptimizerConfig
+from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.optim.build import build_optimizer
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
-from holdfast.training.optimizers import optimizer_of
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.build.optimizers import optimizer_of
 from tests.checkpoint.cases import build, contents, step
 from tests.distributed.toys import Toy
 
@@ -151,7 +151,7 @@ def test_state_that_a_constructor_makes_is_there_for_parameters_the_checkpoint_h
 
 
 def test_sgd_has_torchs_options(pools: Any) -> None:
-    from holdfast.config.optim import SGDConfig
+    from holdfast.config.sections.optim import SGDConfig
 
     weight = torch.nn.Parameter(torch.tensor([1.0]))
     config = SGDConfig(lr=0.5, momentum=0.5, nesterov=True, weight_decay=0.25, no_decay=[])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.parallel import ParallelConfig
+from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.errors import PlanError
 from holdfast.parallel.plan import ROOT, ParameterInfo, ShardPlan, plan_shards
 

@@ -7,9 +7,9 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.optim import AdamW8bitConfig
+from holdfast.config.sections.optim import AdamW8bitConfig
 from holdfast.optim.build import build_optimizer
-from holdfast.parallel.residency import Residency, storages_of
+from holdfast.parallel.offload import Residency, storages_of
 
 
 def sizes(*tensors: Tensor) -> list[int]:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from holdfast.parallel.mesh import World, ranks_on
 
 SCRIPT = """
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.parallel.mesh import joined
 with joined(LaunchConfig(device="cpu")) as world:
     print("found", world.rank, world.size, world.local_rank, world.local_size)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.reward import Reward, RewardPoolConfig, UserRewardConfig
+from holdfast.config.sections.reward import Reward, RewardPoolConfig, UserRewardConfig
 from holdfast.rewards.base import Sample
 from holdfast.rewards.pool import RewardPool
 

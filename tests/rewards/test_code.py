@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.reward import CodeConfig
+from holdfast.config.sections.reward import CodeConfig
 from tests.rewards.conftest import Start, is_alive, sample
 
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]

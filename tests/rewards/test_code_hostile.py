@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.reward import CodeConfig
+from holdfast.config.sections.reward import CodeConfig
 from holdfast.rewards.base import Sample
 from holdfast.rewards.code import CodeReward
 from holdfast.rewards.confinement import is_possible

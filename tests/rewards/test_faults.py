@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from holdfast.config.reward import FormatConfig, RewardPoolConfig
+from holdfast.config.sections.reward import FormatConfig, RewardPoolConfig
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, is_alive, sample, samples, user, wait_for

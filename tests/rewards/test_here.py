@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.config.reward import RewardPoolConfig
+from holdfast.config.sections.reward import RewardPoolConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rewards.here import RewardsHere

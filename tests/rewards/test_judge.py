@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.reward import JudgeConfig
+from holdfast.config.sections.reward import JudgeConfig
 from holdfast.errors import ConfigError
 from tests.rewards.conftest import Start, sample, samples
 

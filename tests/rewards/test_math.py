@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.reward import MathConfig
+from holdfast.config.sections.reward import MathConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.mathematics import MathReward
 from tests.rewards.conftest import Start, sample, user

@@ -21,7 +21,7 @@ from tests.rewards.conftest import Start, is_alive, samples, wait_for
 RANK = """
     import os, sys, time
     from pathlib import Path
-    from holdfast.config.reward import RewardPoolConfig, UserRewardConfig
+    from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
     from holdfast.rewards.pool import RewardPool
 

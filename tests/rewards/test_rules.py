@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.reward import (
+from holdfast.config.sections.reward import (
     CodeConfig,
     CountdownConfig,
     ExactConfig,
@@ -17,7 +17,7 @@ from holdfast.config.reward import (
     RepetitionConfig,
     Reward,
 )
-from holdfast.data.synthetic import SyntheticConfig, SyntheticSource, verify
+from holdfast.data.tasks.synthetic import SyntheticConfig, SyntheticSource, verify
 from holdfast.rewards.base import Sample
 from holdfast.rewards.rules import rule
 from tests.rewards.conftest import Start, sample

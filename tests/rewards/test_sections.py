@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from holdfast.config.base import Section
 from holdfast.config.load import from_mapping
-from holdfast.config.reward import Reward, RewardPoolConfig
+from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.pool import RewardPool
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.reward import RewardPoolConfig, UserRewardConfig
+from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import Progress, Sample
 from holdfast.rewards.pool import RewardPool

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.config.model import ModelConfig
-from holdfast.config.rollout import SamplingConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.names import named_parameters

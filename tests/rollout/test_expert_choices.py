@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.models.routers import routers_of
 from holdfast.rollout.engine import RolloutEngine, generate

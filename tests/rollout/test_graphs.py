@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.decoding import begun
 from holdfast.rollout.engine import Request, Sampled, generate

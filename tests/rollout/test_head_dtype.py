@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.inprocess import InProcessEngine

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.data import PromptDataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.config.rollout import SamplingConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.prompts import prompt_tokeniser
-from holdfast.data.vision import ImageSide
+from holdfast.config.sections.data import PromptDataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.names import named_parameters
 from holdfast.models.vision import image_side

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.model import ModelConfig
-from holdfast.config.rollout import SamplingConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate

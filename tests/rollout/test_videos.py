@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.config.data import DataConfig, PromptDataConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.prompts import prompt_tokeniser
-from holdfast.data.vision import ImageSide
+from holdfast.config.sections.data import DataConfig, PromptDataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.build import Blueprint, blueprint
 from holdfast.models.vision import image_side, video_options
 from holdfast.rollout.engine import Request, generate

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.evaluation import evaluate_run
 from holdfast.recipes.sft import sft

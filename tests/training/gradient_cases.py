@@ -11,18 +11,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.attention import packed_attention
 from holdfast.models.build import blueprint
 from holdfast.models.selfcheck import Sides
 from holdfast.models.witness import follow_implementation, witness_of
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
-from holdfast.training.build_sharded import build_policy
-from holdfast.training.gradient_check import check_gradients
+from holdfast.parallel.shards import local_part, sharded_parameters
+from holdfast.training.build.gradient_check import check_gradients
+from holdfast.training.build.model import build_policy
 from tests.models.architectures import settings_of
 from tests.tiny import COMMON, EXTRA, tiny_model
 

@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from peft import PeftModel
 
 from holdfast.checkpoint import verify
-from holdfast.config.data import DataConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.model import ModelConfig
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.packing import pack
-from holdfast.data.vision import ImageSide
-from holdfast.data.vision_families import FAMILIES
-from holdfast.data.weights import Share
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
+from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics
 from holdfast.models.build import configured
 from holdfast.models.scores import Head, logits_of
 from holdfast.models.vision import image_side
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build import Live, build_run
+from holdfast.training.build.begin import Live, build_run
 from holdfast.training.fit import fit
 from holdfast.types import Example
 from tests.distributed.cases import rows_of

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from holdfast.checkpoint import find
 from holdfast.checkpoint.errors import NoCheckpoint
+from holdfast.checkpoint.keep import find
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import read_metrics

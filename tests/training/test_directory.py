@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig, as_plain
+from holdfast.config.verbs.training import SFTConfig, as_plain
 from holdfast.config.yaml12 import parse_text
 from holdfast.training.directory import resolved_yaml
 from tests.training.cases import run, tree

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import find
+from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build import build_run
+from holdfast.training.build.begin import build_run
 from tests.training.cases import run, tree
 
 GOOD = {"prompt": "ab=", "completion": "c"}

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data.chat import Tokenised
-from holdfast.data.exchange import Alone
-from holdfast.data.rows import Row, Source, from_rows
-from holdfast.training.sources import first_sequences
+from holdfast.data.batches.exchange import Alone
+from holdfast.data.rows.rows import Row, Source, from_rows
+from holdfast.data.tokens.chat import Tokenised
+from holdfast.training.build.rows import first_sequences
 from holdfast.types import Example
 
 

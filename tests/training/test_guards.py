@@ -13,11 +13,11 @@ import torch.distributed.checkpoint
 from safetensors.torch import load_file
 
 from holdfast import checkpoint
-from holdfast.checkpoint import find
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.export import check_target
-from holdfast.checkpoint.retention import read_pins
-from holdfast.checkpoint.storage import LocalStorage
+from holdfast.checkpoint.export.model import check_target
+from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.keep.retention import read_pins
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.dpo import DPOConfig
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.training.identity import _loss, differences, filter_hashes, user_files
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.training.fingerprints import _loss, differences, filter_hashes, user_files
 from holdfast.training.reward_files import reward_model_hashes
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

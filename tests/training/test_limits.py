@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import grpo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.training.preference import with_margins
+from holdfast.training.preference.run import with_margins
 
 
 def line(desirable: float) -> dict[str, float]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter
+from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
+from holdfast.checkpoint.keep import find
 from tests.training.matrix import ARCHITECTURES, LARGEST_DIFFERENCE, MIXTURES, VISION, walk
 from tests.training.matrix_table import row_of, table_in
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.characters import character_tokenizer
-from holdfast.data.packing import pack, unpack
-from holdfast.data.weights import Share
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import pack, unpack
+from holdfast.data.batches.weights import Share
+from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build import build_run
+from holdfast.training.build.begin import build_run
 from holdfast.training.fit import fit
 from holdfast.training.step import train_step
 from holdfast.types import Example, Scores

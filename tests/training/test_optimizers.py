@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import find
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from tests.crash.runs import log_of, state_differences, values_of

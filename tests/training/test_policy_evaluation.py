@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from holdfast.training.evaluate_policy import solved_metrics
+from holdfast.training.policy.evaluate import solved_metrics
 
 NAN = float("nan")
 REWARDS = [[1.0, 0.0, NAN, 1.0], [0.0, 0.0, 0.0, 0.0], [NAN, NAN, 1.0, 0.5], [NAN, NAN, NAN, NAN]]

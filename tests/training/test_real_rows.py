@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.runs import SFTConfig
-from holdfast.data.packing import unpack
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import unpack
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import grpo
 from holdfast.rewards.base import Sample
-from holdfast.training.build import build_run
-from holdfast.training.rewards import open_rewards
+from holdfast.training.build.begin import build_run
+from holdfast.training.policy.rewards import open_rewards
 from tests.training.cases import run
 
 ROWS = 400

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.training.recorder import read_record, record_path, what_is_deleted
+from holdfast.training.policy.recorder import read_record, record_path, what_is_deleted
 
 HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.training.facts import CompletionFact, GroupFact
-from holdfast.training.rollout_metrics import length_metrics, of_several_updates
+from holdfast.training.policy.groups import CompletionFact, GroupFact
+from holdfast.training.policy.metrics import length_metrics, of_several_updates
 from holdfast.types import Finish
 
 

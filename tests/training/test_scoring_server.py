@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.config.server import ServerConfig
-from holdfast.training.completion_server import CompletionServer
-from holdfast.training.scoring_server import Role, _check_tokenizer
+from holdfast.config.sections.server import ServerConfig
+from holdfast.training.scorers.endpoint import CompletionServer
+from holdfast.training.scorers.server import Role, _check_tokenizer
 
 ROLE = Role("teacher", "teacher", "student")
 

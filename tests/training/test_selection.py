@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.policy import (
+from holdfast.config.sections.policy import (
     GRPOAdvantageConfig,
     PassAtKAdvantageConfig,
     ReinforcePPBaselineAdvantageConfig,
     ReMaxAdvantageConfig,
 )
-from holdfast.config.rollout import GroupsConfig
-from holdfast.training.facts import CompletionFact, GroupFact
-from holdfast.training.selection import select, with_baselines
+from holdfast.config.sections.rollout import GroupsConfig
+from holdfast.training.policy.groups import CompletionFact, GroupFact, select, with_baselines
 from holdfast.types import Finish
 
 

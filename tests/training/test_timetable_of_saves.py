@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.training.control import Timetable
 from tests.crash.runs import saved_steps, values_of
 from tests.training.cases import run

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from holdfast.config.base import leaves
-from holdfast.config.runs import as_plain
-from holdfast.config.verbs import ROOTS, run_from_mapping
-from holdfast.training.resume import MOVES_NUMBERS
+from holdfast.config.verbs.roots import ROOTS, run_from_mapping
+from holdfast.config.verbs.training import as_plain
+from holdfast.training.saving.resume import MOVES_NUMBERS
 
 SILENT = {
     "checkpoint", "determinism", "dry_run", "evaluation", "launch", "limit_batches", "max_minutes", "metrics",

@@ -13,23 +13,23 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from holdfast.checkpoint import find
-from holdfast.checkpoint.stored_export import export_stored
+from holdfast.checkpoint.export.stored import export_stored
+from holdfast.checkpoint.keep import find
 from holdfast.cli.inspect import preview
-from holdfast.config.data import PromptDataConfig
 from holdfast.config.load import from_mapping
-from holdfast.config.model import ModelConfig
-from holdfast.config.runs import SFTConfig
-from holdfast.data.chat import RowTokeniser
-from holdfast.data.lengths import ImageSpan, Stretch, example_of, joined_inputs
-from holdfast.data.packing import pack
-from holdfast.data.vision import ImageSide
-from holdfast.data.weights import Share
+from holdfast.config.sections.data import PromptDataConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.packing import pack
+from holdfast.data.batches.weights import Share
+from holdfast.data.content.lengths import ImageSpan, Stretch, example_of, joined_inputs
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.build import configured
 from holdfast.models.vision import image_side
+from holdfast.training.build.rows import refuse_completions_with_images
 from holdfast.training.run import EvaluationSet
-from holdfast.training.sources import refuse_completions_with_images
 from holdfast.types import Example
 from tests.models.directories import filled
 from tests.training.cases import evaluate, run

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from holdfast.config.grpo import GRPOConfig
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.models.attention import packed_attention
-from holdfast.parallel.materialise import local_part, sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build import Live
-from holdfast.training.build_policy import build_policy_run
-from holdfast.training.policy import PolicyRun
-from holdfast.training.walk import walk_a_step
+from holdfast.training.build.begin import Live
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.walk import walk_a_step
 
 
 def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:

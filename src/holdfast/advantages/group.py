@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.config.policy import (
+from holdfast.config.sections.policy import (
     AdvantageConfig,
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,

@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 from torch import Tensor
 
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.snapshot import Snapshot, staged
+from holdfast.checkpoint.format.snapshot import Snapshot, staged
 from holdfast.errors import HoldfastError
 
 Status = Literal["idle", "running", "done", "failed"]

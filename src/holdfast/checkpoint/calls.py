@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.agreement import together
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.layout import step_of
-from holdfast.checkpoint.manifest import About, Manifest
-from holdfast.checkpoint.object_lease import ObjectLease
-from holdfast.checkpoint.snapshot import Snapshot, hold, mesh_of, take
-from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.format.manifest import About, Manifest
+from holdfast.checkpoint.format.snapshot import Snapshot, hold, mesh_of, take
+from holdfast.checkpoint.place.layout import step_of
+from holdfast.checkpoint.place.object_lease import ObjectLease
+from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.checkpoint.save.agreement import together
+from holdfast.checkpoint.save.writer import commit
 from holdfast.checkpoint.waiting import late_ranks_named
-from holdfast.checkpoint.writer import commit
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, RankFailed, UserError
 from holdfast.optim.tagged import UnknownType, decode, encode
-from holdfast.parallel.broken import broken_by_peer
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.failure.classify import broken_by_peer
 
 
 class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong

@@ -18,16 +18,19 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint import reader, rehearsal, retention, verification
 from holdfast.checkpoint.calls import call, check_extra, place_of, prepared, tagged
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.matching import Declared
-from holdfast.checkpoint.object_lease import lease_of
-from holdfast.checkpoint.reader import Loaded
-from holdfast.checkpoint.rehearsal import Report
-from holdfast.checkpoint.snapshot import set_random_state
-from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.format import verification
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import set_random_state
+from holdfast.checkpoint.keep import retention
+from holdfast.checkpoint.load import reader
+from holdfast.checkpoint.load.matching import Declared
+from holdfast.checkpoint.load.reader import Loaded
+from holdfast.checkpoint.place.object_lease import lease_of
+from holdfast.checkpoint.place.storage import open_storage
+from holdfast.checkpoint.save import rehearsal
+from holdfast.checkpoint.save.rehearsal import Report
 from holdfast.errors import RankFailed
 from holdfast.optim.tagged import decode
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.background import BackgroundSaver
 from holdfast.checkpoint.calls import Others, call, prepared
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.manifest import Manifest
-from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 
 _NAME = "save_in_background"

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.agreement import together
 from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
-from holdfast.checkpoint.layout import step_name
-from holdfast.checkpoint.manifest import About, Manifest
-from holdfast.checkpoint.reader import verified_manifest
-from holdfast.checkpoint.retention import Retention, prune, put_aside
-from holdfast.checkpoint.snapshot import Snapshot
-from holdfast.checkpoint.storage import Storage
-from holdfast.checkpoint.writer import Reached, commit
+from holdfast.checkpoint.format.manifest import About, Manifest
+from holdfast.checkpoint.format.snapshot import Snapshot
+from holdfast.checkpoint.keep.retention import Retention, prune, put_aside
+from holdfast.checkpoint.load.reader import verified_manifest
+from holdfast.checkpoint.place.layout import step_name
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.checkpoint.save.agreement import together
+from holdfast.checkpoint.save.writer import Reached, commit
 from holdfast.errors import HoldfastError
-from holdfast.parallel.broken import broken_by_peer, timed_out
 from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 
 _LOOK_SECONDS = 0.005
 WAITED, LOST = "waited until its time was over", "lost another rank"

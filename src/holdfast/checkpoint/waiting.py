@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # public under torch.distributed
 
 from holdfast.errors import HoldfastError
-from holdfast.parallel.board import Board
-from holdfast.parallel.broken import broken_by_peer, timed_out
-from holdfast.parallel.heartbeat import Heartbeat, Whereabouts
+from holdfast.parallel.failure.classify import broken_by_peer, timed_out
+from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
+from holdfast.parallel.failure.notes import Board
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def print_path(
     last: Annotated[bool, typer.Option("--last", help="The newest without NaN or infinity; the default.")] = False,
 ) -> None:
     """Print the path of one checkpoint, for scripts."""
-    from holdfast.checkpoint import find
+    from holdfast.checkpoint.keep import find
     from holdfast.errors import ConfigError
 
     if best is not None and last:
@@ -118,10 +118,10 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Every difference, not only the first.")] = False,
 ) -> None:
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.chunks import verified_metadata
-    from holdfast.checkpoint.compare import differences
-    from holdfast.checkpoint.verification import verify
+    from holdfast.checkpoint.format.chunks import verified_metadata
+    from holdfast.checkpoint.format.verification import verify
+    from holdfast.checkpoint.inspect.compare import differences
+    from holdfast.checkpoint.keep import find
 
     found, both = 0, (find.one(first), find.one(second))
     for checkpoint in both:
@@ -154,8 +154,12 @@ def export(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.stored_export import export_stored, export_stored_adapter, write_torch_file
+    from holdfast.checkpoint.export.stored import (
+        export_stored,
+        export_stored_adapter,
+        write_torch_file,
+    )
+    from holdfast.checkpoint.keep import find
     from holdfast.errors import ConfigError
 
     if adapter and form is Form.torch:
@@ -189,8 +193,8 @@ def average(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write the mean of several checkpoints' weights as a model directory; sums are taken in float64."""
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.stored_export import export_stored
+    from holdfast.checkpoint.export.stored import export_stored
+    from holdfast.checkpoint.keep import find
 
     found = [find.one(path) for path in checkpoints]
     export_stored(found, output, dtype=_dtype(dtype), trust_remote_code=trust_remote_code)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.manifest import Manifest
-    from holdfast.checkpoint.storage import Storage
-    from holdfast.checkpoint.verification import Level
+    from holdfast.checkpoint.format.manifest import Manifest
+    from holdfast.checkpoint.format.verification import Level
+    from holdfast.checkpoint.place.storage import Storage
 
 SHOWN = ("loss", "reward")
 """Metrics of a listing, besides those that are asked for and one of an evaluation."""
@@ -20,10 +20,10 @@ SHOWN = ("loss", "reward")
 def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
-    from holdfast.checkpoint.layout import NOT_FINITE
-    from holdfast.checkpoint.manifest import NewerFormat
-    from holdfast.checkpoint.retention import read_pins, renamed_checkpoints, steps
-    from holdfast.checkpoint.verification import check_names, read_manifest
+    from holdfast.checkpoint.format.manifest import NewerFormat
+    from holdfast.checkpoint.format.verification import check_names, read_manifest
+    from holdfast.checkpoint.keep.retention import read_pins, renamed_checkpoints, steps
+    from holdfast.checkpoint.place.layout import NOT_FINITE
 
     storage = _folder(place)
     pins, shown = read_pins(storage), list(metrics)
@@ -51,11 +51,11 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
 
 def _folder(place: str) -> Storage:
     """Return a run's checkpoints; also where all of them were damaged and put aside."""
-    from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import NoCheckpoint
-    from holdfast.checkpoint.layout import FOLDER
-    from holdfast.checkpoint.retention import has_any
-    from holdfast.checkpoint.storage import open_storage
+    from holdfast.checkpoint.keep import find
+    from holdfast.checkpoint.keep.retention import has_any
+    from holdfast.checkpoint.place.layout import FOLDER
+    from holdfast.checkpoint.place.storage import open_storage
 
     try:
         return find.folder_of(place)
@@ -68,7 +68,7 @@ def _folder(place: str) -> Storage:
 
 
 def _put_aside(storage: Storage) -> list[str]:
-    from holdfast.checkpoint.layout import QUARANTINE
+    from holdfast.checkpoint.place.layout import QUARANTINE
 
     return [name for name in storage.names() if name.startswith(QUARANTINE)]
 
@@ -88,8 +88,8 @@ def description(place: str) -> Iterator[str]:
     Raises:
         CheckpointCorrupt: The file that says where its tensors are is damaged or hostile.
     """
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.chunks import verified_metadata
+    from holdfast.checkpoint.format.chunks import verified_metadata
+    from holdfast.checkpoint.keep import find
 
     found = find.one(place)
     manifest = found.manifest
@@ -117,7 +117,7 @@ def description(place: str) -> Iterator[str]:
 
 
 def _optimizer(manifest: Manifest) -> Iterator[str]:
-    from holdfast.checkpoint.wrapped_state import records
+    from holdfast.checkpoint.load.wrapped_state import records
 
     if manifest.optimizer is not None:
         yield f"optimizer {manifest.optimizer['kind']}"
@@ -138,9 +138,9 @@ def _was_deleted(storage: Storage, name: str) -> bool:
 def verification(place: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
-    from holdfast.checkpoint.manifest import NewerFormat
-    from holdfast.checkpoint.retention import steps
-    from holdfast.checkpoint.verification import verify
+    from holdfast.checkpoint.format.manifest import NewerFormat
+    from holdfast.checkpoint.format.verification import verify
+    from holdfast.checkpoint.keep.retention import steps
 
     of_run = True
     try:
@@ -174,8 +174,8 @@ def verification(place: str, level: Level) -> tuple[list[str], bool]:
 
 
 def _single(place: str) -> tuple[Storage, list[str]]:
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.storage import open_storage
+    from holdfast.checkpoint.keep import find
+    from holdfast.checkpoint.place.storage import open_storage
 
     path = place.rstrip("/")
     parent, _, name = path.rpartition("/") if "://" in path else str(Path(path).absolute()).rpartition("/")
@@ -200,9 +200,9 @@ def writing(storage: Storage) -> Iterator[None]:
 
 def pinned(place: str, step: int, *, remove: bool) -> str:
     """Pin or unpin a step, and return what is pinned then."""
-    from holdfast.checkpoint import find
     from holdfast.checkpoint.errors import NoCheckpoint
-    from holdfast.checkpoint.retention import read_pins, steps, write_pins
+    from holdfast.checkpoint.keep import find
+    from holdfast.checkpoint.keep.retention import read_pins, steps, write_pins
 
     storage = find.folder_of(place)
     known = steps(storage)

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config.base import leaves
-from holdfast.config.dpo import DPOConfig
-from holdfast.config.grpo import GRPOConfig
-from holdfast.config.runs import as_plain
-from holdfast.config.verbs import ROOTS, load_run
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import ROOTS, load_run
+from holdfast.config.verbs.training import as_plain
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from holdfast.config.runs import TrainingConfig
-    from holdfast.data.candidates import Tokenise
-    from holdfast.data.rows import Row
-    from holdfast.data.vision import ImageSide
+    from holdfast.config.verbs.training import TrainingConfig
+    from holdfast.data.batches.candidates import Tokenise
+    from holdfast.data.rows.rows import Row
+    from holdfast.data.tokens.vision import ImageSide
     from holdfast.types import Example
 
 
@@ -69,9 +69,9 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from holdfast.data.rows import open_source
+    from holdfast.data.rows.rows import open_source
     from holdfast.models.origin import load_tokenizer
-    from holdfast.training.sources import preference_tokeniser, row_tokeniser, task_rows
+    from holdfast.training.build.rows import preference_tokeniser, row_tokeniser, task_rows
 
     loaded = load_run(path, overrides)
     config = loaded.config
@@ -106,7 +106,7 @@ def _show(console: Console, example: Example, tokenizer: Any) -> None:
     """Print a sequence, with what is trained in green, or marked where there is no colour."""
     from rich.text import Text
 
-    from holdfast.data.chat import describe
+    from holdfast.data.tokens.chat import describe
 
     plain = console.color_system is None or console.no_color
     text = Text()
@@ -128,8 +128,8 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
     config: GRPOConfig, tokenizer: Any, base: Path, row: Row, name: str, images: ImageSide | str
 ) -> Iterator[str]:
     """Yield a row's prompt as the policy sees it, and what rewards see of the row."""
-    from holdfast.data.chat import RowTokeniser
-    from holdfast.data.prompts import prompt_tokeniser
+    from holdfast.data.batches.prompts import prompt_tokeniser
+    from holdfast.data.tokens.chat import RowTokeniser
 
     longest = config.data.max_length - config.rollout.max_new_tokens
     rows = RowTokeniser(tokenizer, config.data, base, images)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from holdfast.config.load import from_mapping
 from holdfast.config.paths import expanded
-from holdfast.config.runs import SFTConfig, TrainingConfig
-from holdfast.config.verbs import load_run
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
 
@@ -25,9 +25,9 @@ def check(target: str, overrides: Sequence[str]) -> int:
         ConfigError: The target is none of what is taken.
         ModelError: It has no configuration that can be read.
     """
-    from holdfast.config.launch import LaunchConfig
+    from holdfast.config.sections.launch import LaunchConfig
     from holdfast.parallel.mesh import joined
-    from holdfast.training.suitability import examine
+    from holdfast.training.build.suitability import examine
 
     config, base, asked = _run_of(target, overrides)
     _say(f"looking at {target}, which may take half a minute")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from holdfast.cli.quiet import hush
-from holdfast.config.data import SyntheticConfig
-from holdfast.data.synthetic import SyntheticSource, verify
+from holdfast.config.sections.data import SyntheticConfig
+from holdfast.data.tasks.synthetic import SyntheticSource, verify
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.verbs import load_run
+from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited
 from holdfast.launch.local import resolve_ranks
@@ -155,8 +155,8 @@ def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, An
 
 
 def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.compare import first_difference, state_hash
+    from holdfast.checkpoint.inspect.compare import first_difference, state_hash
+    from holdfast.checkpoint.keep import find
 
     one, two = find.one(str(straight)), find.one(str(broken))
     different = first_difference(one, two)

@@ -10,9 +10,9 @@ from holdfast.cli.checkpoint_views import writing
 from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.manifest import Manifest
-    from holdfast.checkpoint.retention import Retention
-    from holdfast.checkpoint.storage import Storage
+    from holdfast.checkpoint.format.manifest import Manifest
+    from holdfast.checkpoint.keep.retention import Retention
+    from holdfast.checkpoint.place.storage import Storage
 
 
 def pruned(
@@ -25,10 +25,10 @@ def pruned(
     dry_run: bool,
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.object_lease import lease_of
-    from holdfast.checkpoint.recorded import resume_source
-    from holdfast.checkpoint.retention import kept_steps, manifests, prune, read_pins
+    from holdfast.checkpoint.keep import find
+    from holdfast.checkpoint.keep.retention import kept_steps, manifests, prune, read_pins
+    from holdfast.checkpoint.keep.retention_record import resume_source
+    from holdfast.checkpoint.place.object_lease import lease_of
 
     storage = find.folder_of(place)
     policy, found = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
@@ -54,9 +54,9 @@ def _policy(
     storage: Storage, keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], mode: str | None
 ) -> Retention:
     """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
-    from holdfast.checkpoint import find
-    from holdfast.checkpoint.recorded import better, recorded
-    from holdfast.checkpoint.retention import Best, Retention
+    from holdfast.checkpoint.keep import find
+    from holdfast.checkpoint.keep.retention import Best, Retention
+    from holdfast.checkpoint.keep.retention_record import better, recorded
 
     known = recorded(storage)
     own = Retention() if known is None else known.retention
@@ -68,8 +68,8 @@ def _policy(
 
 def _newest_whole(storage: Storage, found: dict[int, Manifest]) -> int:
     from holdfast.checkpoint.errors import CheckpointError
-    from holdfast.checkpoint.layout import step_name
-    from holdfast.checkpoint.verification import verify
+    from holdfast.checkpoint.format.verification import verify
+    from holdfast.checkpoint.place.layout import step_name
 
     for step in sorted(found, reverse=True):
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.grpo import GRPOConfig
-from holdfast.config.verbs import load_run
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from holdfast.cli.worker import work
 from holdfast.config.load import Loaded, load
-from holdfast.config.runs import TrainingConfig, as_plain
-from holdfast.config.verbs import ROOTS, load_run, verb_of
+from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
+from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun

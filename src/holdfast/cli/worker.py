@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.quiet import hush
-from holdfast.config.distill import DistillConfig
-from holdfast.config.dpo import DPOConfig
-from holdfast.config.grpo import GRPOConfig
-from holdfast.config.runs import SFTConfig, TrainingConfig
-from holdfast.config.scorer import ScorerConfig
-from holdfast.config.verbs import run_from_mapping
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.config.verbs.scorer import ScorerConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.files import NotRegular
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
@@ -97,7 +97,7 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
 
 def _models(outcome: Outcome) -> list[str]:
     """Return what a run that ended without an export has in place of one, and how it gets one."""
-    from holdfast.training.exports import EXPORTS, what_exports_hold
+    from holdfast.training.saving.exports import EXPORTS, what_exports_hold
 
     place = Path(outcome.directory) / EXPORTS
     there = what_exports_hold(Path(outcome.directory))

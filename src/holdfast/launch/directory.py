@@ -25,7 +25,7 @@ _READ_AT_MOST = 1 << 16
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank (holdfast.parallel.failure), or the launcher for it, wrote into `failure-rank-N.json`."""
+    """What a rank (holdfast.parallel.failure.channel), or the launcher for it, wrote into `failure-rank-N.json`."""
 
     rank: int
     kind: str

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.config.launch import LaunchConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.launch.rendezvous import STORE_VARIABLE
 
 LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"

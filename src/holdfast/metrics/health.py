@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from holdfast.config.metrics import HealthConfig
+from holdfast.config.sections.metrics import HealthConfig
 
 _USUAL_STEPS = 20
 """Steps whose median is the usual value of a number."""

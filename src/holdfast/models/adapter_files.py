@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.lora import LoRAConfig
+from holdfast.config.sections.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters import Adapter, adapters_of, lengths
 from holdfast.models.conversion import Header

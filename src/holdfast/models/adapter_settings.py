@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.lora import LoRAConfig
 from holdfast.config.paths import expanded
+from holdfast.config.sections.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.model import ModelConfig
-from holdfast.data.vision_families import FAMILIES
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.content.vision_families import FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import AdapterSource, check_base
 from holdfast.models.adapter_settings import note_of_base, refuse_other_scale

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from holdfast.data.vision_families import FAMILIES, video_token
+from holdfast.data.content.vision_families import FAMILIES, video_token
 from holdfast.errors import ModelError
 from holdfast.models.scores import HeadSpec
 

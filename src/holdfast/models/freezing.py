@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.config.model import UnfreezeConfig
+from holdfast.config.sections.model import UnfreezeConfig
 from holdfast.errors import ModelError
 from holdfast.models.names import named_parameters
 from holdfast.models.vision import FREEZE_PRESETS

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.config.lora import LoRAConfig
+from holdfast.config.sections.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import rank_patterns
 from holdfast.models.adapters import NAME, adapters_of, has_transposed, is_linear, layers_of

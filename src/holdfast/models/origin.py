@@ -8,8 +8,8 @@ from typing import Any
 
 import xxhash
 
-from holdfast.config.model import ModelConfig
 from holdfast.config.paths import expanded
+from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.files import REGULAR, kind_of, open_regular, read_json
 from holdfast.models.configuration import refusals
@@ -236,7 +236,7 @@ def _with_template(found: Any, directory: Path) -> Any:
 
 
 def _built_in(name: str) -> Any:
-    from holdfast.data.characters import character_tokenizer, picture_tokenizer
+    from holdfast.data.tasks.characters import character_tokenizer, picture_tokenizer
 
     match name:
         case "builtin:characters":

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.config.model import ModelConfig
-from holdfast.config.reward import ModelRewardConfig
-from holdfast.data.formats import Conversation, prompt_of
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
 from holdfast.models.origin import load_tokenizer, locate
 from holdfast.models.rotary import RotaryAngles

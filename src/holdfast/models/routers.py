@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.router import AutoRouterLoss, NoRouterLoss, RouterLossConfig
-from holdfast.data.packing import places
+from holdfast.config.sections.router import AutoRouterLoss, NoRouterLoss, RouterLossConfig
+from holdfast.data.batches.packing import places
 from holdfast.errors import ModelError
 from holdfast.types import Batch
 

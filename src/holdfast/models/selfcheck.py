@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.data.packing import pack, to_device
-from holdfast.data.vision import ImageSide
-from holdfast.data.weights import Share
+from holdfast.data.batches.packing import pack, to_device
+from holdfast.data.batches.weights import Share
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.models.attention import upstream_attention
 from holdfast.models.boundaries import Lengths, lengths_to_see, shortened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-from holdfast.config.model import ModelConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.models.attention import register
 from holdfast.models.build import Blueprint, choose_attention
 from holdfast.models.configuration import make_trainable, refusals

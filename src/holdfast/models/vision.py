@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.config.data import TextConfig
-from holdfast.config.model import ModelConfig
-from holdfast.data.videos import VideoOptions
-from holdfast.data.vision import ImageSide
-from holdfast.data.vision_families import FAMILIES
+from holdfast.config.sections.data import TextConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.data.content.videos import VideoOptions
+from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.names import canonical_name

@@ -11,7 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.config.policy import CorrectionConfig, MaskConfig, NoCorrectionConfig, TruncateConfig
+from holdfast.config.sections.policy import (
+    CorrectionConfig,
+    MaskConfig,
+    NoCorrectionConfig,
+    TruncateConfig,
+)
 from holdfast.objectives.base import Tokens, ratio
 from holdfast.objectives.ratios import bounded_exp, sequence_mean, sequence_sum
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.config.policy import EntropyConfig
+from holdfast.config.sections.policy import EntropyConfig
 
 
 def entropy_threshold(entropies: NDArray[np.floating], top_quantile: float) -> float:

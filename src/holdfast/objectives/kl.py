@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from holdfast.config.policy import KLConfig, KLEstimator
+from holdfast.config.sections.policy import KLConfig, KLEstimator
 from holdfast.objectives.base import Tokens
 from holdfast.objectives.ratios import LIMIT, bounded_exp, sum_to_go
 

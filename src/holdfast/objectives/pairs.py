@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from holdfast.config.preference import (
+from holdfast.config.sections.preference import (
     APODownLossConfig,
     APOZeroLossConfig,
     BuiltInPairLoss,

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from holdfast.config.policy import (
+from holdfast.config.sections.policy import (
     BuiltInObjective,
     CISPOConfig,
     ClipConfig,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.optim.per_parameter import PerParameterAdamW
 from holdfast.optim.rounding import SPREAD, round_evenly
-from holdfast.parallel.materialise import local_part
+from holdfast.parallel.shards import local_part
 
 
 class AdamWBF16(PerParameterAdamW):

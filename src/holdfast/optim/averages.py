@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from holdfast.parallel.materialise import local_part
+from holdfast.parallel.shards import local_part
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.config.optim import (
+from holdfast.config.sections.optim import (
     AdamW4bitConfig,
     AdamW8bitConfig,
     AdamWBF16Config,

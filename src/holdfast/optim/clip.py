@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from holdfast.parallel.materialise import local_part
+from holdfast.parallel.shards import local_part
 
 
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from holdfast.optim.rounding import SPREAD, round_evenly
-from holdfast.parallel.materialise import local_part, sharded_parameters
+from holdfast.parallel.shards import local_part, sharded_parameters
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.config.optim import OptimConfig, ParameterGroupConfig
+from holdfast.config.sections.optim import OptimConfig, ParameterGroupConfig
 from holdfast.errors import ConfigError, ModelError
 
 PEAK = "peak_lr"

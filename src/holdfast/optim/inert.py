@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from holdfast.optim.randomness import private_randomness, with_own_generators
 from holdfast.optim.state import Collected, OptimizerState, groups_of, names_of
-from holdfast.parallel.materialise import odd_class
+from holdfast.parallel.shards import odd_class
 
 State = dict[str, Any]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.optim.per_parameter import HyperParameters, PerParameterAdamW
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
-from holdfast.parallel.materialise import local_part
+from holdfast.parallel.shards import local_part
 
 SMALLEST = 4096
 """Elements below which a tensor's moments stay as they are, as in Dettmers et al."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holdfast.parallel.materialise import local_part, local_rows
+from holdfast.parallel.shards import local_part, local_rows
 from holdfast.parallel.stream import full_tensor
 
 MUON, ADAMW = "muon", "adamw"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 
-from holdfast.config.optim import CosineSchedule, LinearSchedule, Schedule, WarmupStableDecaySchedule
+from holdfast.config.sections.optim import (
+    CosineSchedule,
+    LinearSchedule,
+    Schedule,
+    WarmupStableDecaySchedule,
+)
 
 
 def learning_rate_factor(schedule: Schedule, step: int, total_steps: int | None) -> float:

@@ -20,7 +20,7 @@ from holdfast.errors import UserError
 from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged import UnknownType, decode, encode
 from holdfast.optim.wrapped import BETWEEN, NotSeparable, Wrapped, placed_like, take_apart
-from holdfast.parallel.materialise import local_part, odd_class
+from holdfast.parallel.shards import local_part, odd_class
 
 _OF_THE_RUN = frozenset({PEAK, STEM, "name"})
 NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}

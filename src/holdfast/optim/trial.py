@@ -20,7 +20,7 @@ from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
 from holdfast.optim.tagged import encode
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import local_part, local_rows
+from holdfast.parallel.shards import local_part, local_rows
 
 Build = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 """Makes the optimizer over named parameters."""

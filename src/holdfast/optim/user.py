@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.config.optim import UserOptimizerConfig
+from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import ConfigError
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
 from holdfast.optim.trial import try_optimizer

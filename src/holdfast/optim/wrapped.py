@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim.tagged import decode, encode
-from holdfast.parallel.materialise import odd_class
+from holdfast.parallel.shards import odd_class
 
 BETWEEN = "/"
 """Between the key of a state and the name of a part: optim.<parameter>.exp_avg/codes."""

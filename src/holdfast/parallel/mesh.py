@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # public under torch.distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from holdfast.config.launch import LaunchConfig
-from holdfast.config.parallel import ParallelConfig
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.errors import ConfigError
-from holdfast.parallel.failure import FailureChannel, KillPoint
+from holdfast.parallel.failure.channel import FailureChannel, KillPoint
 from holdfast.parallel.rendezvous import number_of_call, on_loopback, store_of
 
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from holdfast.config.parallel import EveryKRecompute, FullRecompute, ParallelConfig, SelectiveRecompute
+from holdfast.config.sections.parallel import (
+    EveryKRecompute,
+    FullRecompute,
+    ParallelConfig,
+    SelectiveRecompute,
+)
 from holdfast.errors import PlanError
 
 ROOT = "(root)"

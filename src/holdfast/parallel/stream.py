@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from holdfast.models.conversion import Conversion, Header
 from holdfast.models.merging import Join, joins_of
 from holdfast.models.names import canonical_name
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.shards import sharded_parameters
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.distill import DistillConfig
+from holdfast.config.verbs.distill import DistillConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build import Live
-from holdfast.training.build_distillation import build_distillation_run
-from holdfast.training.distillation import DistillRun, SampledDistillRun, compared, completed, evaluate_distilled
+from holdfast.training.build.begin import Live
+from holdfast.training.distillation.build import build_distillation_run
+from holdfast.training.distillation.run import (
+    DistillRun,
+    SampledDistillRun,
+    compared,
+    completed,
+    evaluate_distilled,
+)
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.run import StepAbandoned
 from holdfast.training.step import train_step

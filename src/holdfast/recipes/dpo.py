@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.dpo import DPOConfig
+from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build import Live
-from holdfast.training.build_preference import build_preference_run
+from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
-from holdfast.training.preference import PreferenceRun, compared, evaluate_preferences, with_margins
+from holdfast.training.preference.build import build_preference_run
+from holdfast.training.preference.run import (
+    PreferenceRun,
+    compared,
+    evaluate_preferences,
+    with_margins,
+)
 from holdfast.training.step import train_step
 
 

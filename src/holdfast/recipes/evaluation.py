@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.config.distill import DistillConfig
-from holdfast.config.dpo import DPOConfig
-from holdfast.config.grpo import GRPOConfig
-from holdfast.config.runs import SFTConfig, TrainingConfig
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
 from holdfast.models.origin import locate
 from holdfast.parallel.mesh import World
-from holdfast.training.build import build_evaluation
-from holdfast.training.build_distillation import build_distillation_evaluation
-from holdfast.training.build_policy import build_policy_evaluation
-from holdfast.training.build_preference import build_preference_evaluation
+from holdfast.training.build.begin import build_evaluation
 from holdfast.training.directory import run_directory
-from holdfast.training.distillation import evaluate_distilled
+from holdfast.training.distillation.build import build_distillation_evaluation
+from holdfast.training.distillation.run import evaluate_distilled
 from holdfast.training.evaluate import evaluate
-from holdfast.training.evaluate_policy import evaluate_policy
-from holdfast.training.parents import notes_of_exports
-from holdfast.training.preference import evaluate_preferences
-from holdfast.training.reward_columns import check_answers, check_columns
-from holdfast.training.rewards import open_rewards
+from holdfast.training.policy.build import build_policy_evaluation
+from holdfast.training.policy.evaluate import evaluate_policy
+from holdfast.training.policy.reward_columns import check_answers, check_columns
+from holdfast.training.policy.rewards import open_rewards
+from holdfast.training.preference.build import build_preference_evaluation
+from holdfast.training.preference.run import evaluate_preferences
+from holdfast.training.saving.parents import notes_of_exports
 from holdfast.training.together import open_exchange
 
 

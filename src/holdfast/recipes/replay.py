@@ -5,20 +5,20 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from holdfast.checkpoint.choose import Choice
-from holdfast.checkpoint.layout import step_name
-from holdfast.checkpoint.reader import verified_manifest
-from holdfast.checkpoint.storage import open_storage
-from holdfast.config.grpo import GRPOConfig
-from holdfast.config.rollout import ResidencyConfig
+from holdfast.checkpoint.keep.choose import Choice
+from holdfast.checkpoint.load.reader import verified_manifest
+from holdfast.checkpoint.place.layout import step_name
+from holdfast.checkpoint.place.storage import open_storage
+from holdfast.config.sections.rollout import ResidencyConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import learn
-from holdfast.training.build_policy import build_policy_run
-from holdfast.training.control_coefficients import controlled_objective
 from holdfast.training.directory import FOLDER
-from holdfast.training.recorder import COMPARED, Record, read_record
-from holdfast.training.resume import resume
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.coefficients import controlled_objective
+from holdfast.training.policy.recorder import COMPARED, Record, read_record
+from holdfast.training.saving.resume import resume
 
 TOLERANCE = 1e-3
 """Largest difference, relative to the gradient norm: the sums of several ranks are rounded in another order."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.scorer import ScorerConfig
+from holdfast.config.verbs.scorer import ScorerConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.dpo import dpo_step
-from holdfast.training.build import Live
-from holdfast.training.build_preference import build_preference_run
+from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
-from holdfast.training.preference import evaluate_preferences
+from holdfast.training.preference.build import build_preference_run
+from holdfast.training.preference.run import evaluate_preferences
 
 
 def reward(config: ScorerConfig, base: Path, world: World, live: Live | None = None) -> Outcome:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.runs import SFTConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build import Live, build_run
+from holdfast.training.build.begin import Live, build_run
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.run import Run
 from holdfast.training.step import train_step

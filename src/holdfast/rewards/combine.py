@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from holdfast.config.reward import (
+from holdfast.config.sections.reward import (
     ByReward,
     DropGroup,
     DropSample,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.config.reward import Reward, RewardPoolConfig
+from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import CannotStart, Outcome, Sample, Scored
 from holdfast.rewards.combine import combine

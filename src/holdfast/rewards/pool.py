@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.config.reward import Reward, RewardPoolConfig, repeated_labels
+from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.rewards import frames, processes
 from holdfast.rewards.base import Outcome, Sample, Scored

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.config.rollout import SamplingConfig
-from holdfast.data.vision_families import FAMILIES
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.content.vision_families import FAMILIES
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
 from holdfast.models.family import reader_of

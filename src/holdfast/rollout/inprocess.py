@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
 from holdfast.models.family import output_layer_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.family import backbone_of
 from holdfast.models.rotary import rotary_boundaries
 from holdfast.models.routers import Routers, choices

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from holdfast.config.rollout import SamplingConfig
+from holdfast.config.sections.rollout import SamplingConfig
 
 _BLOCK = 512
 """Tokens summed together: first a block is found, then a token in it. Two short sums in float64 instead of one long."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.base import Section
-from holdfast.config.runs import as_plain
+from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
@@ -70,7 +70,7 @@ def create(
         run_id: Of a run whose run.json was lost.
         parent: What the run starts from; recorded once.
     """
-    from holdfast.checkpoint.storage import make_durably  # imports torch
+    from holdfast.checkpoint.place.storage import make_durably
 
     make_durably(directory)
     identity = directory / IDENTITY
@@ -147,7 +147,7 @@ def remove(directory: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file in one step; its bytes are on the disk before its name is, which a power cut would empty else."""
-    from holdfast.checkpoint.storage import LocalStorage  # imports torch
+    from holdfast.checkpoint.place.storage import LocalStorage
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:

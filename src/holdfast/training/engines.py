@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from holdfast.config.rollout import EngineConfig, EngineKind, GraphsKind
+from holdfast.config.sections.rollout import EngineConfig, EngineKind, GraphsKind
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint
 from holdfast.parallel.host_copy import live_tensors

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.config.metrics import CompletionsConfig
-from holdfast.config.rollout import SamplingConfig
-from holdfast.data.packing import to_device
-from holdfast.data.stream import SampleStream
+from holdfast.config.sections.metrics import CompletionsConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.batches.packing import to_device
+from holdfast.data.batches.stream import SampleStream
 from holdfast.objectives.base import ratio
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.rollout.engine import Request, RolloutEngine, generate

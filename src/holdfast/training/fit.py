@@ -13,12 +13,19 @@ import torch
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.errors import RankFailed
 from holdfast.training import directory
-from holdfast.training.checkpoints import Checkpoints
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
 from holdfast.training.evaluate import evaluate as evaluate_supervised
-from holdfast.training.exports import BEST, FINAL, due_exports, export_run, note_exported, set_final_aside
 from holdfast.training.journal import Journal
 from holdfast.training.run import Run, StepAbandoned
+from holdfast.training.saving.checkpoints import Checkpoints
+from holdfast.training.saving.exports import (
+    BEST,
+    FINAL,
+    due_exports,
+    export_run,
+    note_exported,
+    set_final_aside,
+)
 from holdfast.types import StepEvent
 
 R = TypeVar("R", bound=Run)

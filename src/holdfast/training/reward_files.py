@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.hashing import hash_bytes, hash_file
-from holdfast.config.model import ModelConfig
-from holdfast.config.reward import ModelRewardConfig
-from holdfast.config.runs import TrainingConfig
+from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
 from holdfast.models.origin import files_mark, locate

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.companions import Companion
-from holdfast.config.runs import TrainingConfig
-from holdfast.data.stream import BatchStream, SampleStream
+from holdfast.checkpoint.load.companions import Companion
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build import Blueprint
@@ -22,14 +22,44 @@ from holdfast.optim.averages import Averages
 from holdfast.optim.following import Following
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.materialise import sharded_parameters
 from holdfast.parallel.mesh import World
+from holdfast.parallel.offload import Residency
 from holdfast.parallel.plan import ShardPlan
-from holdfast.parallel.residency import Residency
-from holdfast.training.identity import Identity
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.fingerprints import Identity
 from holdfast.training.observe import Observer
-from holdfast.training.state import TrainState
 from holdfast.types import Example
+
+
+@dataclass
+class TrainState:
+    """Progress of a run. Weights, optimizer state, random state and the data cursor are saved beside it."""
+
+    step: int = 0
+    """Steps done, those whose updates were skipped included."""
+    updates: int = 0
+    """Optimizer updates done or skipped: one per step, or several on one rollout."""
+    tokens: int = 0
+    """Tokens trained on, padding not counted."""
+    samples: int = 0
+    skipped_steps: int = 0
+    """Updates skipped for a non-finite gradient norm."""
+    skipped_in_a_row: int = 0
+    unscored_in_a_row: int = 0
+    """Steps since one had a completion that could be scored."""
+    best_exported: float | None = None
+    """Value of checkpoint.export_best's metric in exports/best."""
+    controllers: dict[str, float] = field(default_factory=dict)
+    """Coefficients that follow a target, by name."""
+    observers: dict[str, Any] = field(default_factory=dict)
+    """Each observer's own state, by its path."""
+    companions: dict[str, TrainState] = field(default_factory=dict)
+    """Progress of models that are trained beside this one, by name."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return asdict(self)
+
 
 REFERENCE = "reference"
 """Name of a reference policy among the models that checkpoints hold beside the run's own."""

@@ -11,16 +11,16 @@ import math
 import torch
 from torch import Tensor
 
-from holdfast.data.packing import to_device
-from holdfast.errors import RunStopped
+from holdfast.data.batches.packing import to_device
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.models.routers import global_loads
 from holdfast.objectives.base import ratio
 from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradients, scale, squared_norm
 from holdfast.optim.groups import set_learning_rates
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.apply import set_last_micro_batch
-from holdfast.parallel.collectives import reduce_sums
-from holdfast.parallel.materialise import sharded_parameters
-from holdfast.training.routing import load_metrics, loads_before
+from holdfast.parallel.collectives import add_over_ranks, reduce_sums
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.run import Run
 from holdfast.training.unfreezing import unfreeze
 from holdfast.types import Batch, LossSum, MiniBatch
@@ -144,3 +144,47 @@ def _by_source(run: Run, batch: Batch, output: LossSum) -> dict[str, Tensor]:
     totals[0].index_add_(0, of_token, -output.scores.logprobs.double())
     totals[1].index_add_(0, of_token, torch.ones_like(of_token, dtype=torch.float64))
     return {f"nll/{name}": totals[:, number] for name, number in index.items()}
+
+
+def loads_before(run: Run, mini_batch: MiniBatch) -> Tensor | None:
+    """Return [E] what the router loss of an update needs to know of all its sequences; None where it needs nothing.
+
+    For `global` that is one more forward pass of every micro-batch; all ranks call this together.
+
+    Raises:
+        ConfigError: The router loss `batch` meets an update of several micro-batches, which was not accepted.
+    """
+    loss, section = run.policy.router_loss, run.config.model.router_loss
+    if loss is None:
+        return None
+    several = len(mini_batch.micro_batches)
+    if section.kind == "batch" and not section.allow_split and several > 1:
+        raise ConfigError(
+            f"model.router_loss: batch balances what one forward pass sees, and the update of step "
+            f"{run.state.step + 1} takes {several} micro-batches, since rows gave more sequences than one each. Raise "
+            "data.tokens_per_micro_batch, use router_loss: sequence or global, or accept that the result depends on "
+            "the split: router_loss: {kind: batch, allow_split: true}."
+        )
+    if loss.kind != "global":
+        return None
+    with run.phase("router_loads"):
+        parts = []
+        for micro_batch in mini_batch.micro_batches:
+            tally = run.policy.router_tally(to_device(micro_batch, run.world.device))
+            parts.append(torch.cat([tally.choices.sum(0), tally.rows.sum()[None]]).double())
+        total = add_over_ranks(torch.stack(parts).sum(0))
+    return global_loads(total[:-1], total[-1], mini_batch.count)
+
+
+def load_metrics(loads: Tensor | None) -> dict[str, float]:
+    """Return the largest and the smallest load of an expert in any layer, over all ranks; 1 is its even share.
+
+    Args:
+        loads: [layers, E] how many tokens this rank sent to each expert; None without experts.
+    """
+    if loads is None:
+        return {}
+    total = add_over_ranks(loads)
+    relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
+    largest, smallest, idle = torch.stack([relative.max(), relative.min(), (total == 0).sum()]).tolist()
+    return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from holdfast.config.runs import TrainingConfig
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.parallel.collectives import ProcessExchange
 
 T = TypeVar("T")

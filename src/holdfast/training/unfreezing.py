@@ -6,7 +6,7 @@ from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build import Blueprint
 from holdfast.models.names import named_parameters
 from holdfast.models.policy import PolicyModel
-from holdfast.parallel.materialise import sharded_parameters
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.run import Run
 
 

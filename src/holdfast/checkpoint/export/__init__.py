@@ -1,0 +1,1 @@
+"""Model directories in the format of Hugging Face."""

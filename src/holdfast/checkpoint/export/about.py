@@ -1,0 +1,153 @@
+"""What an export says of itself, in a small file beside its weights: run, step, what the run started from, and hashes.
+
+Nothing is known of an export by where it lies or when it was written. Exports of earlier versions lack the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
+from holdfast.errors import ModelError
+from holdfast.files import read_json
+
+NAME = "holdfast_export.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The run and step that an export is of."""
+
+    run_id: str
+    """Empty for a run without a directory."""
+    run: str
+    """Its name."""
+    step: int
+    """Of several that were averaged, the last."""
+    steps: Sequence[int] = ()
+    """The steps whose weights were averaged; empty if it is one step's."""
+    weights: str = "trained"
+    """trained, or averages: those that the run kept (optim.ema)."""
+    parent: Mapping[str, Any] | None = None
+    """What the run started from."""
+    rating: Mapping[str, Any] | None = None
+    """Of a best export: its metric and value."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Size and xxh3_128 of each weights file, by name."""
+
+    @property
+    def words(self) -> str:
+        """Return run and step for a reader."""
+        mean = f", the mean of steps {', '.join(map(str, self.steps))}" if self.steps else ""
+        which = f" ({self.run_id[:8]})" if self.run_id else ""
+        return f"run {self.run}{which}, step {self.step}{mean}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this export from all others."""
+        content = json.dumps(self.files, sort_keys=True).encode()
+        return {"run_id": self.run_id, "run": self.run, "step": self.step, "weights": hash_bytes(content)}
+
+    def text(self) -> str:
+        """Return the file."""
+        values = {"format": _FORMAT, **vars(self), "steps": list(self.steps)}
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def completed(texts: Mapping[str, str], folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
+    """Return the small files of an export, the one about itself with the weights files that were written.
+
+    Args:
+        texts: By file name.
+        folder: Where the weights lie.
+        hashes: Of the weights files, by name.
+    """
+    if NAME not in texts:
+        return dict(texts)
+    files = {name: {"size": (folder / name).stat().st_size, "xxh3_128": hashes[name]} for name in sorted(hashes)}
+    values = json.loads(texts[NAME]) | {"files": files}
+    return {**texts, NAME: json.dumps(values, indent=2, sort_keys=True) + "\n"}
+
+
+def read(directory: Path) -> Exported | None:
+    """Return what an export says of itself; None where nothing does.
+
+    Raises:
+        ModelError: The file is damaged.
+    """
+    path = directory / NAME
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+        plain = _is_plain(values)
+        reason = "a value has another type"
+    except (OSError, ValueError) as error:
+        plain, reason = False, str(error)
+    if not plain:
+        raise ModelError(
+            f"{path} is not what Holdfast writes ({reason}). Export the model again, or delete the file if you know "
+            "what the weights are."
+        )
+    return Exported(**{name: value for name, value in values.items() if name != "format"})
+
+
+def _is_plain(values: Any) -> bool:
+    """Return whether what was read has the names and types of what is written."""
+    types: dict[str, tuple[type, ...]] = {
+        "format": (int,),
+        "run_id": (str,),
+        "run": (str,),
+        "step": (int,),
+        "steps": (list,),
+        "weights": (str,),
+        "parent": (dict, type(None)),
+        "rating": (dict, type(None)),
+        "files": (dict,),
+    }
+    if not isinstance(values, dict) or set(values) != set(types) or values["format"] != _FORMAT:
+        return False
+    if not all(isinstance(values[name], kinds) for name, kinds in types.items()):
+        return False
+    if isinstance(values["step"], bool) or not all(type(step) is int for step in values["steps"]):
+        return False
+    return all(_is_file(name, entry) for name, entry in values["files"].items())
+
+
+def _is_file(name: str, value: Any) -> bool:
+    """Return whether an entry names a file beside it, with its size and hash."""
+    if not isinstance(value, dict) or set(value) != {"size", "xxh3_128"} or Path(name).name != name or len(name) > 255:
+        return False
+    return type(value["size"]) is int and isinstance(value["xxh3_128"], str)
+
+
+def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:
+    """Compare weights files with what their export says of them.
+
+    Args:
+        directory: The export.
+        exported: What it says.
+        whole: Compare hashes, for which every byte is read; else sizes.
+
+    Raises:
+        ModelError: One is missing or has changed.
+    """
+    for name, then in exported.files.items():
+        path = directory / name
+        if not path.is_file():
+            change = "is missing"
+        elif path.stat().st_size != then["size"]:
+            change = f"has {path.stat().st_size:,} bytes and had {then['size']:,}"
+        elif whole and (now := hash_file(path)) != then["xxh3_128"]:
+            change = f"has other bytes: its hash is {now[:12]} and was {then['xxh3_128'][:12]}"
+        else:
+            continue
+        raise ModelError(
+            f"{path} {change}, so it is not what {exported.words}, exported. Export the model again; if the change "
+            f"is yours, delete {NAME} beside it."
+        )

@@ -1,0 +1,372 @@
+"""A model directory, or one torch file, from a checkpoint: no ranks, no run, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.export.about import NAME as ABOUT
+from holdfast.checkpoint.export.about import Exported
+from holdfast.checkpoint.export.adapters import Description, write_adapters
+from holdfast.checkpoint.export.model import (
+    EXPORTED_CONFIG,
+    Form,
+    check_outside,
+    check_target,
+    sync_directory,
+    write_model,
+)
+from holdfast.checkpoint.export.small_files import ExportFailed
+from holdfast.checkpoint.format.settings import settings_of
+from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, TRAINED
+from holdfast.checkpoint.inspect.tensors import ModelTensors, StoredCheckpoint
+from holdfast.checkpoint.load.wrapped_state import records
+from holdfast.checkpoint.place.hashing import hash_bytes
+from holdfast.checkpoint.place.layout import ASSETS, STAGING
+from holdfast.checkpoint.place.storage import rename_new
+from holdfast.config.sections.model import ModelConfig
+from holdfast.errors import ConfigError
+from holdfast.files import read_json, read_text
+from holdfast.models.adapter_files import PEFT_PREFIX, modules_in
+from holdfast.models.build import Blueprint, described, storage_of
+from holdfast.models.conversion import Header
+from holdfast.models.lora import add_adapters
+from holdfast.models.merging import Join, joins_of
+from holdfast.optim.tagged import decode
+from holdfast.optim.wrapped import BETWEEN
+from holdfast.parallel.collectives import ProcessExchange
+
+STORED_HEADERS = "stored_headers.json"
+"""Names and shapes of the files that the weights once came from: an export gives tensors these names again."""
+
+ADAPTERS = "adapters.json"
+"""What is written of a run's adapters beside their tensors."""
+
+PARENT = "parent.json"
+"""What the run started from."""
+
+
+def export_stored(
+    checkpoints: Sequence[StoredCheckpoint],
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    largest_file_bytes: int = 5_000_000_000,
+    trust_remote_code: bool = False,
+    averaged: bool = False,
+) -> None:
+    """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
+
+    Args:
+        checkpoints: Of the same model.
+        directory: Replaced if it exists.
+        dtype: Cast floating-point tensors to this; None keeps them as stored.
+        largest_file_bytes: Weights are spread over files of at most this size.
+        trust_remote_code: Whether Python code that lies in the checkpoint may be run, where its model needs some.
+        averaged: Write the averages of the weights that the run kept, in the dtype of the weights.
+
+    Raises:
+        ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
+        CheckpointCorrupt: A tensor's bytes are not those that were saved.
+        CheckpointMismatch: The checkpoints hold different models.
+        NoCheckpoint: The checkpoint lacks the files that describe its model, or the averages.
+        ExportFailed: Writing failed, or what was written reads back differently.
+    """
+    last = checkpoints[-1]
+    check_target(directory)
+    _check_writable(directory)
+    if TRAINED in last.manifest.contents:
+        raise NoCheckpoint(
+            f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. `holdfast "
+            "checkpoint export --adapter` writes its adapters for peft; a merged model is among the exports of its run."
+        )
+    with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
+        origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
+        texts = _texts(checkpoints, Path(folder), averaged=averaged)
+        tensors = ModelTensors(checkpoints, averaged=averaged)
+        each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
+        joins = _joins(origin, _model_section(Path(folder)))
+        held, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
+        form = Form(dtype, largest_file_bytes, texts)
+        write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
+
+
+def export_stored_adapter(
+    checkpoint: StoredCheckpoint, directory: Path, *, dtype: torch.dtype | None = None, averaged: bool = False
+) -> None:
+    """Write a checkpoint's adapters in peft's format; also of one that holds nothing else.
+
+    Args:
+        checkpoint: Of a run with `model.lora`.
+        directory: Replaced if it is an export.
+        dtype: Cast to this; None keeps what is stored.
+        averaged: Write the averages of the adapters that the run kept.
+
+    Raises:
+        ConfigError: The directory cannot be written.
+        NoCheckpoint: The checkpoint has no adapters or no averages, or trained more than adapters.
+        CheckpointCorrupt: A tensor's bytes are not those that were saved.
+        ExportFailed: Writing failed, or what was written reads back differently.
+    """
+    check_target(directory)
+    _check_writable(directory)
+    with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
+        _lay_assets(checkpoint, Path(folder))
+        texts = _texts([checkpoint], Path(folder), averaged=averaged)
+        lora = _model_section(Path(folder)).lora
+        about = Path(folder) / ADAPTERS
+        described_as = None if not about.exists() else Description(**read_json(about))
+    if lora is None:
+        raise NoCheckpoint(f"{checkpoint.path} has no adapters: its run had no model.lora. Leave out --adapter.")
+    if described_as is None and lora.train:
+        raise NoCheckpoint(
+            f"{checkpoint.path} has more than peft's two files can hold: model.lora.train trained "
+            f"{', '.join(lora.train)}, which is part of a module, tied to another, or has buffers. Leave out --adapter."
+        )
+    if described_as is None:
+        raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
+    held = ModelTensors([checkpoint], averaged=averaged)
+    tensors = {}
+    whole = tuple(f"{module}." for module in modules_in(described_as.settings))
+    with _reading(checkpoint):
+        for name in held:
+            if ".lora_" in name or name.startswith(whole):
+                tensors[PEFT_PREFIX + name] = held[name] if dtype is None else held[name].to(dtype)
+    write_adapters(directory, tensors, described_as, texts)
+
+
+def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
+    """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
+    manifest, steps = checkpoints[-1].manifest, [each.manifest.step for each in checkpoints]
+    config = read_text(folder / EXPORTED_CONFIG)
+    parent = folder / PARENT
+    about = Exported(
+        run_id=manifest.run_id,
+        run=str(_settings(folder)["run"]["name"]),
+        step=manifest.step,
+        steps=steps if len(steps) > 1 else (),
+        weights="averages" if averaged else "trained",
+        parent=read_json(parent) if parent.exists() else None,
+    )
+    return {EXPORTED_CONFIG: config, ABOUT: about.text()}
+
+
+def _check_writable(place: Path) -> None:
+    """Refuse a place that cannot be written before anything is read.
+
+    Raises:
+        ConfigError: The nearest directory above is none, or not this user's to write.
+    """
+    above = next(folder for folder in place.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"{place} cannot be written: {above} is no directory that this user can write to.")
+
+
+@contextmanager
+def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{checkpoint.path} cannot be read any more: {error.strerror or error}. If its run goes on, retention may "
+            "have deleted it: keep a checkpoint with `holdfast checkpoint pin` before it is exported."
+        ) from error
+
+
+class _Read(Mapping[str, Tensor]):
+    """Tensors of a checkpoint that may be deleted while they are read."""
+
+    def __init__(self, held: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
+        self._held, self._checkpoint = held, checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _reading(self._checkpoint):
+            return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def _held(
+    together: ModelTensors,
+    each: Sequence[ModelTensors],
+    joins: Mapping[str, Join],
+    headers: dict[str, Header],
+    dtype: torch.dtype | None,
+) -> tuple[Mapping[str, Tensor], dict[str, Header]]:
+    """Return the model's tensors, each adapter in its matrix, and their shapes."""
+    if not joins:
+        return together, headers
+    for name, join in joins.items():
+        for part in join.parts[1:]:
+            del headers[part]
+        if join.header is not None:
+            headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
+    return _Joined(each, together, joins, headers), headers
+
+
+def _model_section(folder: Path) -> ModelConfig:
+    """Return the run's model section."""
+    return ModelConfig(**_settings(folder)["model"])
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return settings_of((folder / EXPORTED_CONFIG).read_bytes(), str(folder / EXPORTED_CONFIG))
+
+
+def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
+    """Return how matrices come out of the parameters that a run saved; none without adapters."""
+    if section.lora is None:
+        return {}
+    model = copy.deepcopy(origin.skeleton)
+    add_adapters(model, section.lora, storage_of(section)[1])
+    return joins_of(model)
+
+
+class _Joined(Mapping[str, Tensor]):
+    """Model tensors with their adapters merged; of several checkpoints the mean of what each one computes with."""
+
+    def __init__(
+        self,
+        each: Sequence[ModelTensors],
+        together: ModelTensors,
+        joins: Mapping[str, Join],
+        headers: Mapping[str, Header],
+    ) -> None:
+        self._each, self._together, self._joins, self._headers = each, together, joins, headers
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._joins:
+            return self._together[name]
+        join = self._joins[name]
+        wholes = [join.run([tensors[part] for part in join.parts]) for tensors in self._each]
+        total = sum(whole.to(torch.float64) for whole in wholes)
+        assert isinstance(total, Tensor)
+        return (total / len(wholes)).to(wholes[-1].dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+
+def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:
+    """Describe the model from the small files in its checkpoint."""
+    _lay_assets(checkpoint, folder)
+    section = _settings(folder)["model"]
+    if section["trust_remote_code"] and not trust_remote_code:
+        raise ConfigError(
+            f"{checkpoint.path} says that its model comes with Python code of its own, which an export would run. "
+            "Give --trust-remote-code if you trust whoever wrote this checkpoint."
+        )
+    config = ModelConfig(path=str(folder), trust_remote_code=section["trust_remote_code"])
+    return described(config, folder, _stored_headers(folder / STORED_HEADERS))
+
+
+def _lay_assets(checkpoint: StoredCheckpoint, folder: Path) -> None:
+    """Write the small files of a checkpoint into a folder, verified."""
+    prefix = f"{ASSETS}/"
+    for file in checkpoint.manifest.files:
+        if file.startswith(prefix):
+            place = folder / file.removeprefix(prefix)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with _reading(checkpoint):
+                data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
+            if hash_bytes(data) != checkpoint.manifest.files[file].hash:
+                raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
+            place.write_bytes(data)
+    if not (folder / EXPORTED_CONFIG).exists() or not (folder / "config.json").exists():
+        raise NoCheckpoint(
+            f"{checkpoint.path} does not describe its model: it was not saved by a training run. Export it from the "
+            "loop that made it, or use --format torch."
+        )
+
+
+def headers_json(headers: dict[str, Header]) -> bytes:
+    """Return names and shapes as a file for the checkpoint."""
+    plain = {name: [list(header.shape), str(header.dtype).removeprefix("torch.")] for name, header in headers.items()}
+    return json.dumps(plain, sort_keys=True).encode()
+
+
+def _stored_headers(path: Path) -> dict[str, Header] | None:
+    if not path.exists():
+        return None
+    found = read_json(path)
+    return {name: Header(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in found.items()}
+
+
+def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
+    """Write {"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "param_groups": [...]}}.
+
+    The whole state is in memory at once; `torch.load(path, weights_only=True)` reads it.
+
+    Raises:
+        ConfigError: The name is taken, or lies where nothing can be written.
+        ExportFailed: Writing failed; nothing was left.
+    """
+    check_outside(path)
+    if path.exists():
+        raise _taken(path)
+    _check_writable(path)
+    with _reading(checkpoint):
+        state = _whole_state(checkpoint)
+    staging = path.with_name(f"{STAGING}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        rename_new(staging, path)
+        sync_directory(path.parent)
+    except FileExistsError:
+        raise _taken(path) from None
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk by a RuntimeError
+        raise ExportFailed(f"{path} could not be written: {error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            staging.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(f"{path} exists. Remove it, or name another file.")
+
+
+def _whole_state(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    model = {key.removeprefix(MODEL): checkpoint.read(key) for key in manifest.tensors if key.startswith(MODEL)}
+    state: dict[str, dict[str, Any]] = {}
+    for key in manifest.tensors:
+        if key.startswith(OPTIM):
+            name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+            state.setdefault(name, {})[slot] = checkpoint.read(key)
+    for name, slots in records(manifest).items():
+        for slot, record in slots.items():
+            parts = {part: state[name].pop(f"{slot}{BETWEEN}{part}") for part in record["parts"]}
+            state[name][slot] = {"class": record["class"], "record": dict(record), "parts": parts}
+    groups: list[dict[str, Any]] = []
+    if manifest.optimizer is not None:
+        for name, values in manifest.optimizer["values"].items():
+            state.setdefault(name, {}).update({slot: decode(value) for slot, value in values.items()})
+        groups = [
+            {"params": list(group["parameters"])}
+            | {key: decode(value) for key, value in group["hyperparameters"].items()}
+            for group in manifest.optimizer["groups"]
+        ]
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}

@@ -1,0 +1,145 @@
+"""torch's distributed checkpoint on our storage: hashed while written, durable, and read as chunks that were verified.
+
+What lands on disk is a plain DCP directory; anybody's `dcp.load` reads it. We replace only the file system below the
+writer, and what the reader is given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from holdfast.checkpoint.format.manifest import FileEntry
+from holdfast.checkpoint.place.storage import Storage
+
+
+def one_process_is_meant() -> None:
+    """Silence torch's warning that a save or load runs in one process: it does because there is one."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """Let torch.save leave out its 32-bit checksums: the files are hashed in 128 bits.
+
+    torch.load and DCP read such files as they read any; only tools for zip archives miss the checksum.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+class _Files(FileSystemBase):
+    """DCP's file system, over ours; remembers what was written."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.written: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file for reading, or a new one for writing."""
+        if "w" not in mode:
+            with self._storage.open(str(path)) as file:
+                yield file
+            return
+        with self._storage.create(str(path)) as writer:
+            yield writer
+        self.written[str(path)] = FileEntry(writer.bytes_written, writer.hexdigest())
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        """Join."""
+        return f"{path}/{suffix}"
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Rename, and remember under the new name."""
+        if self._storage.renames:
+            self._storage.rename(str(path), str(new_path))
+        else:  # an object is put only where none is
+            with self._storage.create(str(new_path)) as file:
+                file.write(self._storage.read(str(path)))
+            self._storage.remove(str(path))
+        self.written[str(new_path)] = self.written.pop(str(path))
+
+    def init_path(self, path: Any) -> str:
+        """Return the path as text."""
+        return str(path)
+
+    def mkdir(self, path: Any) -> None:
+        """Do nothing: directories are made before DCP is called."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Accept any path; ours are checked before."""
+        return bool(checkpoint_id)
+
+    def exists(self, path: Any) -> bool:
+        """Return whether it is there."""
+        return self._storage.exists(str(path))
+
+    def rm_file(self, path: Any) -> None:
+        """Remove; in an object store nothing of this name can be our own, and putting it will fail."""
+        if self._storage.renames:
+            self._storage.remove(str(path))
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer on our storage: one thread, one file per rank, never over anything."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        # More threads swallow errors of all but one of them (pytorch#191391); durability is the storage's part.
+        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.files = _Files(storage)
+        self.fs = self.files  # type: ignore[assignment]  # torch annotates its own subclass
+        self.path = path
+
+    def written(self, below: str) -> dict[str, FileEntry]:
+        """Return this rank's files, relative to a directory."""
+        return {name.removeprefix(f"{below}/"): entry for name, entry in self.files.written.items()}
+
+
+class Reader(FileSystemReader):
+    """DCP's reader, with metadata that was read before, and chunks that somebody else reads and verifies."""
+
+    def __init__(self, path: str, metadata: Metadata, chunk: Callable[[Any, Any], Tensor]) -> None:
+        """Take what is known.
+
+        Args:
+            path: DCP's directory, to be named.
+            metadata: Of it.
+            chunk: Returns a whole stored chunk, given its index and its place as the metadata has them.
+        """
+        super().__init__(path)
+        self._metadata, self._chunk = metadata, chunk
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the metadata."""
+        if self._metadata.storage_meta is not None:
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the wanted part of each chunk, in the order in which chunks lie in their files."""
+        stored = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        places = {index: (info.relative_path, info.offset) for index, info in stored.items()}
+        for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
+            whole = self._chunk(item.storage_index, stored[item.storage_index])
+            target = planner.resolve_tensor(item).detach()
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            target.copy_(whole[tuple(slice(start, start + size) for start, size in ranges)])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -1,0 +1,180 @@
+"""manifest.json: what a checkpoint holds, byte for byte; a directory is a checkpoint if and only if it fits.
+
+The manifest is canonical JSON (sorted keys, no spaces) and ends with the hash of everything before. Duplicate keys,
+trailing bytes and unlisted files are errors: nothing about a checkpoint is left to the reader's good will.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.place.hashing import hash_bytes
+from holdfast.errors import UserError
+from holdfast.files import parse_json
+
+FORMAT = 2
+"""The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
+mesh, and may have optimizer state of classes of its own."""
+NAME = "manifest.json"
+_HASH_KEY = "xxh3_128"
+"""Sorts behind `manifest`, so that the file ends with its hash."""
+
+
+class NewerFormat(UserError):  # noqa: N818 - the name says what is wrong
+    """A checkpoint was written by a later version of Holdfast."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangular part of a tensor, as one rank held it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    hash: str
+    """Of its bytes in row-major order, before anything was serialised."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+    """They tile the tensor."""
+    requires_grad: bool = False
+    """Of a parameter: whether it was trained."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything known of a checkpoint without reading a tensor."""
+
+    run_id: str
+    step: int
+    contents: tuple[str, ...]
+    """Of model, adapter, optimizer, trainer, rank."""
+    files: Mapping[str, FileEntry]
+    """By path relative to the checkpoint; the manifest itself is not listed."""
+    tensors: Mapping[str, TensorEntry]
+    """Under the names of the DCP inside: model.<parameter> and optim.<parameter>.<key>"""
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    """Class, groups, values that are no tensors, and what tensors of classes of their own are besides their parts."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axis name to size."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Of this step; null where a number was not finite."""
+    parent: str | None = None
+    """Hash of the manifest of the checkpoint this run saved or loaded before."""
+    parent_step: int | None = None
+    finite: bool = True
+    """No NaN or infinity in any tensor."""
+    deviations: tuple[str, ...] = ()
+    """What was declared at any resume of the run so far, the earliest first."""
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+    """Of data, user files, tokenizer and template."""
+    seconds: float = 0.0
+    """How long the save took until here."""
+    format: int = FORMAT
+    """The oldest that says everything: most checkpoints can be read by earlier versions."""
+
+    def to_json(self) -> bytes:
+        """Return the file's bytes."""
+        body = _canonical(asdict(self))
+        return _canonical({"manifest": json.loads(body), _HASH_KEY: hash_bytes(body)})
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the checkpoint."""
+        return hash_bytes(_canonical(asdict(self)))
+
+    @property
+    def bytes_(self) -> int:
+        """Size of all listed files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says besides files and tensors."""
+
+    run_id: str
+    step: int
+    parent: str | None = None
+    parent_step: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    deviations: tuple[str, ...] = ()
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Read a manifest.
+
+    Every format keeps the envelope: canonical JSON of `manifest` and of its hash.
+
+    Raises:
+        CheckpointCorrupt: It is damaged in any way.
+        NewerFormat: A later version wrote it.
+    """
+    try:
+        outer = parse_json(data, _no_duplicates)
+        body = outer["manifest"]
+        if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
+            raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
+        _refuse_newer(body["format"], where)  # after the hash: a flipped bit must not look like a later version
+        return _from_plain(body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error}.") from error
+
+
+def _refuse_newer(number: Any, where: str) -> None:
+    if isinstance(number, int) and number > FORMAT:
+        raise NewerFormat(
+            f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
+        )
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice")
+    return result
+
+
+def _from_plain(body: Mapping[str, Any]) -> Manifest:
+    known = {each.name for each in fields(Manifest)}
+    if set(body) != known:
+        raise ValueError(f"its fields differ: {sorted(set(body) ^ known)}")
+    values = dict(body)
+    values["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    values["tensors"] = {name: _tensor(entry) for name, entry in body["tensors"].items()}
+    values["contents"] = tuple(body["contents"])
+    values["ties"] = {name: tuple(others) for name, others in body["ties"].items()}
+    values["deviations"] = tuple(body["deviations"])
+    return Manifest(**values)
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
+    chunks = tuple(Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["hash"]) for chunk in entry["chunks"])
+    return TensorEntry(tuple(entry["shape"]), entry["dtype"], chunks, entry["requires_grad"])

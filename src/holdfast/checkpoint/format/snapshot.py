@@ -1,0 +1,338 @@
+"""What a rank brings to a checkpoint: live tensors for a save that waits, copies for one that does not."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.format.manifest import Chunk, TensorEntry
+from holdfast.checkpoint.format.unsupported_tensors import (
+    is_finite,
+    refuse_extra_state,
+    refuse_lazy,
+    refuse_odd,
+)
+from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.models.names import canonical_name, tied_names
+from holdfast.optim.state import OptimizerState, collect
+from holdfast.parallel.shards import local_part, sharded_parameters
+
+MODEL, OPTIM, AVERAGE = "model.", "optim.", "ema."
+TRAINED = "trained parameters"
+"""What a checkpoint holds of a model whose frozen parameters are left out."""
+OWN_CONTENTS = frozenset({"model", TRAINED, "averages", "optimizer", "trainer", "rank"})
+"""What a checkpoint can hold besides companions, which are told by their names."""
+
+Outline = dict[str, tuple[tuple[int, ...], str, bool]]
+"""Shape, dtype and trained flag of tensors, by name."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+    """Under their names in the DCP."""
+    trained: frozenset[str]
+    """Names of parameters with gradients."""
+    ties: Mapping[str, tuple[str, ...]]
+    optimizer: OptimizerState | None
+    rank_state: Mapping[str, Any]
+    """JSON-ready, this rank's own."""
+    shared: Mapping[str, Any]
+    """JSON-ready, the same on every rank."""
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    """Files to lay beside, rank 0's."""
+    contents: tuple[str, ...] = ("model",)
+    companions: Mapping[str, OptimizerState] = field(default_factory=dict)
+    """Of models trained beside, by name; their tensors are among `tensors`: `checkpoint/load/companions.py`."""
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    """This rank's place on the mesh, by axis; empty on none."""
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters (one name of each tie) and stored buffers under their DCP names."""
+    return tensors_of(hold(model))
+
+
+def tensors_of(held: Held) -> dict[str, Tensor]:
+    """Return what was held, under DCP names."""
+    found: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in held.parameters.items()}
+    found |= {MODEL + name: buffer for name, buffer in held.buffers.items()}
+    return found | {AVERAGE + name: average for name, average in held.averages.items()}
+
+
+def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
+    """Return optimizer tensors under their DCP names."""
+    return {f"{OPTIM}{name}.{key}": tensor for name, keys in state.tensors.items() for key, tensor in keys.items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a model's tensors are. FSDP2 keeps shards in the same memory for good, whatever its modules do."""
+
+    parameters: Mapping[str, nn.Parameter]
+    """One name of each tie."""
+    buffers: Mapping[str, Tensor]
+    """The stored ones."""
+    ties: Mapping[str, tuple[str, ...]]
+    whole: bool = True
+    """Whether parameters that are not trained are among them."""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of trained parameters, where a run keeps some."""
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    """This rank's place on the mesh."""
+
+
+def hold(
+    model: nn.Module,
+    *,
+    frozen: bool = True,
+    averages: Mapping[str, Tensor] | None = None,
+    later: Collection[str] = (),
+) -> Held:
+    """Find a model's tensors; modules that are gathered are resharded.
+
+    Args:
+        model: Sharded by FSDP2, or plain.
+        frozen: Also those that are not trained.
+        averages: Of trained parameters, to be saved beside them.
+        later: Frozen parameters that will be trained, and count as trained ones.
+    """
+    state = model.state_dict()
+    refuse_extra_state(state)
+    stored = {canonical_name(name) for name in state}
+    buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+    parameters = sharded_parameters(model)
+    refuse_lazy({**parameters, **buffers})
+    kept = {name: value for name, value in parameters.items() if frozen or value.requires_grad or name in later}
+    return Held(
+        kept,
+        {name: buffer for name, buffer in buffers.items() if name in stored},
+        {name: others for name, others in tied_names(model).items() if name in kept},
+        frozen,
+        averages or {},
+        coordinate_of(model),
+    )
+
+
+def take(
+    model: nn.Module | Held,
+    optimizer: Optimizer | OptimizerState | None = None,
+    *,
+    shared: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    assets: Mapping[str, bytes] | None = None,
+    random_then: RandomState | None = None,
+) -> Snapshot:
+    """Look at a model and an optimizer; nothing is copied, and nothing in them changes.
+
+    Args:
+        model: Sharded by FSDP2, or plain; or what `hold` found in it, and then no module is touched.
+        optimizer: Or a state to write in its place (a rehearsal's inert one).
+        shared: The same on every rank.
+        rank_state: This rank's own; random state is added.
+        assets: Files, rank 0's.
+        random_then: This rank's random state; default: as it is now.
+
+    Raises:
+        UnsavableOptimizer: The optimizer holds something that cannot be written down.
+        ModelError: A tensor of the model is of a class that holds more than its numbers.
+    """
+    held = model if isinstance(model, Held) else hold(model)
+    parameters = held.parameters
+    state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
+    tensors = tensors_of(held)
+    refuse_odd(tensors)
+    if state is not None:
+        tensors |= optimizer_tensors(state)
+    return Snapshot(
+        tensors=tensors,
+        trained=frozenset(MODEL + name for name, parameter in parameters.items() if parameter.requires_grad),
+        ties=held.ties,
+        optimizer=state,
+        rank_state={"random": written(random_then or random_state()), **(rank_state or {})},
+        shared=dict(shared or {}),
+        assets=dict(assets or {}),
+        contents=(
+            "model" if held.whole else TRAINED,
+            *(("averages",) if held.averages else ()),
+            *(("optimizer",) if state is not None else ()),
+            "trainer",
+            "rank",
+        ),
+        coordinate=held.coordinate,
+    )
+
+
+def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
+    """Return the snapshot with tensors copied to the host; `buffers` is filled the first time and used again.
+
+    This copy is all that training waits for in a save that goes on in the background.
+    """
+    copies: dict[str, Tensor] = {}
+    for name, tensor in snapshot.tensors.items():
+        local = local_part(tensor.detach())
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            pinned = local.device.type == "cuda"
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+            buffers[name] = buffer
+        buffer.copy_(local, non_blocking=True)
+        copies[name] = like(tensor, buffer)
+    if any(tensor.device.type == "cuda" for tensor in snapshot.tensors.values()):
+        torch.cuda.synchronize()
+    return replace(snapshot, tensors=copies)
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return other local memory in a tensor's sharding."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # from_local would move host memory back to the mesh's device; DCP reads only the placement.
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (offsets, sizes) of this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def mesh_of(model: nn.Module) -> dict[str, int]:
+    """Return the axes that a model is sharded over, by name, with their sizes; none for a plain one."""
+    mesh = _mesh(model)
+    return {} if mesh is None else dict(zip(_axes(mesh), mesh.shape, strict=True))
+
+
+def coordinate_of(model: nn.Module) -> dict[str, int]:
+    """Return this rank's place on the axes that a model is sharded over."""
+    mesh = _mesh(model)
+    place = None if mesh is None else mesh.get_coordinate()
+    return {} if mesh is None or place is None else dict(zip(_axes(mesh), place, strict=True))
+
+
+def _mesh(model: nn.Module) -> DeviceMesh | None:
+    sharded = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return next(sharded, None)
+
+
+def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
+
+
+class Described(NamedTuple):
+    """What a rank says of its part of a snapshot."""
+
+    tensors: dict[str, TensorEntry]
+    finite: bool
+    """Whether no floating-point number in it is NaN or infinite."""
+
+
+def describe(snapshot: Snapshot) -> Described:
+    """Hash this rank's part of every tensor, and look for NaN and infinity while it is in the processor's cache."""
+    found: dict[str, TensorEntry] = {}
+    finite = True
+    for name, tensor in snapshot.tensors.items():
+        offsets, sizes = chunk_of(tensor)
+        local = local_part(tensor)
+        chunks = (Chunk(offsets, sizes, hash_tensor(local)),) if local.numel() or not tensor.numel() else ()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
+        finite = finite and is_finite(local)
+    return Described(found, finite)
+
+
+def outline(snapshot: Snapshot) -> Outline:
+    """Return shape, dtype and trained flag by name: what all ranks must agree on before anything moves."""
+    return {
+        name: (tuple(tensor.shape), str(tensor.dtype), name in snapshot.trained)
+        for name, tensor in snapshot.tensors.items()
+    }
+
+
+class RandomState(NamedTuple):
+    """The state of every global random generator of a process, as the generators give it: cheap to take."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None
+
+
+def random_state() -> RandomState:
+    """Return the state of every global random generator of this process."""
+    return RandomState(
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002 - the global generator is meant
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    )
+
+
+def written(state: RandomState) -> dict[str, Any]:
+    """Return random state JSON-ready."""
+    version, numbers, gauss = state.python
+    name, keys, position, has_gauss, cached = state.numpy
+    found: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
+        "torch": _text(state.torch.numpy().tobytes()),
+    }
+    if state.cuda is not None:
+        found["cuda"] = _text(state.cuda.numpy().tobytes())
+    return found
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what `written` returned."""
+    found = _read(state)
+    random.setstate(found.python)
+    np.random.set_state(found.numpy)  # noqa: NPY002 - as above
+    torch.set_rng_state(found.torch)
+    if found.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found.cuda)
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Put it into generators that nobody uses; raises what they raise if it is none."""
+    found = _read(state)
+    random.Random().setstate(found.python)  # noqa: S311 - no secret
+    np.random.RandomState().set_state(found.numpy)
+    torch.Generator().set_state(found.torch)
+    if found.cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(found.cuda)
+
+
+def _read(state: Mapping[str, Any]) -> RandomState:
+    version, numbers, gauss = state["python"]
+    name, keys, position, has_gauss, cached = state["numpy"]
+    array = np.frombuffer(base64.b64decode(keys), dtype=np.uint32)
+    cuda = state.get("cuda")
+    return RandomState(
+        (version, tuple(numbers), gauss),
+        (name, array, position, has_gauss, cached),
+        _bytes(state["torch"]),
+        None if cuda is None else _bytes(cuda),
+    )
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,307 @@
+"""Is a checkpoint what was written? Three levels, each trusting nothing that the one before did not check.
+
+names    the manifest is whole, every listed file is there in its size, and no other
+files    every file's hash                               (before every resume)
+tensors  every chunk of every tensor, as DCP stored it   (`holdfast checkpoint verify`, default)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
+from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
+from holdfast.checkpoint.format.foreign import describe_foreign
+from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.format.stored_chunks import chunk_within
+from holdfast.checkpoint.place.hashing import hash_bytes, hash_tensor
+from holdfast.checkpoint.place.layout import DCP, step_of
+from holdfast.checkpoint.place.memory import memory_for
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.files import MOST_TEXT_BYTES, again
+
+_NOTHING = hash_bytes(b"")
+_ABSENT = "It is not there."
+
+Level = Literal["names", "files", "tensors"]
+T = TypeVar("T")
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Return a checkpoint's manifest; what is wrong with it was seen twice.
+
+    Raises:
+        NoCheckpoint: There is none; what is there instead is named.
+        CheckpointCorrupt: It is damaged.
+        CheckpointUnreadable: It cannot be read, also after some patience, or is another one each time.
+    """
+    where = f"{storage.root}/{name}" if name else storage.root
+    path = f"{name}/{NAME}" if name else NAME
+    wrong = _twice(f"{where}/{NAME}", lambda: _presence(storage, path))
+    if wrong == _ABSENT:
+        foreign = patiently(where, lambda: describe_foreign(storage, name))
+        raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {foreign}")
+    if wrong is not None:
+        raise CheckpointCorrupt(wrong)
+    manifest = _parsed(storage, path, f"{where}/{NAME}")
+    if step_of(name) not in {None, manifest.step}:
+        raise CheckpointCorrupt(f"{where} is step {manifest.step}, whatever its name says: it was renamed.")
+    return manifest
+
+
+def _presence(storage: Storage, path: str) -> str | None:
+    if not storage.exists(path):
+        return _ABSENT
+    if not storage.is_file(path):
+        return f"{storage.root}/{path} is no file: it is {storage.kind(path)}."
+    size = storage.size(path)
+    if size > MOST_TEXT_BYTES:
+        return f"{storage.root}/{path} is no manifest: it has {size:,} bytes, more than any."
+    return None
+
+
+def _parsed(storage: Storage, path: str, where: str) -> Manifest:
+    """Read a manifest, a second time from the disk itself if the first gives nonsense."""
+    data = patiently(where, lambda: storage.read(path))
+    try:
+        return parse(data, where)
+    except CheckpointCorrupt:
+        on_disk = patiently(where, lambda: storage.hash(path, from_disk=True))
+        if hash_bytes(data) == on_disk:
+            raise
+    data = patiently(where, lambda: storage.read(path))
+    try:
+        return parse(data, where)
+    except CheckpointCorrupt as error:
+        if hash_bytes(data) == on_disk:
+            raise
+        raise other_each_time(where) from error
+
+
+def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -> bytes:
+    """Return the bytes of a small file once they have the hash of the manifest, read twice if need be.
+
+    Who uses bytes compares these very bytes: others may come from the disk, or the network, than a moment ago.
+
+    Raises:
+        CheckpointCorrupt: Two reads, with one from the disk itself between them, give the same wrong bytes.
+        CheckpointUnreadable: It cannot be read, also after some patience, or every read gives other bytes.
+    """
+    path, expected = f"{name}/{file}", manifest.files[file].hash
+    where = f"{storage.root}/{path}"
+    seen = set()
+    for _ in range(2):
+        data = patiently(where, lambda: storage.read(path))
+        if hash_bytes(data) == expected:
+            return data
+        seen |= {hash_bytes(data), patiently(where, lambda: storage.hash(path, from_disk=True))}
+    if len(seen) > 1:
+        raise other_each_time(where)
+    raise CheckpointCorrupt(damage(f"{storage.root}/{name}", [file], []))
+
+
+def patiently(where: str, ask: Callable[[], T]) -> T:
+    """Return what the file system answers, asking again while it says that it is only in trouble.
+
+    Raises:
+        CheckpointUnreadable: It gives no answer, also after some patience, or there is no memory for it.
+    """
+    try:
+        with memory_for(where):
+            return again(ask)
+    except OSError as error:
+        raise _unreadable(where, error) from error
+
+
+def _twice(where: str, look: Callable[[], str | None]) -> str | None:
+    """Return what two looks in a row find wrong, or None if one of them finds nothing.
+
+    Raises:
+        CheckpointUnreadable: Nobody can look, or the two find different things.
+    """
+    first = patiently(where, look)
+    second = None if first is None else patiently(where, look)
+    if second is not None and first != second:
+        raise CheckpointUnreadable(
+            f"{where} looks different each time, so nothing is known of it. At first: {first} Then: {second} Look at "
+            "the disk, the network and who else writes there."
+        )
+    return second
+
+
+def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:
+    return CheckpointUnreadable(
+        f"{where} cannot be read: {error.strerror or error}. Nothing is known of its bytes; try again when the file "
+        "system answers."
+    )
+
+
+def other_each_time(where: str) -> CheckpointUnreadable:
+    """Return the error for what differs from read to read."""
+    return CheckpointUnreadable(
+        f"{where} has other bytes each time it is read, so nothing is known of it. Look at the disk, its cables and "
+        "this machine's memory."
+    )
+
+
+def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Compare the listed files with what is there; what is wrong was seen twice.
+
+    Raises:
+        CheckpointCorrupt: A file is missing, of another size, or not listed.
+        CheckpointUnreadable: Nobody can look, also after some patience, or each look shows something else.
+    """
+    where = f"{storage.root}/{name}"
+    wrong = _twice(where, lambda: _misnamed(storage, name, manifest, where))
+    if wrong is not None:
+        raise CheckpointCorrupt(wrong)
+
+
+def _misnamed(storage: Storage, name: str, manifest: Manifest, where: str) -> str | None:
+    present = set(storage.files(name)) - {NAME}
+    missing = sorted(set(manifest.files) - present)
+    if missing:
+        return f"{where} lacks {missing[0]}" + _more(missing)
+    extra = sorted(present - set(manifest.files))
+    if extra:
+        return f"{where} holds {extra[0]}, which its manifest does not list" + _more(extra)
+    for file, entry in manifest.files.items():
+        if not storage.is_file(f"{name}/{file}"):
+            return f"{where}/{file} is no file: it is {storage.kind(f'{name}/{file}')}."
+        size = storage.size(f"{name}/{file}")
+        if size != entry.size:
+            return f"{where}/{file} has {size} bytes, the manifest says {entry.size}."
+    return None
+
+
+def damaged_files(
+    storage: Storage, name: str, manifest: Manifest, files: Sequence[str], *, from_disk: bool = False
+) -> list[str]:
+    """Return the files that two reads, the second from the disk itself, find to have the same wrong hash.
+
+    Args:
+        storage, name, manifest: The checkpoint.
+        files: Which of its files.
+        from_disk: The first read, too, passes the system's cache by: it still holds what was just written.
+
+    Raises:
+        CheckpointUnreadable: A file cannot be read, also after some patience, or every read gives other bytes.
+    """
+    damaged = []
+    for file in files:
+        path, expected = f"{name}/{file}", manifest.files[file].hash
+        first = _hash(storage, path, from_disk=from_disk)
+        second = first if first == expected else _hash(storage, path, from_disk=True)
+        if expected not in {first, second}:
+            if first != second:
+                raise other_each_time(f"{storage.root}/{path}")
+            damaged.append(file)
+    return damaged
+
+
+def _hash(storage: Storage, path: str, *, from_disk: bool) -> str:
+    return patiently(f"{storage.root}/{path}", lambda: storage.hash(path, from_disk=from_disk))
+
+
+def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Compare every file's hash; a damaged shard is narrowed down to its tensors.
+
+    Raises:
+        CheckpointCorrupt: A file differs.
+        CheckpointUnreadable: As `damaged_files`.
+    """
+    damaged = damaged_files(storage, name, manifest, sorted(manifest.files))
+    if damaged:
+        tensors = tensors_within(storage, name, manifest, damaged)
+        raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
+
+
+def damage(where: str, files: Sequence[str], tensors: Sequence[str]) -> str:
+    """Return the sentence about damaged files and what they held."""
+    holds = f" Damaged tensors: {', '.join(tensors[:4])}{_more(tensors, 4)}" if tensors else ""
+    return f"{where}/{files[0]} is damaged: its hash is not the manifest's{_more(files)}{holds}"
+
+
+def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str]:
+    """Return the tensors of which some chunk is missing or reads back differently.
+
+    Raises:
+        CheckpointCorrupt: DCP's metadata is damaged or hostile, although its file is what the manifest says.
+        CheckpointUnreadable: A file cannot be read, also after some patience, or this machine is short of memory.
+    """
+    metadata = _metadata(storage, name)
+    places = (metadata.storage_data or {}).items()
+    return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, places)})
+
+
+def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
+    """Return the tensors of which a chunk in damaged files reads back differently, as far as that is found out now.
+
+    Args:
+        storage, name, manifest: The checkpoint.
+        files: Which of its files are damaged: that stands, whatever becomes of this look.
+    """
+    if f"{DCP}/{METADATA}" in files:
+        return []  # a pickle that is known to be damaged may ask for any amount of memory
+    try:
+        stored = (_metadata(storage, name).storage_data or {}).items()
+        places = [(index, info) for index, info in stored if f"{DCP}/{info.relative_path}" in files]
+        return sorted({*_differing(storage, name, manifest, places)})
+    except (CheckpointCorrupt, CheckpointUnreadable):
+        return []
+
+
+def _metadata(storage: Storage, name: str) -> Metadata:
+    path = f"{name}/{DCP}/{METADATA}"
+    where = f"{storage.root}/{path}"
+    return read_dcp_metadata(patiently(where, lambda: storage.read(path)), where)
+
+
+def _differing(storage: Storage, name: str, manifest: Manifest, places: Iterable[tuple[Any, Any]]) -> Iterator[str]:
+    """Yield the tensor of every stored chunk, of those at these places, that reads back differently."""
+    wanted = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
+    for index, info in places:
+        expected = wanted.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
+        path = f"{name}/{DCP}/{info.relative_path}"
+        chunk = patiently(f"{storage.root}/{path}", partial(chunk_within, storage, path, info))
+        if chunk is None or hash_tensor(chunk) != expected:
+            yield index.fqn
+
+
+def check_tensors(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Read every chunk of every tensor and compare its hash.
+
+    Raises:
+        CheckpointCorrupt: The first damaged tensor is named.
+        CheckpointUnreadable: As `damaged_tensors`.
+    """
+    damaged = damaged_tensors(storage, name, manifest)
+    if damaged:
+        raise CheckpointCorrupt(
+            f"{storage.root}/{name}: {damaged[0]} is damaged: its bytes are not those that were saved{_more(damaged)}"
+        )
+
+
+def verify(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
+    """Verify a checkpoint and return its manifest.
+
+    Raises:
+        NoCheckpoint: There is none.
+        CheckpointCorrupt: Something differs; the file or tensor is named.
+        CheckpointUnreadable: Nobody can look, also after some patience, or this machine is short of memory.
+    """
+    manifest = read_manifest(storage, name)
+    check_names(storage, name, manifest)
+    if level in {"files", "tensors"}:
+        check_files(storage, name, manifest)
+    if level == "tensors":
+        check_tensors(storage, name, manifest)
+    return manifest
+
+
+def _more(items: Sequence[str], shown: int = 1) -> str:
+    return f" (and {len(items) - shown} more)." if len(items) > shown else "."

@@ -1,0 +1,122 @@
+"""Two checkpoints side by side: what differs, told from manifests and small files where chunks are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.checkpoint.format.dict_diff import first_difference as first_difference_of
+from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.format.snapshot import OPTIM
+from holdfast.checkpoint.format.verification import verified_bytes
+from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
+from holdfast.checkpoint.load.companions import COMPANIONS
+from holdfast.checkpoint.load.wrapped_state import records
+from holdfast.checkpoint.place.hashing import combined, hash_bytes, hash_tensor
+from holdfast.checkpoint.place.layout import RANK, TRAINER
+from holdfast.files import parse_json
+from holdfast.optim.wrapped import BETWEEN
+
+
+def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[str]:
+    """Yield one sentence per tensor that differs, then about optimizers' plain values, then one per state.
+
+    Tensors are compared by the hashes of their chunks. Where the numbers of ranks differ, chunks do too, and tensors
+    are read and compared whole.
+
+    Raises:
+        CheckpointCorrupt: Something that had to be read is damaged.
+    """
+    one, two = first.manifest.tensors, second.manifest.tensors
+    for key in sorted({*one, *two}):
+        if key in one and key in two:
+            told = _tensor_difference(first, second, key, one[key], two[key])
+        else:
+            told = f"{key} is only in the {'first' if key in one else 'second'}"
+        if told is not None:
+            yield told
+    told = _optimizer_difference(first, second)
+    if told is not None:
+        yield told
+    for file in sorted(_states(first.manifest) | _states(second.manifest)):
+        told = _state_difference(first, second, file)
+        if told is not None:
+            yield told
+
+
+def _tensor_difference(
+    first: StoredCheckpoint, second: StoredCheckpoint, key: str, one: TensorEntry, two: TensorEntry
+) -> str | None:
+    if one.shape[:1] != two.shape[:1] and _same_table(first, second, key):
+        return None
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return f"{key} is {one.dtype} {list(one.shape)} and {two.dtype} {list(two.shape)}"
+    if one.chunks == two.chunks:
+        return None
+    if [(chunk.offsets, chunk.sizes) for chunk in one.chunks] == [(chunk.offsets, chunk.sizes) for chunk in two.chunks]:
+        return f"{key} has other numbers"
+    same = hash_of(first, key) == hash_of(second, key)
+    return None if same else f"{key} has other numbers"
+
+
+def _same_table(first: StoredCheckpoint, second: StoredCheckpoint, key: str) -> bool:
+    """Return whether a tensor is a table that every shard has alike, in both, however many shards they are."""
+    if not (_per_shard(first, key) and _per_shard(second, key)):
+        return False
+    return len({hash_tensor(row) for row in (*first.read(key), *second.read(key))}) == 1
+
+
+def _per_shard(checkpoint: StoredCheckpoint, key: str) -> bool:
+    """Return whether each row of a tensor is what one shard had of a class of its own."""
+    name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+    whole, _, part = slot.rpartition(BETWEEN)
+    record = records(checkpoint.manifest).get(name, {}).get(whole)
+    return key.startswith(OPTIM) and record is not None and record["parts"][part][0] == 0
+
+
+def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
+    """Return the hash of a whole tensor, whatever its chunks were."""
+    return hash_tensor(checkpoint.read(key))
+
+
+def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: str) -> str | None:
+    if file not in first.manifest.files or file not in second.manifest.files:
+        return f"{file} is only in the {'first' if file in first.manifest.files else 'second'}"
+    found = first_difference_of(parse_json(_read(first, file)), parse_json(_read(second, file)))
+    return None if found is None else f"{file}: {found[0] or 'everything'} differs"
+
+
+def _optimizer_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
+    """Return what differs of optimizers besides tensors; how state is cut into parts follows from the ranks."""
+    one, two = (_without_records(each.manifest.optimizer or {}) for each in (first, second))
+    found = first_difference_of(one, two)
+    return None if found is None else f"optimizer: {found[0]} is {found[1]!r} and {found[2]!r}"
+
+
+def _without_records(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    beside = {name: _without_records(each) for name, each in optimizer.get(COMPANIONS, {}).items()}
+    plain = {key: value for key, value in optimizer.items() if key not in {"wrapped", COMPANIONS}}
+    return plain | ({COMPANIONS: beside} if beside else {})
+
+
+def _read(checkpoint: StoredCheckpoint, file: str) -> bytes:
+    return verified_bytes(checkpoint.storage, checkpoint.name, checkpoint.manifest, file)
+
+
+def first_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
+    """Return the first of `differences`, None if there is none."""
+    return next(differences(first, second), None)
+
+
+def state_hash(checkpoint: StoredCheckpoint) -> str:
+    """Return one hash of all tensors, of optimizers' plain values and of all states besides them."""
+    tensors = checkpoint.manifest.tensors
+    optimizer = json.dumps(_without_records(checkpoint.manifest.optimizer or {}), sort_keys=True)
+    chunks = [f"{key}:{chunk.hash}" for key in sorted(tensors) for chunk in tensors[key].chunks]
+    files = sorted(_states(checkpoint.manifest))
+    return combined([*chunks, optimizer, *(hash_bytes(_read(checkpoint, file)) for file in files)])
+
+
+def _states(manifest: Manifest) -> set[str]:
+    return {file for file in manifest.files if file == TRAINER or file.startswith(f"{RANK}/")}

@@ -1,0 +1,152 @@
+"""Single tensors of a checkpoint, read and verified one at a time, without ranks and without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
+from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata
+from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.format.snapshot import AVERAGE, MODEL
+from holdfast.checkpoint.format.stored_chunks import chunk_within
+from holdfast.checkpoint.format.verification import patiently
+from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.checkpoint.place.layout import DCP
+from holdfast.checkpoint.place.memory import memory_for
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.models.conversion import Header
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose names were verified; tensors are verified as they are read."""
+
+    storage: Storage
+    name: str
+    manifest: Manifest
+
+    @property
+    def path(self) -> str:
+        """Where it is, as a user writes it."""
+        return f"{self.storage.root}/{self.name}"
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether its run kept averages of the weights."""
+        return any(key.startswith(AVERAGE) for key in self.manifest.tensors)
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        name = f"{self.name}/{DCP}/{METADATA}"
+        where = f"{self.storage.root}/{name}"
+        return read_dcp_metadata(patiently(where, lambda: self.storage.read(name)), where)
+
+    def read(self, key: str) -> Tensor:
+        """Return a whole tensor by its name in the manifest.
+
+        Raises:
+            CheckpointCorrupt: Its bytes are not those that were saved.
+            CheckpointUnreadable: They cannot be read, also after some patience, or this machine is short of memory.
+        """
+        entry = self.manifest.tensors[key]
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        with memory_for(self.path, math.prod(entry.shape) * dtype.itemsize):
+            whole = torch.empty(entry.shape, dtype=dtype)
+        stored = {tuple(index.offset or ()): info for index, info in self._stored(key)}
+        for chunk in entry.chunks:
+            part = self._read_chunk(stored.get(chunk.offsets))
+            if part is None or hash_tensor(part) != chunk.hash:
+                raise CheckpointCorrupt(f"{self.path}: {key} is damaged: its bytes are not those that were saved.")
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place] = part
+        return whole
+
+    def _stored(self, key: str) -> Iterator[tuple[Any, Any]]:
+        return iter(self._places.get(key, ()))
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[Any, Any]]]:
+        found: dict[str, list[tuple[Any, Any]]] = {}
+        for index, info in (self._metadata.storage_data or {}).items():
+            found.setdefault(index.fqn, []).append((index, info))
+        return found
+
+    def _read_chunk(self, info: Any) -> Tensor | None:
+        if info is None:
+            return None
+        path = f"{self.name}/{DCP}/{info.relative_path}"
+        return patiently(f"{self.storage.root}/{path}", lambda: chunk_within(self.storage, path, info))
+
+    def model_headers(self, dtype: torch.dtype | None) -> dict[str, Header]:
+        """Return name and shape of every model tensor, with floating-point dtypes replaced by `dtype` if given."""
+        return {
+            key.removeprefix(MODEL): _header(entry, dtype)
+            for key, entry in self.manifest.tensors.items()
+            if key.startswith(MODEL)
+        }
+
+
+def _header(entry: TensorEntry, dtype: torch.dtype | None) -> Header:
+    stored = getattr(torch, entry.dtype)
+    return Header(entry.shape, dtype if dtype is not None and stored.is_floating_point else stored)
+
+
+class ModelTensors(Mapping[str, Tensor]):
+    """The model tensors of one checkpoint, or the mean of several, read when they are asked for."""
+
+    def __init__(self, checkpoints: Sequence[StoredCheckpoint], *, averaged: bool = False) -> None:
+        """Check that the checkpoints hold the same tensors.
+
+        Args:
+            checkpoints: Of one model.
+            averaged: Give the averages that the run kept of its weights (`optim.ema`) in place of these.
+
+        Raises:
+            CheckpointMismatch: They do not; the first difference is named.
+            NoCheckpoint: One of them has no averages.
+        """
+        self._checkpoints = list(checkpoints)
+        self._averaged = averaged
+        lacking = next((each for each in self._checkpoints if averaged and not each.has_averages), None)
+        if lacking is not None:
+            raise NoCheckpoint(f"{lacking.path} has no averages of the weights: its run had no optim.ema.")
+        first = self._checkpoints[0]
+        self._names = list(first.model_headers(None))
+        for other in self._checkpoints[1:]:
+            mine, theirs = first.model_headers(None), other.model_headers(None)
+            different = next((name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)), None)
+            if different is not None:
+                raise CheckpointMismatch(f"{first.path} and {other.path} hold different models: {different} differs.")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read a tensor; of several checkpoints the mean, taken in float64, or the last one's integers."""
+        whole = self._read(self._checkpoints[-1], name)
+        if len(self._checkpoints) == 1 or not whole.is_floating_point():
+            return whole
+        total = whole.to(torch.float64)
+        for checkpoint in self._checkpoints[:-1]:
+            total += self._read(checkpoint, name)
+        return (total / len(self._checkpoints)).to(whole.dtype)
+
+    def _read(self, checkpoint: StoredCheckpoint, name: str) -> Tensor:
+        tensors = checkpoint.manifest.tensors
+        if not self._averaged or AVERAGE + name not in tensors:  # what is not trained has no average
+            return checkpoint.read(MODEL + name)
+        dtype: torch.dtype = getattr(torch, tensors[MODEL + name].dtype)
+        return checkpoint.read(AVERAGE + name).to(dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._names)

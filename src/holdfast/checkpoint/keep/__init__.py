@@ -1,0 +1,1 @@
+"""Which checkpoints are there, which one is chosen, which ones stay."""

@@ -1,0 +1,212 @@
+"""Which checkpoint a run resumes from: the newest whose every file is what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint, TensorsDiffer
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.verification import patiently, read_manifest
+from holdfast.checkpoint.keep.retention import put_aside, renamed_checkpoints, steps
+from holdfast.checkpoint.load.reader import verified_manifest
+from holdfast.checkpoint.place.layout import NOT_FINITE, QUARANTINE, fresh
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.parallel.collectives import ProcessExchange
+
+T = TypeVar("T")
+Look = Callable[[str, Manifest], object]
+"""Is given a checkpoint's name and manifest."""
+
+_NOT_FINITE = "a tensor in it holds NaN or infinity"
+_NEVERTHELESS = (
+    "To continue from one that is not finite, give it its name back and set checkpoint.resume.not_finite: true"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run continues from."""
+
+    name: str
+    manifest: Manifest
+    words: str
+    """One line: what was chosen, what was skipped and why."""
+
+
+def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what is found, and whose it must be
+    storage: Storage,
+    ranks: ProcessExchange,
+    *,
+    quarantine: bool = True,
+    not_finite: bool = False,
+    check: Look = lambda _, __: None,
+    use: Look = lambda _, __: None,
+) -> Choice | None:
+    """Return the newest whole checkpoint, or None if there never was one.
+
+    Rank 0 lists, since ranks may see a network file system at different times. A candidate that two reads agree is
+    damaged is put aside, and the next older one is tried. So is one with NaN or infinity in it, once an
+    older one was found. What has no manifest is none of ours: it is passed over, named, and left where it is.
+
+    Nothing is put aside before the choice was used, and what is skipped was looked at: what `use` and `check` refuse
+    stays as it was.
+
+    Args:
+        storage: Where checkpoints are.
+        ranks: A group of its own.
+        quarantine: Put aside what is skipped.
+        not_finite: Take one with NaN or infinity in it too.
+        check: Raises, on rank 0, if a checkpoint that would be put aside is none of this run's.
+        use: Takes the choice; all ranks call it together, and it raises on all of them. After TensorsDiffer it is asked
+            to take the next older one.
+
+    Raises:
+        CheckpointUnreadable: The directory, or a file of a candidate, cannot be read: it may be whole.
+        NoCheckpoint: There were checkpoints and none is good: starting again at step 0 would be a silent loss.
+    """
+    candidates = list(reversed(_on_rank_0(ranks, storage, lambda: list(steps(storage).items()))))
+    passed = _Passed()
+    chosen: tuple[str, Manifest] | None = None
+    for step, name in candidates:
+        manifest = _verified(storage, step, name, ranks, passed)
+        if manifest is not None and not (manifest.finite or not_finite):
+            passed.spoiled[step] = name
+        elif manifest is not None and _used(storage, name, manifest, use, passed):
+            chosen = name, manifest
+            break
+    if quarantine:
+        _check_each(storage, [*passed.damaged, *passed.differing, *passed.spoiled.values()], ranks, check)
+        # If no tensors are what was saved, in any checkpoint, it may be this reader that is wrong.
+        _quarantine(storage, passed.damaged + (passed.differing if chosen is not None else []), ranks)
+    if chosen is not None:
+        skipped = passed.words + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
+        skipped += _on_rank_0(ranks, storage, lambda: renamed_checkpoints(storage))
+        return Choice(*chosen, _words(chosen[1], skipped, passed.spoiled))
+    if skipped := passed.all_words + _on_rank_0(ranks, storage, lambda: _not_looked_at(storage, passed.all_words)):
+        raise NoCheckpoint(_none_left(storage, skipped, spoiled=bool(passed.spoiled)))
+    return None
+
+
+@dataclass
+class _Passed:
+    """What was passed over on the way to a choice."""
+
+    words: list[str] = field(default_factory=list)
+    """About what is damaged, or none of ours."""
+    damaged: list[str] = field(default_factory=list)
+    """Names."""
+    differing: list[str] = field(default_factory=list)
+    """Names of what has the right files, and tensors that are not what was saved."""
+    spoiled: dict[int, str] = field(default_factory=dict)
+    """Names of what is whole and not finite, by step."""
+
+    @property
+    def all_words(self) -> list[str]:
+        """Words about each of them."""
+        return self.words + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
+
+
+def _verified(storage: Storage, step: int, name: str, ranks: ProcessExchange, passed: _Passed) -> Manifest | None:
+    """Return a candidate's manifest; None, and words about it, if it is damaged or none of ours."""
+    try:
+        return verified_manifest(storage, name, ranks)
+    except (CheckpointCorrupt, NoCheckpoint) as error:
+        reason = _reason(storage, name, error)
+        ours = isinstance(error, CheckpointCorrupt)
+    passed.words.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
+    if ours:
+        passed.damaged.append(name)
+    return None
+
+
+def _used(storage: Storage, name: str, manifest: Manifest, use: Look, passed: _Passed) -> bool:
+    """Return whether a candidate was used; words about it if its tensors, read only now, are not what was saved."""
+    try:
+        use(name, manifest)
+    except TensorsDiffer as error:
+        passed.words.append(f"step {manifest.step} ({_reason(storage, name, error)})")
+        passed.differing.append(name)
+        return False
+    return True
+
+
+def _reason(storage: Storage, name: str, error: Exception) -> str:
+    return str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
+
+
+def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, check: Look) -> None:
+    """Look at what would be put aside, as far as its manifest can be read."""
+    with ranks.together():
+        for name in names if ranks.rank == 0 else ():
+            try:
+                manifest = read_manifest(storage, name)
+            except (CheckpointCorrupt, NoCheckpoint):
+                continue
+            check(name, manifest)
+
+
+def _quarantine(storage: Storage, names: Sequence[str], ranks: ProcessExchange) -> None:
+    for name in names:
+        _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
+
+
+def _none_left(storage: Storage, skipped: Sequence[str], *, spoiled: bool) -> str:
+    good = "To continue from it all the same, set checkpoint.resume.not_finite: true. " if spoiled else ""
+    return (
+        f"{storage.root} has no {'finite' if spoiled else 'whole'} checkpoint left: {'; '.join(skipped)}. {good}To "
+        "start again from step 0, choose another run.name."
+    )
+
+
+def _words(manifest: Manifest, skipped: Sequence[str], spoiled: Mapping[int, str]) -> str:
+    words = f"resuming from step {manifest.step}, verified in {len(manifest.files)} files"
+    words += "" if manifest.finite else f"; {_NOT_FINITE}"
+    words += f"; skipped {', '.join(skipped)}" if skipped else ""
+    return words + (f". {_NEVERTHELESS}" if spoiled else "")
+
+
+def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: ProcessExchange, *, rename: bool) -> list[str]:
+    """Put aside what is whole and not finite, as the run will come to these steps again; return words about each."""
+    words = []
+    for step, name in spoiled.items():
+        told = _NOT_FINITE
+        if rename:
+            aside = ranks.agree(fresh(NOT_FINITE, name))
+            _put_aside(storage, name, aside, ranks)
+            told += f"; it was put aside as {aside}"
+        words.append(f"step {step} ({told})")
+    return words
+
+
+def _on_rank_0(ranks: ProcessExchange, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
+    """Return rank 0's answer, or raise on every rank what keeps it from one."""
+    found: list[T] = []
+    with ranks.together():
+        if ranks.rank == 0:
+            found += patiently(storage.root, ask)
+    return ranks.agree(found)
+
+
+def _put_aside(storage: Storage, name: str, aside: str, ranks: ProcessExchange) -> None:
+    with ranks.together():
+        if ranks.rank == 0:
+            try:
+                put_aside(storage, name, aside)
+            except OSError as error:
+                raise CheckpointUnreadable(
+                    f"{storage.root}/{name} is no good and cannot be put aside: {error.strerror or error}. Rename it "
+                    "yourself, or mend the permissions of its directory."
+                ) from error
+
+
+def _not_looked_at(storage: Storage, passed: Sequence[str]) -> list[str]:
+    return renamed_checkpoints(storage) + ([] if passed else _earlier(storage))
+
+
+def _earlier(storage: Storage) -> list[str]:
+    """Return words about checkpoints that an earlier start found damaged or not finite."""
+    found = [name.startswith(NOT_FINITE) for name in storage.names() if name.startswith(QUARANTINE)]
+    counts = {"damaged": found.count(False), "not finite": found.count(True)}
+    return [f"{count} were {what} and put aside earlier" for what, count in counts.items() if count]

@@ -1,0 +1,283 @@
+"""Which checkpoints stay. Deleting comes after a verified commit, and never touches what may be needed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.format.manifest import NAME, Manifest, NewerFormat, parse
+from holdfast.checkpoint.place.hashing import hash_bytes
+from holdfast.checkpoint.place.layout import (
+    PINS,
+    QUARANTINE,
+    REHEARSAL,
+    STAGING,
+    TRASH,
+    fresh,
+    renamed,
+    step_name,
+    step_of,
+)
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.files import NotRegular, parse_json
+
+
+@dataclass(frozen=True)
+class Best:
+    """Keep the best checkpoints by a metric of their own step."""
+
+    metric: str
+    mode: Literal["max", "min"]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept; everything else is deleted."""
+
+    last: int = 3
+    """At least 2: the newest may be damaged on the way to the disk."""
+    every: int | None = None
+    """Steps that are a multiple of this stay for good."""
+    best: Sequence[Best] = ()
+
+
+class Rated(NamedTuple):
+    """What the rules ask of a checkpoint."""
+
+    finite: bool
+    metrics: Mapping[str, float | None]
+
+
+_DELETING = "holdfast-delete"
+"""Name of the threads that delete."""
+
+_rated: dict[str, Rated] = {}
+"""By the hash of a manifest's bytes: parsing what stays would take longer with every checkpoint that does."""
+
+
+def kept_steps(
+    found: Mapping[int, Manifest | Rated], policy: Retention, *, pinned: Iterable[int] = (), needed: Iterable[int] = ()
+) -> set[int]:
+    """Return the steps that stay.
+
+    Args:
+        found: Whole checkpoints by step; damaged ones are not here and count for nothing.
+        policy: The rules.
+        pinned: Kept by the user.
+        needed: The step a run resumed from, and the newest verified one.
+
+    A checkpoint with NaN or infinity in it counts neither among the last nor among the best. Of equal metrics the
+    later step wins.
+    """
+    healthy = [step for step in sorted(found) if found[step].finite]
+    keep = set(healthy[-policy.last :]) | ({*pinned, *needed} & set(found))
+    if policy.every is not None:
+        keep |= {step for step in found if step % policy.every == 0}
+    for best in policy.best:
+        rated = [(value, step) for step in healthy if (value := found[step].metrics.get(best.metric)) is not None]
+        sign = 1.0 if best.mode == "max" else -1.0
+        keep |= {step for _, step in sorted(rated, key=lambda pair: (sign * pair[0], pair[1]))[-best.count :]}
+    return keep
+
+
+def steps(storage: Storage) -> dict[int, str]:
+    """Return what is named like a checkpoint, by step, oldest first.
+
+    On an object store, a name without a manifest is what a killed save left. In a directory it is somebody else's, or
+    a checkpoint that lost its manifest, and is returned so that it can be named.
+    """
+    found = {step: name for name in all_steps(storage) if (step := step_of(name)) is not None}
+    if not storage.renames:
+        found = {step: name for step, name in found.items() if storage.exists(f"{name}/{NAME}")}
+    return dict(sorted(found.items()))
+
+
+def has_any(storage: Storage) -> bool:
+    """Return whether there are checkpoints, or were until they were found damaged or got another name."""
+    return (
+        bool(steps(storage))
+        or any(name.startswith(QUARANTINE) for name in storage.names())
+        or bool(renamed_checkpoints(storage))
+    )
+
+
+def renamed_checkpoints(storage: Storage) -> list[str]:
+    """Return words about each checkpoint that nobody looks at, since its name is not the one of its step."""
+    words = []
+    for name in storage.names():
+        if renamed(name) and storage.exists(f"{name}/{NAME}"):
+            try:
+                right = step_name(parse(storage.read(f"{name}/{NAME}"), name).step)
+            except (OSError, CheckpointCorrupt, NewerFormat):
+                right = "step- and eight digits"
+            words.append(f"{name} is passed over: it has the name of no checkpoint; rename it to {right}")
+    return words
+
+
+def has_own(storage: Storage) -> bool:
+    """Return whether something here has a manifest, whole or not, and so was written by us."""
+    return any(storage.exists(f"{name}/{NAME}") for name in reversed(all_steps(storage)))
+
+
+def all_steps(storage: Storage) -> list[str]:
+    """Return every name of a step, whatever is in it."""
+    return [name for name in storage.names() if step_of(name) is not None]
+
+
+def manifests(storage: Storage) -> dict[int, Manifest]:
+    """Return the manifests of all checkpoints whose manifest is whole and of a format that this version knows."""
+    found = {}
+    for step, name in steps(storage).items():
+        try:
+            found[step] = parse(storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}/{NAME}")
+        except (OSError, CheckpointCorrupt, NewerFormat):
+            continue
+    return found
+
+
+def _all_rated(storage: Storage) -> dict[int, Rated]:
+    """Return what the rules ask, of the checkpoints that `manifests` returns."""
+    found = {}
+    for step, name in steps(storage).items():
+        place = f"{name}/{NAME}"
+        try:
+            data = storage.read(place)
+            known = hash_bytes(data)
+            if known not in _rated:
+                manifest = parse(data, f"{storage.root}/{place}")
+                _rated[known] = Rated(manifest.finite, manifest.metrics)
+        except (OSError, CheckpointCorrupt, NewerFormat):
+            continue
+        found[step] = _rated[known]
+    return found
+
+
+def read_pins(storage: Storage) -> set[int]:
+    """Return the steps the user keeps."""
+    if not storage.exists(PINS):
+        return set()
+    try:
+        return {int(step) for step in parse_json(storage.read(PINS))}
+    except (ValueError, TypeError, NotRegular) as error:
+        raise CheckpointCorrupt(
+            f"{storage.root}/{PINS} is damaged ({error}). Delete it, then pin again with `holdfast checkpoint pin`."
+        ) from error
+
+
+def write_pins(storage: Storage, pinned: Iterable[int]) -> None:
+    """Replace the list of pinned steps."""
+    storage.replace(PINS, json.dumps(sorted(pinned)).encode())
+
+
+def replaceable(storage: Storage, policy: Retention, *, needed: Iterable[int] = ()) -> int:
+    """Return how many checkpoints will give way to newer ones: all but those that the rules keep for good.
+
+    Args:
+        storage: The checkpoints.
+        policy: The rules.
+        needed: As in `kept_steps`.
+    """
+    staying = read_pins(storage) | {*needed}
+    every = policy.every
+    return sum(step not in staying and (every is None or step % every != 0) for step in _all_rated(storage))
+
+
+def prune(
+    storage: Storage,
+    policy: Retention,
+    *,
+    needed: Iterable[int] = (),
+    told: Callable[[str], None] = lambda _: None,
+    wait: bool = False,
+) -> list[int]:
+    """Delete what the policy does not keep, and return the deleted steps.
+
+    Args:
+        storage: The checkpoints.
+        policy: The rules.
+        needed: As in `kept_steps`.
+        told: Told of each step that cannot be deleted; it keeps no other from being.
+        wait: Return when the files are gone.
+
+    Each is renamed before it is deleted, so that nobody sees half a checkpoint; files go on a thread of their own.
+    """
+    found = _all_rated(storage)
+    keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
+    trash = {}
+    for step in found:
+        if step in keep:
+            continue
+        try:
+            trash[step] = _thrown_away(storage, step_name(step))
+        except OSError as error:
+            told(f"{step_name(step)} could not be deleted: {error}. The next save tries again.")
+    _delete(storage, list(trash.values()), wait=wait)
+    return list(trash)
+
+
+def _thrown_away(storage: Storage, name: str) -> str:
+    """End a checkpoint, and return the name that its files have now."""
+    if not storage.renames:
+        storage.remove(f"{name}/{NAME}")  # without its manifest it is no checkpoint any more
+        return name
+    gone = fresh(TRASH, name)
+    storage.rename(name, gone)
+    return gone
+
+
+def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
+    """Take a checkpoint out of the way of the next save of its step, and keep its files for whoever looks.
+
+    Args:
+        storage: Where it is.
+        name: The checkpoint.
+        aside: Its new name; default: a fresh one of a damaged checkpoint.
+
+    In an object store the manifest goes first: without it the rest is no checkpoint, however far the move comes.
+    """
+    aside = aside or fresh(QUARANTINE, name)
+    if storage.renames:
+        storage.rename(name, aside)
+        return
+    for file in sorted(storage.files(name), key=lambda file: (file != NAME, file)):
+        storage.rename(f"{name}/{file}", f"{aside}/{file}")
+
+
+def clean(storage: Storage, *, wait: bool = False) -> None:
+    """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
+    left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
+    _delete(storage, left, wait=wait)
+    if not storage.renames:
+        # A save that was killed left objects under the name that the next save of this step will use.
+        _delete(storage, [name for name in all_steps(storage) if not storage.exists(f"{name}/{NAME}")], wait=True)
+
+
+def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:
+    if not names:
+        return
+
+    def work() -> None:
+        for name in names:
+            with suppress(OSError):  # the next start clears it away
+                storage.remove(name)
+
+    # A daemon: a file system that hangs in a deletion must not keep the process from ending.
+    thread = threading.Thread(target=work, name=_DELETING, daemon=True)
+    thread.start()
+    if wait:
+        thread.join()
+
+
+def wait_for_deletions(seconds: float) -> None:
+    """Let deletions end, for so long: their threads end with the process, and nobody may ever start the run again."""
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread.name == _DELETING:
+            thread.join(max(0.0, deadline - time.monotonic()))

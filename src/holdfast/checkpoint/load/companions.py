@@ -1,0 +1,138 @@
+"""Models beside the one a checkpoint is about: those with an optimizer of their own, such as a policy's critic, and
+those that follow its weights, such as a reference that is not for ever the model at start.
+
+Their tensors are in the same DCP under names of their own: critic.model.<parameter>, critic.optim.<parameter>.<key>. So
+one commit, one verification and one comparison cover all of them, and whoever reads the model alone sees no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, Held, Snapshot, hold
+from holdfast.checkpoint.load.matching import Declared, Plan, Wanted, allow
+from holdfast.checkpoint.load.trained import (
+    Hyperparameters,
+    Planned,
+    optimizer_state,
+    plan_trained,
+)
+from holdfast.optim.state import OptimizerState
+from holdfast.parallel.shards import sharded_parameters
+
+COMPANIONS = "companions"
+"""Key of a manifest's `optimizer` that holds those of companions, by name."""
+
+
+class Companion(NamedTuple):
+    """A model to be saved or read, and its optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    """None of a frozen model that follows."""
+    moved: Collection[str] = ()
+    """Parameters of such a one that change; the others are as the model came with them, and stay so."""
+
+    def held(self) -> Held:
+        """Find what is saved of it."""
+        return hold(self.model, frozen=self.optimizer is not None, later=self.moved)
+
+
+def joined(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> Snapshot:
+    """Return one snapshot that holds those of companions too."""
+    tensors, trained, ties = dict(snapshot.tensors), set(snapshot.trained), dict(snapshot.ties)
+    optimizers = dict(snapshot.companions)
+    for name, theirs in companions.items():
+        tensors |= {_key(name, key): tensor for key, tensor in theirs.tensors.items()}
+        trained |= {_key(name, key) for key in theirs.trained}
+        ties |= {_key(name, first): tuple(_key(name, other) for other in tied) for first, tied in theirs.ties.items()}
+        if theirs.optimizer is not None:
+            optimizers[name] = theirs.optimizer
+    return replace(
+        snapshot,
+        tensors=tensors,
+        trained=frozenset(trained),
+        ties=ties,
+        companions=optimizers,
+        contents=(*snapshot.contents, *companions),
+    )
+
+
+def _key(name: str, key: str) -> str:
+    return f"{name}.{key}"
+
+
+def part_of(manifest: Manifest, name: str) -> Manifest:
+    """Return the manifest as it would be if the checkpoint held this companion alone."""
+    optimizers: Mapping[str, Any] = (manifest.optimizer or {}).get(COMPANIONS, {})
+    return replace(
+        manifest,
+        tensors=_stripped(manifest.tensors, name),
+        ties={},
+        optimizer=optimizers.get(name),
+        contents=("model",),
+    )
+
+
+def own_tensors(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return a companion's of all tensors that were read, under its own names."""
+    return _stripped(tensors, name)
+
+
+def _stripped(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+
+
+def plan_companions(
+    plan: Plan,
+    companions: Mapping[str, Companion],
+    manifest: Manifest,
+    declared: Declared,
+    hyperparameters: Hyperparameters,
+) -> dict[str, Planned]:
+    """Plan what companions take, and note in the model's plan what they refuse; those without a plan stay as they are.
+
+    Args:
+        plan: Of the model.
+        companions: The live ones, by name.
+        manifest: The checkpoint's.
+        declared: What may differ; patterns are searched in a companion's own names.
+        hyperparameters: As in `reader.load`.
+    """
+    found: dict[str, Planned] = {}
+    for name in sorted({*companions, *manifest.contents} - OWN_CONTENTS):
+        part = part_of(manifest, name)
+        if name not in companions:
+            allow(plan, declared.drop, name, f"the checkpoint has a {name}, and this run has none", "resume.drop")
+        elif not part.tensors:
+            allow(plan, declared.add, name, f"the checkpoint has no {name}, and this run has one", "resume.add")
+        else:
+            model, optimizer, _ = companions[name]
+            part = part if optimizer is not None else replace(part, contents=(TRAINED,))
+            theirs = found[name] = Planned()
+            plan_trained(theirs, model, sharded_parameters(model), optimizer, part, declared, hyperparameters)
+            plan.refused += [f"{name}: {line}" for line in theirs.plan.refused]
+            plan.deviations += [f"{name}: {line}" for line in theirs.plan.deviations]
+    return found
+
+
+def companion_state(
+    name: str, companion: Companion, planned: Planned, manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> OptimizerState | None:
+    """Return the state of a companion's optimizer, as `optimizer_state` does; None of one that has none."""
+    model, optimizer, _ = companion
+    if optimizer is None:
+        return None
+    own, part = own_tensors(tensors, name), part_of(manifest, name)
+    return optimizer_state(own, optimizer, sharded_parameters(model), part, planned.wrapped)
+
+
+def wanted_of(plans: Mapping[str, Planned]) -> dict[str, Wanted]:
+    """Return what companions take, under the names of the DCP."""
+    return {_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.wanted.items()}

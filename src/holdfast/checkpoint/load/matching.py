@@ -1,0 +1,283 @@
+"""What is in a checkpoint must match what it is loaded into: names, shapes, dtypes, which parameters are trained, the
+optimizer's class and the parameters it holds. Each deviation must be declared by pattern, and is recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.format.snapshot import (
+    AVERAGE,
+    MODEL,
+    OPTIM,
+    TRAINED,
+    chunk_of,
+    like,
+    model_tensors,
+)
+from holdfast.checkpoint.format.unsupported_tensors import refuse_odd
+from holdfast.optim.inert import inert_state
+from holdfast.optim.state import (
+    GroupState,
+    groups_of,
+    hyperparameter_changes,
+    matched_hyperparameters,
+    names_of,
+    qualified_name,
+)
+from holdfast.optim.wrapped import BETWEEN
+from holdfast.parallel.shards import local_part
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Deviations a user allows, as patterns of canonical parameter names."""
+
+    add: Sequence[str] = ()
+    """In the model, not in the checkpoint: keep what they are."""
+    drop: Sequence[str] = ()
+    """In the checkpoint, not in the model: leave behind."""
+    cast: Sequence[str] = ()
+    """Stored in another dtype: convert."""
+    freeze: Sequence[str] = ()
+    """Trained then, frozen now, or not in the optimizer any more: leave their optimizer state behind."""
+    unfreeze: Sequence[str] = ()
+    """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
+
+
+class Wanted(NamedTuple):
+    """One stored tensor, and the sharding in which this rank wants its part."""
+
+    live: Tensor
+    entry: TensorEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The stored one."""
+        found: torch.dtype = getattr(torch, self.entry.dtype)
+        return found
+
+    @property
+    def stored_hash(self) -> str | None:
+        """Hash of this rank's part, if this very part was saved as a chunk."""
+        place = chunk_of(self.live)
+        return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == place), None)
+
+    def staging(self) -> Tensor:
+        """Return memory for this rank's part, in the live sharding.
+
+        Where this very part was saved as a chunk, its hash will say whether all of it was read; elsewhere the memory
+        shows what was not.
+        """
+        shape = local_part(self.live).shape
+        hashed = self.stored_hash is not None
+        return like(self.live, torch.empty(shape, dtype=self.dtype) if hashed else poisoned(shape, self.dtype))
+
+
+@dataclass
+class Plan:
+    """What will be read, and what was allowed to differ."""
+
+    wanted: dict[str, Wanted] = field(default_factory=dict)
+    """By DCP name."""
+    deviations: list[str] = field(default_factory=list)
+    kept: int = 0
+    """Frozen tensors that the checkpoint leaves to the model."""
+    refused: list[str] = field(default_factory=list)
+    hyperparameters: list[dict[str, Any]] | None = None
+    """What each param group takes from the checkpoint; None: nothing."""
+    changes: list[str] = field(default_factory=list)
+    """Hyper-parameters that differ."""
+
+
+def plan_model(
+    plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
+) -> None:
+    """Plan what the model takes, and note what it refuses."""
+    stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
+    live = model_tensors(model)
+    refuse_odd(live)
+    partial = TRAINED in manifest.contents
+    for key in sorted({*stored, *live}):
+        name = key.removeprefix(MODEL)
+        if key not in stored:
+            _plan_missing(plan, name, parameters.get(name), partial, declared)
+        elif key not in live:
+            allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
+        elif tuple(live[key].shape) != stored[key].shape:
+            plan.refused.append(f"{name} is {list(stored[key].shape)} there and {list(live[key].shape)} here")
+        else:
+            _plan_tensor(plan, key, live[key], stored[key], declared)
+            trained = name in parameters and parameters[name].requires_grad
+            if name in parameters and trained != stored[key].requires_grad:
+                patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
+                words = "frozen then and is trained now" if trained else "trained then and is frozen now"
+                allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+
+
+def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
+    """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
+    if partial and parameter is not None and not parameter.requires_grad:
+        plan.kept += 1
+    else:
+        allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+
+
+def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
+    wanted = plan.wanted[key] = Wanted(live, entry)
+    name = key.removeprefix(MODEL)
+    if wanted.dtype != live.dtype:
+        here = str(live.dtype).removeprefix("torch.")
+        allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
+
+
+def plan_averages(
+    plan: Plan,
+    averages: Mapping[str, Tensor],
+    manifest: Manifest,
+    declared: Declared,
+) -> None:
+    """Plan the averages of weights that the run keeps, and note what it refuses; parameters are matched elsewhere."""
+    stored = {key for key in manifest.tensors if key.startswith(AVERAGE)}
+    live = {AVERAGE + name: average for name, average in averages.items()}
+    if bool(stored) != bool(live):
+        what, patterns, flag = (
+            ("the checkpoint has averages of the weights, and this run keeps none (optim.ema)", declared.drop, "drop")
+            if stored
+            else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
+        )
+        allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
+        return
+    for key in sorted(stored & live.keys()):
+        if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
+            _plan_tensor(plan, key, live[key], manifest.tensors[key], declared)
+
+
+def plan_optimizer(
+    plan: Plan,
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    declared: Declared,
+    *,
+    hyperparameters: bool,
+) -> None:
+    """Plan what the optimizer takes, and note what it refuses.
+
+    Args:
+        plan: Of the model.
+        optimizer: The live one.
+        parameters: All of the model's, by canonical name.
+        manifest: The checkpoint's.
+        declared: What may differ.
+        hyperparameters: Take them from the checkpoint too.
+    """
+    if manifest.optimizer is None:
+        plan.refused.append(
+            "the checkpoint has no optimizer state (it holds "
+            f"{', '.join(manifest.contents)}). To start a new run from its weights, set init_from instead of resuming"
+        )
+        return
+    if manifest.optimizer["kind"] != qualified_name(optimizer):
+        plan.refused.append(
+            f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}. Put optim "
+            "back, or start a new run from these weights with another run.name and checkpoint.init_from"
+        )
+        return
+    live, saved = groups_of(optimizer, names_of(optimizer, parameters)), saved_groups(manifest)
+    held = {name for group in live for name in group.parameters}
+    _plan_members(plan, held, {name for group in saved for name in group.parameters}, parameters, manifest, declared)
+    plan.changes = hyperparameter_changes(live, saved)
+    if hyperparameters:
+        plan.hyperparameters, refused = matched_hyperparameters(live, saved)
+        plan.refused += refused
+    layouts = _Layouts(optimizer, parameters)
+    wrapped = manifest.optimizer.get("wrapped", {})
+    for key, entry in manifest.tensors.items():
+        name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+        if not key.startswith(OPTIM) or name not in held:
+            continue  # the parameter's own deviation was declared, or refused above
+        if slot.rpartition(BETWEEN)[0] in wrapped.get(name, {}):
+            continue  # a part of a tensor that is planned as a whole
+        plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
+
+
+@dataclass
+class _Layouts:
+    """How this run's optimizer keeps its state."""
+
+    optimizer: Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    learned: Mapping[str, Mapping[str, Tensor]] | None = None
+
+    def of(self, key: str, name: str, entry: TensorEntry) -> Tensor:
+        """Return a tensor in whose sharding a stored one belongs here: the parameter's, or what the optimizer makes."""
+        parameter, slot = self.parameters[name], key.rpartition(".")[2]
+        if entry.shape == tuple(parameter.shape):
+            return parameter.data
+        whole = torch.empty(entry.shape)
+        if not entry.shape or not isinstance(parameter.data, DTensor):
+            return whole
+        live = self.optimizer.state.get(parameter, {}).get(slot)
+        if live is None and self.learned is None:
+            self.learned = inert_state(self.optimizer, self.parameters).tensors
+        found = live if live is not None else (self.learned or {}).get(name, {}).get(slot)
+        return found if found is not None and tuple(found.shape) == tuple(entry.shape) else whole
+
+
+def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
+    """Return a checkpoint's param groups."""
+    assert manifest.optimizer is not None
+    return tuple(
+        GroupState(tuple(each["parameters"]), each["hyperparameters"]) for each in manifest.optimizer["groups"]
+    )
+
+
+def _plan_members(
+    plan: Plan,
+    live: set[str],
+    saved: set[str],
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    declared: Declared,
+) -> None:
+    """Compare which parameters are updated, as far as the model's own comparison does not say it already."""
+    for name in sorted(live ^ saved):
+        entry = manifest.tensors.get(MODEL + name)
+        if name not in parameters or entry is None or parameters[name].requires_grad != entry.requires_grad:
+            continue
+        if name in saved:
+            what = f"{name} was updated by the checkpoint's optimizer and is not by this one"
+            allow(plan, declared.freeze, name, what, "resume.freeze")
+        else:
+            what = f"{name} is updated by this optimizer and was not by the checkpoint's"
+            allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
+
+
+def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return memory that shows if it was not written: NaN, or zero for types that have none."""
+    if dtype is torch.float4_e2m1fn_x2:  # nothing fills it
+        return torch.zeros(shape, dtype=torch.uint8).view(dtype)
+    return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
+
+
+def allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+    """Note a deviation, as one that was declared for this name or as one that is refused."""
+    if any(re.search(pattern, name) for pattern in patterns):
+        plan.deviations.append(f"{what} ({flag})")
+    else:
+        plan.refused.append(f"{what} (allow it with {flag})")
+
+
+def refusal(place: str, refused: Sequence[str]) -> str:
+    """Return the paragraph about a checkpoint that does not fit."""
+    more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
+    return f"{place} does not fit this run: {'; '.join(refused[:4])}{more}. Nothing was changed."

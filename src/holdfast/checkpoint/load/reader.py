@@ -1,0 +1,391 @@
+"""Read a checkpoint into a model and an optimizer; nothing live is touched until everything was read and verified.
+
+Parts that were saved as they are wanted come straight from their files, in the pass that verifies these; the rest, at
+another number of ranks, comes through DCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
+from holdfast.checkpoint.format.chunks import VerifiedChunks, verified_metadata
+from holdfast.checkpoint.format.dcp_files import Reader, one_process_is_meant
+from holdfast.checkpoint.format.dcp_metadata import without_chunks
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import (
+    AVERAGE,
+    Snapshot,
+    check_random_state,
+    chunk_of,
+    coordinate_of,
+    like,
+    mesh_of,
+    model_tensors,
+)
+from holdfast.checkpoint.format.verification import (
+    check_names,
+    damage,
+    damaged_files,
+    read_manifest,
+    tensors_within,
+    verified_bytes,
+)
+from holdfast.checkpoint.load.companions import (
+    Companion,
+    companion_state,
+    own_tensors,
+    plan_companions,
+    wanted_of,
+)
+from holdfast.checkpoint.load.direct import read_parts
+from holdfast.checkpoint.load.matching import (
+    Declared,
+    Plan,
+    Wanted,
+    plan_averages,
+    poisoned,
+    refusal,
+)
+from holdfast.checkpoint.load.trained import (
+    Hyperparameters,
+    Planned,
+    optimizer_state,
+    plan_trained,
+    set_optimizer,
+)
+from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.checkpoint.place.layout import DCP, RANK, TRAINER, place_file, rank_file
+from holdfast.checkpoint.place.memory import is_out_of_memory, memory_for, no_memory_for
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.errors import HoldfastError
+from holdfast.files import parse_json
+from holdfast.optim.state import OptimizerState
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.shards import local_part, sharded_parameters
+
+Check = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
+"""Looks at the state of all and at this rank's own, if it has one, before anything live is touched."""
+
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+"""What a state of another shape than ours can raise."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint said besides tensors."""
+
+    manifest: Manifest
+    shared: dict[str, Any]
+    rank_state: dict[str, Any] | None
+    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
+    notes: tuple[str, ...]
+    """What a user should read: deviations and changed hyper-parameters."""
+    deviations: tuple[str, ...]
+
+
+def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may differ
+    storage: Storage,
+    name: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    ranks: ProcessExchange,
+    *,
+    declared: Declared | None = None,
+    hyperparameters: Literal["live", "checkpoint"] = "live",
+    verified: Manifest | None = None,
+    averages: Mapping[str, Tensor] | None = None,
+    companions: Mapping[str, Companion] | None = None,
+    check: Check = lambda _, __: None,
+) -> Loaded:
+    """Load a checkpoint; every rank calls this.
+
+    Args:
+        storage: Where checkpoints are.
+        name: Which one.
+        model: Sharded in any way, on any number of ranks.
+        optimizer: Built for it; None reads the model only. Live gradients do not matter.
+        ranks: A group of its own.
+        declared: What may differ.
+        hyperparameters: Whether rates, betas and the like stay as they are or come from the checkpoint. The schedule's
+            rate is a function of the step and never read.
+        verified: The manifest, if its files were verified a moment ago.
+        averages: Of trained parameters, to be read as well; None leaves those of the checkpoint alone.
+        companions: Models that are trained beside, by name, to be read as well; likewise.
+        check: Raises if the state beside the tensors is none that the caller can use.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable: On all ranks; nothing was touched.
+    """
+    declared = declared or Declared()
+    manifest = verified if verified is not None else named_manifest(storage, name, ranks)
+    parameters = sharded_parameters(model)
+    everything: list[tuple[Planned, dict[str, Planned]]] = []
+    with ranks.together():
+        live = _Live(model, parameters, optimizer, averages, companions)
+        everything.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
+    own, beside = everything[0]
+    tensors = _tensors(own.plan.wanted | wanted_of(beside), storage, name, manifest, ranks, verify=verified is None)
+    small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
+    with ranks.together():
+        small.append(_small(storage, name, manifest, ranks, model))
+        _check_small(f"{storage.root}/{name}", *small[0], manifest, check)
+        if optimizer is not None:
+            states[""] = optimizer_state(tensors, optimizer, parameters, manifest, own.wrapped)
+        for each, theirs in beside.items():
+            states[each] = companion_state(each, (companions or {})[each], theirs, manifest, tensors)
+    # From here on nothing can fail for a reason of the checkpoint's.
+    _fill(model_tensors(model), parameters, averages or {}, tensors)
+    notes = list(own.plan.deviations)
+    if own.plan.kept:
+        notes.append(f"{own.plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
+    notes += _set_state(optimizer, parameters, states.get(""), own.plan)
+    for each, theirs in beside.items():
+        notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
+    return Loaded(manifest, small[0][1], small[0][0], tuple(notes), tuple(own.plan.deviations))
+
+
+class _Live(NamedTuple):
+    """What a checkpoint is read into."""
+
+    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: Optimizer | None
+    averages: Mapping[str, Tensor] | None
+    companions: Mapping[str, Companion] | None
+
+
+def _planned(
+    live: _Live, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, where: str
+) -> tuple[Planned, dict[str, Planned]]:
+    """Return what the model takes, and what its companions do.
+
+    Raises:
+        CheckpointMismatch: Something does not fit.
+    """
+    own, beside = Planned(), dict[str, Planned]()
+    plan_trained(own, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
+    if live.averages is not None:
+        plan_averages(own.plan, live.averages, manifest, declared)
+    if live.companions is not None:
+        beside = plan_companions(own.plan, live.companions, manifest, declared, hyperparameters)
+    if own.plan.refused:
+        raise CheckpointMismatch(refusal(where, own.plan.refused))
+    return own, beside
+
+
+@torch.no_grad()
+def _fill(
+    live: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    averages: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Copy what was read; averages that the checkpoint does not have begin at their weights."""
+    for key, staged in tensors.items():
+        if key in live:
+            local_part(live[key]).copy_(local_part(staged))
+    for name, average in averages.items():
+        local_part(average).copy_(local_part(tensors.get(AVERAGE + name, parameters[name].data)))
+
+
+def _set_companion(
+    name: str, companion: Companion, plan: Plan, tensors: Mapping[str, Tensor], state: OptimizerState | None
+) -> list[str]:
+    parameters = sharded_parameters(companion.model)
+    _fill(model_tensors(companion.model), parameters, {}, tensors)
+    return [f"{name}: {note}" for note in _set_state(companion.optimizer, parameters, state, plan)]
+
+
+def _set_state(
+    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], state: OptimizerState | None, plan: Plan
+) -> list[str]:
+    if optimizer is None or state is None:
+        return []
+    return set_optimizer(optimizer, parameters, state, plan)
+
+
+def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:
+    """Return the manifest after names and sizes of all files were compared, on rank 0.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
+    """
+    found: list[Manifest] = []
+    with ranks.together():
+        if ranks.rank == 0:
+            found.append(read_manifest(storage, name))
+            check_names(storage, name, found[0])
+    manifest = ranks.agree(found[0] if found else None)
+    assert manifest is not None
+    return manifest
+
+
+def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange, *, from_disk: bool = False) -> Manifest:
+    """Return the manifest after every file's hash was compared, the files dealt out over ranks.
+
+    Args:
+        storage, name: The checkpoint.
+        ranks: All of them call this.
+        from_disk: Read what lies on the disk, and not what the system still remembers.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
+    """
+    manifest = named_manifest(storage, name, ranks)
+    mine: list[str] = []
+    with ranks.together():
+        files = sorted(manifest.files)[ranks.rank :: ranks.size]
+        mine += damaged_files(storage, name, manifest, files, from_disk=from_disk)
+    damaged = sorted({file for part in ranks.gather(mine) for file in part})
+    if damaged:
+        tensors: list[str] = []
+        with ranks.together():
+            tensors += tensors_within(storage, name, manifest, damaged) if ranks.rank == 0 else []
+        tensors = ranks.agree(tensors)
+        raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
+    return manifest
+
+
+def _tensors(
+    wanted: Mapping[str, Wanted],
+    storage: Storage,
+    name: str,
+    manifest: Manifest,
+    ranks: ProcessExchange,
+    *,
+    verify: bool,
+) -> dict[str, Tensor]:
+    """Return this rank's part of every wanted tensor, in its live sharding, verified."""
+    found = read_parts(wanted, storage, name, manifest, ranks, verify=verify)
+    if found is None:  # in doubt: every file is asked twice, and says what is wrong with it
+        verified_manifest(storage, name, ranks)
+        found = {}
+    other: dict[str, Tensor] = {}
+    left = {key: each for key, each in wanted.items() if key not in found}
+    size = sum(local_part(each.live).nbytes for each in left.values())
+    with ranks.together(), memory_for(f"{storage.root}/{name}", size):
+        other |= {key: each.staging() for key, each in left.items()}
+    _read(other, storage, name, manifest, ranks)
+    return found | other
+
+
+def check_read_back(
+    storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: ProcessExchange
+) -> None:
+    """Read every tensor of a checkpoint into memory filled with NaN, and compare it with the live one it was made of.
+
+    Raises:
+        CheckpointCorrupt: Something was not read, or reads back differently; the tensor is named, on all ranks.
+        CheckpointUnreadable: A rank is short of memory; on all ranks.
+    """
+    staging: dict[str, Tensor] = {}
+    size = sum(local_part(live).nbytes for live in snapshot.tensors.values())
+    with ranks.together(), memory_for(f"{storage.root}/{name}", size):
+        for key, live in snapshot.tensors.items():
+            staging[key] = like(live, poisoned(local_part(live).shape, live.dtype))
+    _read(staging, storage, name, manifest, ranks)
+    with ranks.together():
+        for key, live in snapshot.tensors.items():
+            if hash_tensor(local_part(staging[key])) != hash_tensor(local_part(live)):
+                raise CheckpointCorrupt(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
+
+
+def _read(
+    tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
+) -> None:
+    """Read into staging memory; each chunk is compared when it is read, and wanted ones that fit once more."""
+    if not tensors:
+        return
+    if ranks.size == 1:
+        one_process_is_meant()
+    found: list[Metadata] = []
+    with ranks.together():
+        found.append(verified_metadata(storage, name, manifest))
+        partly = without_chunks(found[0], manifest.tensors) if ranks.rank == 0 else []
+        if partly:
+            raise TensorsDiffer(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
+    reader = Reader(f"{name}/{DCP}", found[0], VerifiedChunks(storage, name, manifest))
+    try:
+        dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, HoldfastError):
+            raise cause from error
+        if is_out_of_memory(cause):
+            raise CheckpointUnreadable(
+                f"{storage.root}/{name} cannot be read: rank {rank} has no memory left. Nothing is known of its bytes; "
+                "free memory, raise the limit of the job, or use more ranks."
+            ) from error
+        raise CheckpointCorrupt(f"{storage.root}/{name} cannot be read on rank {rank}: {cause}.") from error
+    with ranks.together():
+        for key, tensor in tensors.items():
+            chunk = next((c for c in manifest.tensors[key].chunks if (c.offsets, c.sizes) == chunk_of(tensor)), None)
+            if chunk is not None and hash_tensor(local_part(tensor)) != chunk.hash:
+                raise TensorsDiffer(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
+
+
+def _small(
+    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, model: nn.Module
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the state of the rank that stood where this one stands on the same mesh, and the state of all.
+
+    On other axes a rank is another one, even where their number is the same.
+    """
+    written_by = sum(file.startswith(f"{RANK}/") for file in manifest.files)
+    moved = bool(manifest.mesh) and _axes(mesh_of(model)) != _axes(manifest.mesh)
+    rank_state = None
+    where = f"{storage.root}/{name}"
+    try:
+        if written_by == ranks.size and not moved:
+            placed = place_file(manifest.mesh, coordinate_of(model))
+            own = placed if placed is not None and placed in manifest.files else rank_file(ranks.rank)
+            if own not in manifest.files:
+                raise CheckpointCorrupt(f"{where} lacks {own}, the own state of rank {ranks.rank}.")
+            rank_state = parse_json(verified_bytes(storage, name, manifest, own))
+        shared = parse_json(verified_bytes(storage, name, manifest, TRAINER)) if TRAINER in manifest.files else {}
+    except ValueError as error:  # one rank's alone: the others would wait for it
+        raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
+    return rank_state, shared
+
+
+def _check_small(
+    where: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: Check
+) -> None:
+    """Refuse a state that cannot be put back, which hashes say nothing about.
+
+    Raises:
+        CheckpointCorrupt: What is wrong with it.
+        CheckpointUnreadable: There is no memory to look at it.
+    """
+    whose = TRAINER
+    try:
+        if not isinstance(shared, dict):
+            raise TypeError("it is no object")
+        check(shared, None)
+        whose = "a rank's own state"
+        if rank_state is not None:
+            check_random_state(rank_state["random"])
+            check(shared, rank_state)
+    except _WRONG as error:
+        if is_out_of_memory(error):
+            raise no_memory_for(where) from error
+        told = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
+        raise CheckpointCorrupt(
+            f"{where}: {whose} of step {manifest.step} is not what was written there, although its hash fits: {told}. "
+            "Somebody changed it, or another program wrote it. Nothing was changed."
+        ) from error
+
+
+def _axes(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes that divide anything."""
+    return {axis: size for axis, size in mesh.items() if size > 1}

@@ -1,0 +1,91 @@
+"""A model and its optimizer as a checkpoint gives them: planned, read, made whole, and only then set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import OPTIM, like
+from holdfast.checkpoint.load.matching import (
+    Declared,
+    Plan,
+    plan_model,
+    plan_optimizer,
+    saved_groups,
+)
+from holdfast.checkpoint.load.wrapped_state import WrappedPlan, made_again, plan_wrapped
+from holdfast.optim.state import OptimizerState, names_of, restore
+from holdfast.parallel.shards import local_part
+
+Hyperparameters = Literal["live", "checkpoint"]
+"""Whose rates, betas and the like an optimizer goes on with."""
+
+
+@dataclass
+class Planned:
+    """What a model and its optimizer take of a checkpoint."""
+
+    plan: Plan = field(default_factory=Plan)
+    wrapped: WrappedPlan = field(default_factory=WrappedPlan)
+
+
+def plan_trained(  # noqa: PLR0913 - two things that are read, and how they may differ
+    planned: Planned,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer | None,
+    manifest: Manifest,
+    declared: Declared,
+    hyperparameters: Hyperparameters,
+) -> None:
+    """Plan what a model and its optimizer take, and note what they refuse; all ranks call this together."""
+    plan_model(planned.plan, model, parameters, manifest, declared)
+    if optimizer is not None:
+        taken = hyperparameters == "checkpoint"
+        plan_optimizer(planned.plan, optimizer, parameters, manifest, declared, hyperparameters=taken)
+        planned.wrapped = plan_wrapped(planned.plan, optimizer, parameters, manifest, declared)
+
+
+def optimizer_state(
+    read: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    wrapped: WrappedPlan,
+) -> OptimizerState:
+    """Return the state that was read, on the devices of its parameters; nothing live changes.
+
+    Raises:
+        CheckpointMismatch: A class of its own does not accept its parts.
+    """
+    assert manifest.optimizer is not None
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for key, staged in read.items():
+        if key.startswith(OPTIM):
+            name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+            local = local_part(staged)
+            counter = local.ndim == 0  # where it belongs is the optimizer's business
+            tensors.setdefault(name, {})[slot] = (
+                local if counter else like(staged, local.to(local_part(parameters[name].data).device))
+            )
+    names = names_of(optimizer, parameters)
+    known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
+    saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
+    return made_again(saved, wrapped, parameters)
+
+
+def set_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: OptimizerState, plan: Plan
+) -> list[str]:
+    """Set an optimizer's state, and the hyper-parameters that the plan takes; return what differs."""
+    restore(optimizer, parameters, state)
+    for group, taken in zip(optimizer.param_groups, plan.hyperparameters or (), strict=False):
+        group.update(taken)
+    whose = "this run's value" if plan.hyperparameters is None else "the checkpoint's value"
+    return [f"optimizer: {change}; {whose} is used" for change in plan.changes]

@@ -1,0 +1,252 @@
+"""Optimizer state of classes of its own in a checkpoint: who may make it again, in which shards, and what a cast does.
+
+Parts are read like all tensors. The same number of shards, or any other whose edges fall on blocks, gives every bit
+back. Elsewhere the state is refused, or, where `cast` is declared, made of plain numbers again and quantised anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import OPTIM
+from holdfast.checkpoint.load.matching import Declared, Plan, Wanted, allow
+from holdfast.optim.inert import inert_state
+from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
+from holdfast.optim.wrapped import (
+    BETWEEN,
+    LISTED,
+    NotSeparable,
+    Part,
+    Wrapped,
+    from_plain,
+    listed_class,
+    placed_like,
+    shards_of,
+)
+from holdfast.parallel.shards import local_part, local_rows
+
+
+@dataclass
+class WrappedPlan:
+    """State of classes of its own that will be made again."""
+
+    exact: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
+    """Parameter name -> state key."""
+    cast: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
+    """What is dequantised and quantised anew."""
+    made_here: OptimizerState | None = None
+    """What this run's optimizer makes itself, where that was asked."""
+
+
+def records(manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
+    """Return what a manifest says of state of classes of its own: parameter name -> state key -> plain record."""
+    found: Mapping[str, Mapping[str, Any]] = (manifest.optimizer or {}).get("wrapped", {})
+    return found
+
+
+def plan_wrapped(
+    plan: Plan,
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    manifest: Manifest,
+    declared: Declared,
+) -> WrappedPlan:
+    """Plan what the optimizer takes of such state, and note what it refuses; all ranks call this together.
+
+    Raises:
+        CheckpointCorrupt: A record does not fit its tensors.
+        ConfigError: The package of a listed class is not installed.
+    """
+    planned = WrappedPlan()
+    stored = records(manifest)
+    if not stored or manifest.optimizer is None or manifest.optimizer["kind"] != qualified_name(optimizer):
+        return planned
+    wanted = _wanted(optimizer, parameters, stored)
+    if any(plain["class"] not in LISTED for _, _, plain in wanted):
+        planned.made_here = inert_state(optimizer, parameters)
+    for name, slot, plain in wanted:
+        made_by = _class_of(plain["class"], planned.made_here)
+        if made_by is None:
+            plan.refused.append(
+                f"state {slot} of {name} is a {plain['class']}, which this run's optimizer does not make and nothing "
+                "here knows; it is not imported"
+            )
+            continue
+        record = _checked(plain, made_by, manifest, name, slot)
+        _plan_one(plan, planned, record, name, slot, parameters[name].data, manifest, declared)
+    if planned.cast and planned.made_here is None:
+        planned.made_here = inert_state(optimizer, parameters)
+    return planned
+
+
+def _wanted(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, str, Any]]:
+    """Return parameter, state key and record of what the optimizer updates."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = sorted(name for name in stored if name in parameters and id(parameters[name]) in updated)
+    return [(name, slot, plain) for name in held for slot, plain in sorted(stored[name].items())]
+
+
+def _class_of(kind: str, made_here: OptimizerState | None) -> type[Tensor] | None:
+    """Return a class by name, from the list or from what the live optimizer makes; never by import of anything else."""
+    found = listed_class(kind)
+    if found is not None or made_here is None:
+        return found
+    live = (record for slots in made_here.wrapped.values() for record in slots.values())
+    return next((record.made_by for record in live if record.kind == kind), None)
+
+
+def _checked(plain: Mapping[str, Any], made_by: type[Tensor], manifest: Manifest, name: str, slot: str) -> Wrapped:
+    try:
+        record = from_plain(plain, made_by)
+        fits = all(
+            _fits(record, how, manifest.tensors[_key(name, slot, part)].shape) for part, how in record.parts.items()
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        fits = False
+    if not fits:
+        raise CheckpointCorrupt(f"The manifest's record of state {slot} of {name} does not fit its tensors.")
+    return record
+
+
+def _fits(record: Wrapped, how: Part, shape: tuple[int, ...]) -> bool:
+    rows = shape[0] * how.every == record.shape[0] if how.every else shape[0] == record.shards
+    return rows and record.shards > 0 and how.every >= 0 and how.split > 0 and (how.split == 1 or shape[1] == how.split)
+
+
+def _key(name: str, slot: str, part: str) -> str:
+    return f"{OPTIM}{name}.{slot}{BETWEEN}{part}"
+
+
+def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known of it
+    plan: Plan,
+    planned: WrappedPlan,
+    record: Wrapped,
+    name: str,
+    slot: str,
+    parameter: Tensor,
+    manifest: Manifest,
+    declared: Declared,
+) -> None:
+    shards = shards_of(parameter) if record.shape == tuple(parameter.shape) else 1
+    keys = {part: _key(name, slot, part) for part in record.parts}
+    why = None if shards == record.shards else _why_not_exact(record, shards, keys, manifest, planned, name, slot)
+    if why is not None:
+        what = (
+            f"state {slot} of {name} is a {record.kind} that {record.shards} shards were saved of, and {why}, so it "
+            "cannot come back bit for bit; dequantise it and quantise it anew"
+        )
+        before = len(plan.refused)
+        allow(plan, declared.cast, name, what, "resume.cast")
+        if len(plan.refused) > before:
+            return
+    for part, key in keys.items():
+        entry = manifest.tensors[key]
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+        live = whole if why is not None else _layout(record.parts[part], whole, parameter, shards, record)
+        plan.wanted[key] = Wanted(live, entry)
+    (planned.exact if why is None else planned.cast).setdefault(name, {})[slot] = record
+
+
+def _why_not_exact(
+    record: Wrapped,
+    shards: int,
+    keys: Mapping[str, str],
+    manifest: Manifest,
+    planned: WrappedPlan,
+    name: str,
+    slot: str,
+) -> str | None:
+    """Return why other shards than those saved would hold other numbers; None if they hold the same."""
+    why = record.why_not_cut(shards)
+    if why is not None:
+        return why
+    for part, how in record.parts.items():
+        if not how.every and len({chunk.hash for chunk in manifest.tensors[keys[part]].chunks}) > 1:
+            return f"each shard has a {part} of its own"
+    if planned.made_here is not None and record.kind not in LISTED:
+        here = planned.made_here.wrapped.get(name, {}).get(slot)
+        if here is None or here.parts != record.parts:  # what seemed to follow rows does not
+            return "its parts do not follow the rows of the parameter"
+    return None
+
+
+def _layout(how: Part, whole: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
+    """Return a part in the sharding in which this rank wants it; memory is made when it is read."""
+    if not isinstance(parameter, DTensor) or record.shape != tuple(parameter.shape):
+        return whole
+    if not how.every and shards != record.shards:
+        return whole  # all rows of it are equal
+    rows = local_part(parameter).shape[0] // how.every if how.every else 1
+    return placed_like(parameter, whole[:rows], whole.shape)
+
+
+def made_again(saved: OptimizerState, planned: WrappedPlan, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
+    """Return the state of a checkpoint with every tensor in its class; nothing live changes.
+
+    Args:
+        saved: As read, in which such tensors are parts.
+        planned: For this checkpoint.
+        parameters: The model's, by canonical name.
+
+    Raises:
+        CheckpointMismatch: A class does not accept its parts, or does not quantise.
+    """
+    tensors = {name: dict(keys) for name, keys in saved.tensors.items()}
+    state = OptimizerState(saved.kind, saved.groups, tensors, saved.values, planned.exact)
+    try:
+        for name, slots in planned.cast.items():
+            for slot, record in slots.items():
+                parts = {part: local_part(tensors[name].pop(f"{slot}{BETWEEN}{part}")) for part in record.parts}
+                template = _template(planned, name, slot, parameters[name].data)
+                tensors[name][slot] = _requantised(record, parts, parameters[name].data, template)
+        return put_together(state, parameters)
+    except NotSeparable as error:
+        raise CheckpointMismatch(f"Optimizer state of the checkpoint cannot be used: {error}.") from error
+
+
+def _template(planned: WrappedPlan, name: str, slot: str, parameter: Tensor) -> Tensor:
+    """Return memory as this run's optimizer keeps such state."""
+    assert planned.made_here is not None
+    tensors = planned.made_here.tensors.get(name, {})
+    record = planned.made_here.wrapped.get(name, {}).get(slot)
+    if record is not None:
+        parts = {part: tensors[f"{slot}{BETWEEN}{part}"].clone() for part in record.parts}
+        return whole_of(record, parts, parameter)
+    return torch.zeros_like(tensors[slot]) if slot in tensors else torch.zeros_like(parameter, requires_grad=False)
+
+
+def _requantised(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor, template: Tensor) -> Tensor:
+    """Return the numbers that all old shards stand for, this rank's rows of them, in the template's class.
+
+    Raises:
+        NotSeparable: The class cannot be made, or does not take numbers by `copy_`.
+    """
+    parts = {name: part.cpu() for name, part in parts.items()}
+    numbers = torch.empty(record.shape, dtype=torch.float64 if record.dtype == "float64" else torch.float32)
+    rows = record.rows_per_shard(record.shards)
+    for shard in range(record.shards):
+        shape = record.shape_of(shard, record.shards)
+        mine = {}
+        for name, how in record.parts.items():
+            start, size = (shard * rows // how.every, shape[0] // how.every) if how.every else (shard, 1)
+            mine[name] = parts[name][start : start + size]
+        into = numbers[shard * rows : shard * rows + shape[0]] if record.shards > 1 else numbers
+        into.copy_(record.put_together(mine, shape))
+    wanted = numbers[local_rows(parameter)] if isinstance(template, DTensor) else numbers
+    local = template._local_tensor if isinstance(template, DTensor) else template
+    local.copy_(wanted.to(local.device))
+    back = torch.empty_like(wanted).copy_(local)
+    if wanted.numel() and float((back - wanted).abs().max()) > 0.5 * float(wanted.abs().max()):
+        raise NotSeparable(f"{type(local).__qualname__} does not take numbers by copy_, so it cannot be quantised anew")
+    return template

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: storage, leases, hashes, names of files."""

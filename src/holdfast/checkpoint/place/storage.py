@@ -1,0 +1,379 @@
+"""Where checkpoints live: a directory, or a prefix of an object store. Paths are relative to the place's root.
+
+A local place commits by renaming a staging directory that is already on disk. An object store cannot rename; there the
+manifest, uploaded last and only if none is there yet, is the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import IO, Any, Protocol
+
+from holdfast.checkpoint.place.hashing import HashingWriter, hash_file
+from holdfast.files import REGULAR, RegularFile, kind_of, naming, open_regular, read_bytes, size_words
+
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_AT_FDCWD = -100
+_SYNC_FILE_RANGE_WRITE = 2
+_BEGIN_BYTES = 2**23
+"""So much of a file is written before the disk begins with it."""
+
+
+class Storage(Protocol):
+    """A tree of files."""
+
+    @property
+    def root(self) -> str:
+        """Where it is, as a user writes it."""
+        ...
+
+    @property
+    def renames(self) -> bool:
+        """Whether a directory can be renamed in one step."""
+        ...
+
+    @property
+    def moved_bytes(self) -> int:
+        """How much was written and hashed here so far; a save that goes on moves it."""
+        ...
+
+    def create(self, path: str) -> contextlib.AbstractContextManager[HashingWriter]:
+        """Open a new file for writing; it is durable when the block ends."""
+        ...
+
+    def open(self, path: str) -> IO[bytes]:
+        """Open a file for reading, seekable."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """Return a file's bytes."""
+        ...
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        """Return the xxh3_128 of a file."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Return a file's size."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is a file or directory."""
+        ...
+
+    def is_file(self, path: str) -> bool:
+        """Return whether there is something that has bytes: no directory, pipe, device or link out of its tree."""
+        ...
+
+    def kind(self, path: str) -> str:
+        """Return what is there instead of a file, in words."""
+        ...
+
+    def names(self, path: str = "") -> list[str]:
+        """Return the names directly below a directory, none if it does not exist."""
+        ...
+
+    def files(self, path: str) -> list[str]:
+        """Return all files below a directory, relative to it."""
+        ...
+
+    def make(self, path: str) -> None:
+        """Create a directory that must not exist."""
+        ...
+
+    def sync(self, path: str) -> None:
+        """Make a directory's entries durable."""
+        ...
+
+    def publish(self, staging: str, final: str) -> None:
+        """Give a finished directory its name; raises FileExistsError rather than replace anything."""
+        ...
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a file in one step; raises FileExistsError if it is there."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a small file in one step, whatever was there."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a directory."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a tree; what is gone already is no error."""
+        ...
+
+    def undo(self, path: str) -> None:
+        """Remove what this process made below a path, and nothing that another one put there."""
+        ...
+
+    def kept(self, path: str) -> None:
+        """Forget what this process made below a path: it stays."""
+        ...
+
+    def age(self, path: str) -> float:
+        """Return the seconds since a file was written, by the place's own clock: those of machines differ."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return what this user may still write; None where nobody can say."""
+        ...
+
+    def lacks(self, path: str, size: int) -> str | None:
+        """Return why so many bytes cannot be written, or None; `path` is a new file that may be used to find out."""
+        ...
+
+
+def open_storage(place: str | Path) -> Storage:
+    """Return the storage of a directory or of a URL such as s3://bucket/prefix."""
+    text = str(place)
+    if "://" in text and not text.startswith("file://"):
+        from holdfast.checkpoint.place.object_storage import ObjectStorage
+
+        return ObjectStorage(text)
+    return LocalStorage(Path(text.removeprefix("file://")))
+
+
+class LocalStorage:
+    """A directory on a file system."""
+
+    renames = True
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.moved_bytes = 0
+
+    @property
+    def root(self) -> str:
+        """The directory."""
+        return str(self._root)
+
+    def path(self, path: str) -> Path:
+        """Return the path on this machine."""
+        return self._root / path if path else self._root
+
+    @contextmanager
+    def create(self, path: str, *, sync: bool = True) -> Iterator[HashingWriter]:
+        """Write a new file, then flush it, and fsync it unless the caller does that later.
+
+        The disk begins while the rest is still being made, so that the fsync finds most of it done.
+        """
+        with RegularFile(self.path(path), "xb") as raw, io.BufferedWriter(raw) as file:
+            begun = 0
+
+            def moved(count: int) -> None:
+                nonlocal begun
+                self._note_moved(count)
+                if writer.bytes_written - begun >= _BEGIN_BYTES:
+                    begin_writeback(file.fileno(), begun, writer.bytes_written - begun)
+                    begun = writer.bytes_written
+
+            writer = HashingWriter(file, moved)
+            yield writer
+            if not file.closed:
+                file.flush()
+                if sync:
+                    raw.sync()
+
+    def open(self, path: str) -> IO[bytes]:
+        """Open for reading."""
+        return open_regular(self.path(path))
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes."""
+        return read_bytes(self.path(path))
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        """Return the hash."""
+        return hash_file(self.path(path), from_disk=from_disk, moved=self._note_moved)
+
+    def _note_moved(self, count: int) -> None:
+        self.moved_bytes += count
+
+    def size(self, path: str) -> int:
+        """Return the size."""
+        return self.path(path).stat().st_size
+
+    def exists(self, path: str) -> bool:
+        """Return whether it is there."""
+        try:
+            self.path(path).stat()  # pathlib's own test takes some errors for a no
+        except OSError as error:
+            _unless_absent(error)
+            return False
+        return True
+
+    def is_file(self, path: str) -> bool:
+        """Return whether it is a regular file, or a link to one below the same first directory."""
+        return self.kind(path) == REGULAR
+
+    def kind(self, path: str) -> str:
+        """Return what is there."""
+        try:
+            return kind_of(self.path(path), self.path(PurePath(path).parts[0]))
+        except OSError as error:
+            _unless_absent(error)
+            return "nothing"
+
+    def names(self, path: str = "") -> list[str]:
+        """Return sorted names."""
+        try:
+            return sorted(os.listdir(self.path(path)))  # noqa: PTH208 - pathlib's would make a path of each
+        except OSError as error:
+            _unless_absent(error)
+            return []
+
+    def files(self, path: str) -> list[str]:
+        """Return sorted files; a link is listed as itself and never followed out of the tree."""
+        place = self.path(path)
+        found = []
+        for folder, below, names in os.walk(place, onerror=_unless_absent):
+            linked = [name for name in below if (Path(folder) / name).is_symlink()]
+            found += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
+        return sorted(found)
+
+    def make(self, path: str) -> None:
+        """Create a directory, and the root if need be."""
+        make_durably(self._root)
+        self.path(path).mkdir(parents=True)
+
+    def sync(self, path: str) -> None:
+        """Fsync a directory."""
+        descriptor = os.open(self.path(path), os.O_RDONLY)
+        try:
+            with naming(self.path(path)):
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def publish(self, staging: str, final: str) -> None:
+        """Rename, and make the new name durable."""
+        rename_new(self.path(staging), self.path(final))
+        self.sync("")
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a file that must not exist."""
+        with self.create(path) as file:
+            file.write(data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write beside it, flush, rename, and make the name durable."""
+        staging = f"{path}.{os.getpid()}"
+        self.remove(staging)
+        self.put_new(staging, data)
+        self.path(staging).replace(self.path(path))
+        self.sync(str(PurePath(path).parent))
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename."""
+        rename_new(self.path(old), self.path(new))
+
+    def remove(self, path: str) -> None:
+        """Remove, tolerating what network file systems answer while others look at the tree."""
+        place = self.path(path)
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place, ignore_errors=True)
+        elif place.is_symlink() or place.exists():  # a read-only disk refuses even to unlink nothing
+            with contextlib.suppress(FileNotFoundError):
+                place.unlink()
+
+    def undo(self, path: str) -> None:
+        """Remove all of it: a staging directory has a name that nobody else uses."""
+        self.remove(path)
+
+    def kept(self, path: str) -> None:
+        """Do nothing: a place is named, and not remembered."""
+
+    def age(self, path: str) -> float:
+        """Compare with a file that is made now."""
+        written = self.path(path).stat().st_mtime
+        with tempfile.TemporaryFile(dir=self.path(path).parent) as now:
+            return os.fstat(now.fileno()).st_mtime - written
+
+    def lacks(self, path: str, size: int) -> str | None:
+        """Ask the file system for the space, which also asks its quotas; only what it reports where it cannot say."""
+        free = self.free_bytes()
+        if free is not None and free < size:
+            return f"{size_words(free)} are free"
+        libc = ctypes.CDLL(None, use_errno=True)
+        with self.path(path).open("wb") as file:
+            failed = libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0
+            number = ctypes.get_errno() if failed else 0
+        self.path(path).unlink()
+        # Anything else than a lack of space means that this file system cannot reserve, not that it is full.
+        return os.strerror(number) if number in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else None
+
+    def free_bytes(self) -> int | None:
+        """Return what the file system reports for ordinary users."""
+        place = self._root
+        while not place.exists():
+            place = place.parent
+        status = os.statvfs(place)
+        return status.f_bavail * status.f_frsize
+
+
+def _unless_absent(error: OSError) -> None:
+    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is no empty one."""
+    if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
+        raise error
+
+
+def make_durably(place: Path) -> None:
+    """Create a directory and what lacks above it, under names that outlive a power cut; one that is there is fine."""
+    made = [each for each in (place, *place.parents) if not each.exists()]
+    place.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        with contextlib.suppress(PermissionError):  # one may write to a directory and not read it
+            LocalStorage(each.parent).sync("")
+
+
+def rename_new(old: Path, new: Path) -> None:
+    """Rename, never onto anything: rename(2) alone replaces an empty directory.
+
+    Raises:
+        FileExistsError: The new name is taken.
+    """
+    if _renameat2(old, new, _RENAME_NOREPLACE):
+        return
+    if new.exists():  # file systems without the flag; the run's lease keeps other jobs away
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+    old.rename(new)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step; return False where the file system cannot."""
+    return _renameat2(one, other, _RENAME_EXCHANGE)
+
+
+def begin_writeback(descriptor: int, offset: int, count: int) -> None:
+    """Ask the system to begin writing a range to the disk, and do not wait; an fsync still has to follow.
+
+    Does nothing on a system without such a call, or a file system that refuses it: all of it is the fsync's then.
+    """
+    call: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+def _renameat2(old: Path, new: Path, flag: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    call: Any = getattr(libc, "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in {errno.EINVAL, errno.ENOSYS}:
+        return False
+    raise OSError(number, os.strerror(number), str(old), None, str(new))

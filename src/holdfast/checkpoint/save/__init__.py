@@ -1,0 +1,1 @@
+"""From tensors to files: assembling, writing, agreeing, rehearsing."""

@@ -1,0 +1,115 @@
+"""What ranks make sure of together before and during a save: that they save the same, and fail as one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.format.dict_diff import first_difference
+from holdfast.checkpoint.format.manifest import About
+from holdfast.checkpoint.format.snapshot import OPTIM, Outline, Snapshot, outline
+from holdfast.checkpoint.place.layout import place_file, rank_file
+from holdfast.checkpoint.save.optimizer_record import described_optimizers, wrapped_records
+from holdfast.errors import HoldfastError
+from holdfast.optim.wrapped import BETWEEN
+from holdfast.parallel.collectives import ProcessExchange
+
+
+@contextmanager
+def together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
+    """Turn what goes wrong in a phase of a save, on any rank, into one SaveFailed on all."""
+    with ranks.together():
+        try:
+            yield
+        except HoldfastError:
+            raise
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            raise SaveFailed(f"rank {ranks.rank} could not save in phase {phase!r}: {reason_of(error)}.") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why something failed: in the words of the system where it has any, and with the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    return f"{type(error).__name__}: {error}"
+
+
+class _Wanted(NamedTuple):
+    """What one rank wants to save."""
+
+    outline: Outline
+    parts: str
+    """Of state tensors of a class of their own, as JSON, like what follows."""
+    optimizers: str
+    shared: str
+    contents: tuple[str, ...]
+    step: int
+
+
+def agree_on_save(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have.
+
+    Returns:
+        The file of this rank's own state.
+
+    Raises:
+        SaveFailed: They want to save something else, with the first difference; on all ranks.
+    """
+    first, *others = ranks.gather(
+        _Wanted(
+            outline(snapshot),
+            json.dumps(wrapped_records(snapshot), sort_keys=True),
+            json.dumps(described_optimizers(snapshot), sort_keys=True),
+            json.dumps(snapshot.shared, sort_keys=True, default=repr),
+            snapshot.contents,
+            about.step,
+        )
+    )
+    for rank, theirs in enumerate(others, start=1):
+        if theirs.outline != first.outline:
+            raise SaveFailed(_first_difference(first.outline, theirs.outline, rank))
+        if theirs.parts != first.parts:
+            raise SaveFailed(_first_difference(json.loads(first.parts), json.loads(theirs.parts), rank))
+        if theirs.optimizers != first.optimizers:
+            raise SaveFailed(_disagreement(json.loads(first.optimizers), json.loads(theirs.optimizers), rank))
+        if theirs.step != first.step:
+            raise SaveFailed(f"rank 0 saves step {first.step}, and rank {rank} step {theirs.step}.")
+        if theirs != first:
+            raise SaveFailed(
+                f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
+            )
+    return _file_of(snapshot, about, ranks)
+
+
+def _disagreement(first: Any, other: Any, rank: int) -> str:
+    """Return words about the first plain value of an optimizer that ranks hold differently: one would be lost."""
+    path, mine, theirs = first_difference(first, other) or ("", first, other)
+    return (
+        f"ranks 0 and {rank} disagree on the optimizer's {path}: {mine!r} and {theirs!r}. Only one would be saved. "
+        "Every rank must give its param groups the same hyper-parameters and keep the same values besides tensors; "
+        "what is a rank's own belongs into rank_state."
+    )
+
+
+def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    differing = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+    part = next((name for name in differing if name.startswith(OPTIM) and BETWEEN in name), None)
+    name = part or differing[0]
+    said = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')}"
+    if part is not None:
+        return (
+            f"{said}. It is a part of optimizer state of a class of its own: the optimizer decides by the size of a "
+            "rank's shard whether it quantises, and these differ. Use optim.kind: adamw_8bit, which decides for all "
+            "ranks alike, or another number of ranks."
+        )
+    return f"{said} (shape, dtype, trained). Every rank must build the same model and optimizer."
+
+
+def _file_of(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+    """Return this rank's file: by its place on the mesh, or by its number where places do not tell ranks apart."""
+    everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
+    own = everyones[ranks.rank]
+    return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)

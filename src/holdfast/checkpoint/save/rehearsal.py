@@ -1,0 +1,245 @@
+"""Everything a checkpoint needs, tried before the first step: on the real mesh, the real files, with the real names.
+
+The optimizer has no state before its first step, and making it by a step changes training. The rehearsal saves the
+state that it will have instead, with zeros in it, reads it into memory that was filled with NaN, and compares hashes.
+Model, optimizer, gradients and random generators are left as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.errors import CheckpointError
+from holdfast.checkpoint.format.manifest import About
+from holdfast.checkpoint.format.snapshot import (
+    Held,
+    Outline,
+    Snapshot,
+    hold,
+    outline,
+    staged,
+    take,
+)
+from holdfast.checkpoint.load.companions import joined
+from holdfast.checkpoint.load.reader import check_read_back, verified_manifest
+from holdfast.checkpoint.place.layout import DCP, REHEARSAL, fresh
+from holdfast.checkpoint.place.storage import Storage
+from holdfast.checkpoint.save.writer import commit
+from holdfast.errors import UserError
+from holdfast.files import size_words
+from holdfast.optim.inert import inert_state
+from holdfast.optim.state import OptimizerState, collect
+from holdfast.parallel.collectives import ProcessExchange
+
+Trained = tuple[Held, Optimizer | None]
+"""What of a model will be saved, and its optimizer if that will be."""
+
+NONCE = "nonce"
+
+
+class RehearsalFailed(UserError):  # noqa: N818 - the name says what happened
+    """A checkpoint could not be saved, verified or read back, as a rule before step 1 and with nothing trained."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds besides tensors, as `snapshot.take` has it."""
+
+    shared: Mapping[str, Any] = field(default_factory=lambda: {"rehearsal": True})
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many checkpoints there will be, besides one that is being written and one that is being deleted."""
+
+    keep: int = 3
+    """As many as retention keeps."""
+    replaced: int = 0
+    """Those that are there, and that newer ones will replace: their room is free for these."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the rehearsal measured."""
+
+    bytes_: int
+    """Of one checkpoint, over all ranks."""
+    copy_seconds: float
+    """What training waits for in a save in the background."""
+    save_seconds: float
+    load_seconds: float
+    """Verification included."""
+    outline: Outline
+    """Names, shapes and dtypes of the state that was saved."""
+
+    def describe(self, *, ranks: int, background: bool, hours_between_failures: float) -> str:
+        """Return one line for the start of a run."""
+        waits = self.copy_seconds if background else self.save_seconds
+        interval = best_interval(waits, hours_between_failures * 3600 / ranks)
+        return (
+            f"rehearsal: a checkpoint has {self.bytes_ / 2**20:,.1f} MiB, saves in {self.save_seconds:.2f} s (training "
+            f"waits {waits:.2f} s), loads and verifies in {self.load_seconds:.2f} s; suggested interval "
+            f"{_duration(interval)} at one failure per rank in {hours_between_failures:,.0f} h"
+        )
+
+
+def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Return the seconds between saves that lose least to saving and to failures together.
+
+    Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37; its first
+    term is Young's (1974).
+    """
+    ratio = save_seconds / (2 * seconds_between_failures)
+    if ratio >= 1:
+        return seconds_between_failures
+    first = math.sqrt(2 * save_seconds * seconds_between_failures)
+    return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def rehearse(
+    storage: Storage,
+    model: nn.Module | Held,
+    optimizer: Optimizer | None,
+    ranks: ProcessExchange,
+    *,
+    room: Room = Room(),  # noqa: B008 - frozen
+    trained_steps: int = 0,
+    beside: Beside | None = None,
+    companions: Mapping[str, Trained] | None = None,
+) -> Report:
+    """Save, verify and load once, and leave nothing behind.
+
+    Args:
+        storage: Where checkpoints will be.
+        model: Sharded; or what of it will be saved.
+        optimizer: Built; it may have no state yet, for some parameters or all.
+        ranks: The group that saves use.
+        room: Checkpoints that must fit.
+        trained_steps: Steps that were made before, for the user.
+        beside: What saves write besides tensors.
+        companions: Models that are trained beside, by name, with their optimizers.
+
+    Raises:
+        RehearsalFailed: On all ranks, with the parameter or file and what to do.
+    """
+    name = ranks.agree(fresh(REHEARSAL, "0"))
+    beside = beside or Beside()
+    with ranks.together():
+        held = model if isinstance(model, Held) else hold(model)
+        others = {each: take(theirs, _state(theirs, own)) for each, (theirs, own) in (companions or {}).items()}
+        snapshot = take(
+            held, _state(held, optimizer), shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets
+        )
+        snapshot = joined(snapshot, others)
+    try:
+        if storage.renames:
+            _check_shared(storage, ranks)
+        copy_seconds = _copy_seconds(snapshot)
+        report = _round_trip(storage, name, snapshot, ranks, copy_seconds)
+        with ranks.together():
+            if ranks.rank == 0:
+                if storage.renames:
+                    storage.remove(f"{name}/{DCP}")  # its room is that of a checkpoint to come
+                _check_space(storage, name, report.bytes_, room)
+    except CheckpointError as error:
+        before, trained = "before the first step", "Nothing was trained."
+        if trained_steps:
+            before, trained = f"after step {trained_steps}", f"Nothing was trained after step {trained_steps}."
+        raise RehearsalFailed(
+            f"The rehearsal {before} failed: {error} {trained} Mend this first, or set "
+            "checkpoint.rehearsal.enabled: false to go on without checkpoints that are known to work."
+        ) from error
+    finally:
+        if ranks.rank == 0:
+            storage.remove(name)
+    return report
+
+
+def _state(held: Held, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
+    """Return the state that an optimizer will have after its next step, with zeros where it has none yet."""
+    if optimizer is None:
+        return None
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {id(parameter) for parameter, state in optimizer.state.items() if state}
+    if all(id(parameter) in known for parameter in members):
+        return optimizer
+    inert = inert_state(optimizer, held.parameters)
+    if not optimizer.state:
+        return inert
+    live = collect(optimizer, held.parameters)
+    return replace(live, tensors={**inert.tensors, **live.tensors}, values={**inert.values, **live.values})
+
+
+def _copy_seconds(snapshot: Snapshot) -> float:
+    began = time.perf_counter()
+    staged(snapshot, {})
+    return time.perf_counter() - began
+
+
+def _round_trip(storage: Storage, name: str, snapshot: Snapshot, ranks: ProcessExchange, copy_seconds: float) -> Report:
+    began = time.perf_counter()
+    manifest = commit(snapshot, storage, About(run_id="rehearsal", step=0), ranks, name=name)
+    saved = time.perf_counter()
+    verified_manifest(storage, name, ranks)
+    check_read_back(storage, name, manifest, snapshot, ranks)
+    loaded = time.perf_counter()
+    times = ranks.agree((saved - began, loaded - saved))
+    return Report(manifest.bytes_, copy_seconds, times[0], times[1], outline(snapshot))
+
+
+def _check_shared(storage: Storage, ranks: ProcessExchange) -> None:
+    """Prove that all ranks see one directory: rank 0 writes a word that nobody can guess, all read it."""
+    folder, word = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
+    with ranks.together():
+        if ranks.rank == 0:
+            try:
+                storage.make(folder)
+                storage.put_new(f"{folder}/{NONCE}", word.encode())
+            except OSError as error:
+                raise RehearsalFailed(
+                    f"{storage.root} cannot be written: {error.strerror or error}. Choose another run.dir, or mend its "
+                    "permissions."
+                ) from error
+    try:
+        seen = storage.read(f"{folder}/{NONCE}").decode() == word
+    except OSError:
+        seen = False
+    told = ranks.gather((socket.gethostname(), seen))
+    if ranks.rank == 0:
+        storage.remove(folder)
+    blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(told) if not sees]
+    if blind:
+        raise RehearsalFailed(
+            f"{storage.root} is not one directory for all ranks: what rank 0 on {told[0][0]} wrote is not there for "
+            f"{', '.join(blind[:4])}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
+        )
+
+
+def _check_space(storage: Storage, name: str, size: int, room: Room) -> None:
+    there = min(room.keep, room.replaced)
+    wanted = size * (room.keep + 2 - there)
+    missing = storage.lacks(f"{name}/reserved", wanted)
+    if missing is not None:
+        place = f"beside the {there} that are there" if there else "in all"
+        raise RehearsalFailed(
+            f"{storage.root} has no room: a checkpoint takes {size_words(size)}, {room.keep} are kept and two "
+            f"more must fit, {size_words(wanted)} {place} ({missing}). Free space, lower checkpoint.keep.last, or "
+            "choose another run.dir."
+        )

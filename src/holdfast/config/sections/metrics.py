@@ -1,0 +1,115 @@
+"""The `metrics` and `evaluation` sections: what is measured, when, and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from holdfast.config.base import AtLeastTwo, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.sections.data import SourceConfig
+from holdfast.config.sections.rollout import SamplingConfig
+
+
+class HealthConfig(Section):
+    """Alarms on the screen and in events.jsonl when a run looks wrong; they change nothing in it."""
+
+    enabled: bool = True
+    repeat_steps: PositiveInt = 50
+    """Steps for which an alarm rests after it sounded."""
+    lasting_steps: PositiveInt = 5
+    """Steps in a row that flat groups, truncation, low entropy, weights at rest or answers of one kind last before they
+    count."""
+    flat_reward_steps: AtLeastTwo = 20
+    """Steps in a row with one and the same mean reward."""
+    flat_groups: Fraction = 0.8
+    """Share of groups whose completions have one reward."""
+    truncated: Fraction = 0.3
+    """Share of completions cut at `rollout.max_new_tokens`."""
+    lowest_entropy: NonNegative = 0.01
+    """Nats per token, of the entropy where it is measured (`metrics.entropy`), else of its estimate from samples."""
+    reward_faults: Fraction = 0.01
+    """Share of a step's completions whose reward timed out, raised or was no finite number."""
+    kl_jump: Positive = 10.0
+    """A KL this many times its median over the 20 steps before."""
+    gradient_spike: Positive = 10.0
+    """A gradient norm this many times its median over the 20 steps before."""
+
+
+class MetricsConfig(Section):
+    """metrics.jsonl is always written; the rest is on request."""
+
+    log_every: PositiveInt = 1
+    """Steps between lines in metrics.jsonl and other sinks."""
+    sinks: list[Literal["tensorboard"]] = Field(default_factory=list)
+    """Mirrors of metrics.jsonl."""
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """`auto`: a bar on a terminal, lines elsewhere."""
+    entropy: bool = False
+    """Compute the mean entropy of the policy on trained tokens (one more pass over each logits chunk). Policies have an
+    estimate from their samples without it, `entropy_estimate`."""
+    peak_flops: Positive | None = None
+    """Peak floating-point operations per second of one device, for MFU; default: looked up for known GPUs."""
+    health: HealthConfig = HealthConfig()
+
+
+class CompletionsConfig(Section):
+    """Greedy completions of evaluation prompts, compared with the row's answer."""
+
+    samples: PositiveInt = 64
+    """Prompts per set, the first ones."""
+    max_new_tokens: PositiveInt = 128
+    """Tokens after which a completion is cut."""
+    temperature: NonNegative = 0.0
+    """0: greedy."""
+
+
+class EvaluationConfig(Section):
+    """When and on what the model is evaluated."""
+
+    sets: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Named evaluation sets."""
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations."""
+    every_minutes: Positive | None = None
+    """Minutes between evaluations."""
+    every_epochs: Positive | None = None
+    """Passes over the data between evaluations; 0.5 is twice per pass."""
+    at_start: bool = False
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    limit_samples: PositiveInt | None = None
+    """Evaluate only the first samples of each set."""
+    completions: CompletionsConfig | None = None
+    """Also generate: exact-match accuracy and a completions file."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a set whose name is taken."""
+        if "validation" in self.sets:
+            yield "sets.validation", "the name 'validation' belongs to data.validation_split; choose another"
+
+
+class EvaluationSamplingConfig(SamplingConfig):
+    """Sampling in evaluations: greedy, unless a temperature is set."""
+
+    max_new_tokens: PositiveInt | None = None  # type: ignore[assignment]  # a default that lies elsewhere
+    """Tokens after which a completion is cut; default: as in the rollout."""
+    temperature: NonNegative = 0.0
+    """0 takes the most probable token."""
+
+
+class PolicyEvaluationConfig(EvaluationConfig):
+    """When and on what a policy is evaluated: its completions are rewarded as in training."""
+
+    at_start: bool = True
+    """Evaluate before the first step."""
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """How completions are sampled."""
+    per_prompt: PositiveInt = 1
+    """Completions per prompt, for avg@k and pass@k."""
+    success: Positive = 1.0
+    """A completion whose reward reaches it counts as solved in pass@k and accuracy."""
+    completions: None = None
+    """Belongs to supervised runs; here everything is completed."""

@@ -1,0 +1,355 @@
+"""What a policy is trained by: the surrogate, KL, entropy, the correction for the sampler, and advantages.
+
+A rule of one section stands here; rules between sections stand with the roots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from holdfast.config.base import (
+    AtLeastTwo,
+    ByKind,
+    Fraction,
+    Mistake,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+)
+from holdfast.config.sections.algorithm import UserObjectiveConfig
+
+Level = Literal["token", "sequence"]
+"""Whether a ratio is a token's own, or the geometric mean over its sequence."""
+
+
+class ClipConfig(Section):
+    """PPO's clipped ratio per token: GRPO, and DAPO with high: 0.28 (arXiv:2402.03300, 2503.14476)."""
+
+    kind: Literal["clip"] = "clip"
+    low: Fraction = 0.2
+    """A token whose advantage is negative has no gradient below the ratio 1 - low."""
+    high: Positive = 0.2
+    """A token whose advantage is positive has no gradient above the ratio 1 + high."""
+    dual_clip: Positive | None = None
+    """A token whose advantage is negative has no gradient above this ratio, which is over 1 (arXiv:1912.09729)."""
+    delta: Positive | None = None
+    """The same bound as INTELLECT-2 writes it, over 1 + high (arXiv:2505.07291)."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield bounds that would clip what is not off-policy, or say one thing twice."""
+        if self.dual_clip is not None and self.delta is not None:
+            yield "delta", "delta and dual_clip both bound the ratio of negative advantages; keep one of them"
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            yield "dual_clip", f"{self.dual_clip} would clip the policy that sampled; use more than 1, such as 3"
+        if self.delta is not None and self.delta <= 1 + self.high:
+            yield "delta", f"{self.delta} is not above 1 + high = {1 + self.high}; raise delta, to 4 for example"
+
+
+class GSPOConfig(Section):
+    """One ratio per sequence, the geometric mean of its tokens' (arXiv:2507.18071); average it by sequence_mean."""
+
+    kind: Literal["gspo"] = "gspo"
+    low: Fraction = 3e-4
+    """A sequence whose advantage is negative has no gradient below the ratio 1 - low."""
+    high: Positive = 4e-4
+    """A sequence whose advantage is positive has no gradient above the ratio 1 + high."""
+
+
+class GSPOTokenConfig(Section):
+    """GSPO's ratio with each token's own gradient, for advantages that differ within a sequence (arXiv:2507.18071)."""
+
+    kind: Literal["gspo_token"] = "gspo_token"
+    low: Fraction = 3e-4
+    """A token whose advantage is negative has no gradient below the sequence's ratio 1 - low."""
+    high: Positive = 4e-4
+    """A token whose advantage is positive has no gradient above the sequence's ratio 1 + high."""
+
+
+class CISPOConfig(Section):
+    """The ratio as a bounded weight without a gradient, so that no token is left out (arXiv:2506.13585)."""
+
+    kind: Literal["cispo"] = "cispo"
+    low: Fraction = 1.0
+    """The weight is at least 1 - low; 1 means no bound from below, as in the paper."""
+    high: Positive = 4.0
+    """The weight is at most 1 + high: relative to the ratio 1, so 4 caps weights at 5 (ScaleRL, arXiv:2510.13786)."""
+
+
+class SAPOConfig(Section):
+    """A soft gate around the ratio 1 instead of a clip (arXiv:2511.20347)."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: Positive = 1.0
+    """Temperature where the advantage is positive: the larger, the narrower the gate."""
+    tau_negative: Positive = 1.05
+    """Temperature elsewhere."""
+
+
+class ReinforceConfig(Section):
+    """Advantage times log-probability, without a ratio (Williams, 1992): right for one update per rollout."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | ReinforceConfig
+PolicyObjective = Annotated[
+    ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | ReinforceConfig | UserObjectiveConfig,
+    ByKind("clip"),
+]
+
+KLEstimator = Literal["k1", "k2", "k3", "abs", "straight_through"]
+
+
+class KLConfig(Section):
+    """How far the policy may move from the reference, KL(policy || reference) per token in nats."""
+
+    coefficient: NonNegative = 0.0
+    """Weight of the term; 0: no reference policy. With a target, where the weight starts."""
+    estimator: KLEstimator = "k3"
+    """From d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d| (Schulman, 2020,
+    "Approximating KL divergence"); straight_through has the value of k3 and the gradient of k2."""
+    importance_weighted: bool = False
+    """Multiply by the ratio of policy and proximal policy, which makes the gradient of k1 and k3 that of the KL
+    divergence (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+    where: Literal["loss", "reward", "reward_to_go"] = "loss"
+    """`reward` takes coefficient x KL of a token from its advantage; `reward_to_go` takes that of the token and all
+    later ones, which is the policy gradient of the sequence's KL (REINFORCE++, arXiv:2501.03262)."""
+    target: Positive | None = None
+    """Steer the coefficient towards this KL per token, in nats (Ziegler et al., arXiv:1909.08593, section 2.2)."""
+    horizon: PositiveInt = 10_000
+    """Completions over which an error of 20 % or more moves the coefficient by about 20 %."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield estimators without the right gradient, and control of nothing."""
+        if self.target is not None and self.coefficient == 0:
+            yield "coefficient", "0 stays 0 however far the KL is from its target; start at 0.05, for example"
+        if self.where == "loss":
+            if self.estimator == "k1" and not self.importance_weighted:
+                yield (
+                    "estimator",
+                    "the gradient of k1 in the loss is zero on average; use where: reward_to_go, estimator: k2, or "
+                    "importance_weighted: true",
+                )
+            return
+        if self.importance_weighted:
+            yield "importance_weighted", f"where: {self.where} has no gradient to weight; leave it at false"
+        if self.estimator == "straight_through":
+            yield "estimator", f"where: {self.where} has no gradient to pass through; use k1 or k3"
+
+
+class EntropyConfig(Section):
+    """Keep the policy exploring, by a bonus or by the choice of trained tokens."""
+
+    coefficient: NonNegative = 0.0
+    """Weight of the mean entropy in nats, taken from the loss. With a target, where the weight starts."""
+    target: Positive | None = None
+    """Entropy in nats per token: below it the weight grows by `step` and acts, above it it shrinks and rests
+    (Skywork-OR1, arXiv:2505.22312)."""
+    step: Positive = 0.005
+    """What the weight moves by after each update."""
+    lowest: NonNegative = 0.0
+    """The weight never falls below."""
+    highest: Positive = 1.0
+    """The weight never rises above."""
+    top_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of tokens, those of highest entropy, that surrogate and bonus train; the paper's choice is 0.2
+    (arXiv:2506.01939). Costs a pass over the batch before the first update."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a range that is empty or does not hold the start."""
+        if self.lowest > self.highest:
+            yield "lowest", f"{self.lowest} is above highest={self.highest}; lower it"
+        elif self.target is not None and not self.lowest <= self.coefficient <= self.highest:
+            yield (
+                "coefficient",
+                f"{self.coefficient} is not between lowest={self.lowest} and highest={self.highest}; start inside",
+            )
+
+
+class NoCorrectionConfig(Section):
+    """Take the sampler's probabilities for the trainer's."""
+
+    kind: Literal["off"] = "off"
+
+
+class TruncateConfig(Section):
+    """Weight tokens by trainer over sampler probability, up to a cap (Yao et al., 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training")."""
+
+    kind: Literal["truncate"] = "truncate"
+    cap: Positive = 2.0
+    """Largest weight."""
+    level: Level = "token"
+    """`sequence`: the geometric mean over the sequence, so that length alone never reaches the cap."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a cap that changes what trainer and sampler agree about."""
+        if self.cap < 1:
+            yield "cap", f"a cap of {self.cap:g} gives tokens weight {self.cap:g} where both agree; use 1 or more"
+
+
+class MaskConfig(Section):
+    """Drop what trainer and sampler disagree about, weight the rest (IcePop, arXiv:2510.18855)."""
+
+    kind: Literal["mask"] = "mask"
+    low: NonNegative = 0.5
+    """Smallest ratio of trainer over sampler probability that is trained."""
+    high: Positive = 5.0
+    """Largest one. For level: sequence, whose ratios lie near 1, low: 0.99 and high: 1.01 drop as much."""
+    level: Level = "token"
+    """`sequence` keeps or drops whole sequences by the geometric mean of their ratios."""
+    weighted: bool = True
+    """Weight what stays by its ratio; false: by 1."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a range that drops what trainer and sampler agree about."""
+        if not self.low <= 1 <= self.high:
+            yield "low", f"the range {self.low} to {self.high} leaves out the ratio 1, so all is dropped; widen it"
+
+
+CorrectionConfig = Annotated[NoCorrectionConfig | TruncateConfig | MaskConfig, ByKind("off")]
+
+
+class OffPolicyMaskConfig(Section):
+    """Drop failed sequences that the policy would no longer write (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+
+    max_kl: Positive | None = None
+    """A sequence of negative advantage is dropped where log sampler - log policy, averaged over its tokens, exceeds
+    this many nats; null: none is dropped."""
+
+
+class _Advantage(Section):
+    tolerance: NonNegative = 1e-6
+    """Rewards of a group that lie within this range count as identical, and give exactly 0."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Fewest scored completions of a prompt that have an advantage."""
+        return 2
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the reward of the greedy completion of each prompt is needed."""
+        return False
+
+
+class _Scaled(_Advantage):
+    epsilon: NonNegative = 1e-6
+    """Added to the standard deviation that advantages are divided by."""
+    combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
+    """`normalise_then_sum` forms the advantage of every reward by itself and divides their weighted sum by its
+    standard deviation over the batch, so that a reward of small range still counts (GDPO, arXiv:2601.05242)."""
+
+
+class GRPOAdvantageConfig(_Scaled):
+    """(reward - group mean) / group standard deviation (arXiv:2402.03300, section 4.1.2)."""
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class BatchStdAdvantageConfig(_Scaled):
+    """(reward - group mean) / standard deviation of all rewards of the batch (arXiv:2508.08221)."""
+
+    kind: Literal["batch_std"] = "batch_std"
+
+
+class ReinforcePPAdvantageConfig(_Scaled):
+    """(reward - batch mean) / batch standard deviation (REINFORCE++, arXiv:2501.03262)."""
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+
+    @property
+    def smallest_group(self) -> int:
+        """The batch is the baseline, so one completion of a prompt is enough."""
+        return 1
+
+
+class ReinforcePPBaselineAdvantageConfig(_Scaled):
+    """(reward - group mean) / its own standard deviation over the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
+
+    kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+
+
+class DrGRPOAdvantageConfig(_Advantage):
+    """Reward - group mean: no weight on questions that are easy or hard (Dr. GRPO, arXiv:2503.20783)."""
+
+    kind: Literal["dr_grpo"] = "dr_grpo"
+
+
+class RLOOAdvantageConfig(_Advantage):
+    """Reward - mean of the group's other rewards (arXiv:2402.14740)."""
+
+    kind: Literal["rloo"] = "rloo"
+
+
+class ReMaxAdvantageConfig(_Advantage):
+    """Reward - reward of the greedy completion (ReMax, arXiv:2310.10505)."""
+
+    kind: Literal["remax"] = "remax"
+
+    @property
+    def smallest_group(self) -> int:
+        """The greedy completion is the baseline, so one sampled completion is enough."""
+        return 1
+
+    @property
+    def needs_greedy(self) -> bool:
+        """One more completion per prompt is decoded greedily and scored, not trained."""
+        return True
+
+
+class PassAtKAdvantageConfig(_Advantage):
+    """The advantage of groups of k completions of which one must be right (arXiv:2508.10751, section 2.4)."""
+
+    kind: Literal["pass_at_k"] = "pass_at_k"
+    k: AtLeastTwo = 4
+    """Completions of which one must be right; below the group size."""
+    threshold: float = 0.5
+    """A completion is right if its reward lies above."""
+
+    @property
+    def smallest_group(self) -> int:
+        """A group of k has no other k to compare with."""
+        return self.k + 1
+
+
+class GAEAdvantageConfig(_Advantage):
+    """Generalised advantage estimates per token, from a `critic` (Schulman et al., arXiv:1506.02438, eq. 16): PPO."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: Fraction = 1.0
+    """What a reward is worth a token earlier, as a share."""
+    lam: Fraction = 0.95
+    """The paper's lambda: 1 compares the return with the value, 0 trusts the value of the next token."""
+    whiten: bool = True
+    """Bring the advantages of all tokens of the rollout batch to mean 0 and standard deviation 1."""
+    epsilon: NonNegative = 1e-8
+    """Added to the standard deviation."""
+
+    @property
+    def smallest_group(self) -> int:
+        """The critic is the baseline, so one completion of a prompt is enough."""
+        return 1
+
+
+ScaledAdvantageConfig = (
+    GRPOAdvantageConfig | BatchStdAdvantageConfig | ReinforcePPAdvantageConfig | ReinforcePPBaselineAdvantageConfig
+)
+"""Those that divide by a standard deviation, so that the order of summing and scaling matters."""
+
+AdvantageConfig = Annotated[
+    GRPOAdvantageConfig
+    | DrGRPOAdvantageConfig
+    | RLOOAdvantageConfig
+    | ReinforcePPAdvantageConfig
+    | ReinforcePPBaselineAdvantageConfig
+    | ReMaxAdvantageConfig
+    | PassAtKAdvantageConfig
+    | BatchStdAdvantageConfig
+    | GAEAdvantageConfig,
+    ByKind("grpo"),
+]

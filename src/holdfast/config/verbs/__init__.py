@@ -1,0 +1,1 @@
+"""One root of the configuration a verb, and the rules that join its sections."""

@@ -1,0 +1,59 @@
+"""The `critic` section: a second model that learns what a policy's tokens lead to, trained beside the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from holdfast.config.base import Count, Pattern, Positive, Section
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.optim import AdamWConfig, OptimConfig
+from holdfast.config.verbs.training import TrainingConfig
+
+
+class CriticConfig(Section):
+    """The critic of `advantage: gae`: before every token of a completion, the reward that is still to come
+    (Schulman et al., arXiv:1707.06347). It is built, sharded and stored like the policy (`model`, `parallel`)."""
+
+    path: str | None = None
+    """What it starts from: files of a language model, whose output layer gives way to a new layer `score`, or of a
+    reward model. Default: those of the policy, without adapters. Its tokenizer must be the policy's."""
+    freeze: list[Pattern] = Field(default_factory=list)
+    """Parameters that are not trained, as in `model.freeze`."""
+    optim: OptimConfig = AdamWConfig()
+    """Its optimizer, schedule and gradient clipping, as in `optim`."""
+    value_clip: Positive | None = 0.2
+    """A value has no gradient once it moved further than this from where it stood before the first update of the
+    rollout, unless that took it away from the return; null: no bound."""
+    warmup_steps: Count = 0
+    """Steps at the start in which the critic alone learns, and the policy stands still."""
+
+
+class CriticTraining(TrainingConfig):
+    """What a critic is trained by: the run's own tree with its model and its optimizer in the place of the policy's.
+
+    It is derived from a tree whose rules were kept, and never read from a file.
+    """
+
+    verb = "grpo"
+    scores = True
+    values = True
+
+
+def critic_training(config: TrainingConfig, critic: CriticConfig) -> CriticTraining:
+    """Return the tree that a critic is built and trained by."""
+    values: dict[str, Any] = {name: getattr(config, name) for name in CriticTraining.model_fields}
+    return CriticTraining.model_construct(
+        **values | {"model": critic_model(config.model, critic), "optim": critic.optim}
+    )
+
+
+def critic_model(model: ModelConfig, critic: CriticConfig) -> ModelConfig:
+    """Return the `model` section of a critic: the policy's, with its own origin and its own frozen parameters."""
+    changed: dict[str, Any] = {"lora": None, "freeze": critic.freeze, "unfreeze": []}
+    if critic.path is not None:
+        own = ModelConfig(path=critic.path)
+        origin = ("path", "config", "revision", "tokenizer", "image_processor", "config_override", "resize_vocab")
+        changed |= {name: getattr(own, name) for name in origin}
+    return model.model_copy(update=changed)

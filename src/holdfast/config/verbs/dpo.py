@@ -1,0 +1,97 @@
+"""The tree of `holdfast dpo`: pairs of answers, the losses that compare them, and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from holdfast.config.base import Mistake
+from holdfast.config.sections.data import DataConfig, PairAverage
+from holdfast.config.sections.preference import PreferenceConfig
+from holdfast.config.sections.reference import PairReference, PairReferenceConfig, sync_of
+from holdfast.config.verbs.training import TrainingConfig
+
+
+class PairDataConfig(DataConfig):
+    """Pairs of answers; `batch_size` counts pairs.
+
+    A row has `prompt`, `chosen` and `rejected`, texts or messages; or `chosen` and `rejected` alone, which begin alike;
+    or, for kto, `prompt`, `completion` and `label`.
+    """
+
+    overlong: Literal["truncate", "drop", "refuse"] = "truncate"
+    """What happens to a pair with a sequence above max_length; each case is counted. Where the prompt alone fills it,
+    `truncate` drops the pair."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """`best_fit` lays pairs side by side; `none` pads, one sequence per row."""
+    average: PairAverage = "pair_mean"  # type: ignore[assignment]  # an average that no other verb has
+    """The loss is the mean over pairs, whatever their lengths."""
+    unusable: Literal["refuse", "drop"] = "refuse"
+    """What happens to a row whose answers are the same, or of which one is empty; dropped ones are counted."""
+    shared_prompt: Literal["auto", "on", "off"] = "auto"
+    """Forward the prompt of a pair once; `auto`: where the model's attention allows it. Speed only."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what supervised rows have and pairs have not."""
+        yield from super().mistakes()
+        if self.train_on_prompt:
+            yield "train_on_prompt", "losses compare answers, and a prompt is the same in both; leave it off"
+        for index, source in enumerate(self.all_sources()):
+            if source.rows != "auto":
+                key = f"sources.{index}.rows" if self.sources else "rows"
+                yield key, f"{source.rows} is a shape of supervised rows; leave it out, the columns tell"
+
+
+class DPOConfig(TrainingConfig):
+    """Training on preferences: DPO and its kin."""
+
+    verb = "dpo"
+    samples = False
+    data: PairDataConfig
+    preference: PreferenceConfig
+    reference: PairReference = PairReferenceConfig()
+
+    @property
+    def fixes_other_answers(self) -> bool:
+        """Whether KTO's z0 is measured on answers of fixed rows, since the reference is asked before the first step."""
+        preference = self.preference
+        return self.reference.precompute and preference.needs_reference and not preference.takes_pairs
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what sections ask of each other."""
+        yield from super().mistakes()
+        yield from self._of_reference()
+        yield from self._of_batches()
+        for name, source in self.evaluation.sets.items():
+            if source.rows != "auto":
+                key = f"evaluation.sets.{name}.rows"
+                yield key, f"{source.rows} is a shape of supervised rows; leave it out, the columns tell"
+
+    def _of_reference(self) -> Iterator[Mistake]:
+        losses, reference = ", ".join(self.preference.kinds), self.reference
+        if self.preference.needs_reference:
+            if reference.kind == "none":
+                yield "reference.kind", f"none, but preference.loss: {losses} compares with a reference; use auto"
+            lora = self.model.lora
+            if reference.kind == "adapter_off" and (lora is None or lora.train or lora.path is not None):
+                why = "model.lora is not set" if lora is None else "more is trained, or adapters start trained"
+                yield "reference.kind", f"adapter_off is not the model at start, since {why}; use sharded"
+            return
+        asked = {"kind": reference.kind not in {"auto", "none"}, "precompute": reference.precompute}
+        asked["sync"] = sync_of(reference) is not None
+        for key, is_asked in asked.items():
+            if is_asked:
+                yield f"reference.{key}", f"preference.loss: {losses} compares with no reference; leave {key} out"
+
+    def _of_batches(self) -> Iterator[Mistake]:
+        data = self.data
+        if not self.preference.takes_pairs:
+            if min([data.batch_size, *data.batch_size_schedule.values()]) < 2:
+                yield "data.batch_size", "kto measures the KL divergence on answers of other rows; use at least 2"
+        elif 2 * data.max_length > data.tokens_per_micro_batch >= data.max_length:
+            yield (
+                "data.max_length",
+                f"a pair of two sequences of {data.max_length} tokens does not fit tokens_per_micro_batch="
+                f"{data.tokens_per_micro_batch}, and a pair is never split; raise tokens_per_micro_batch to "
+                f"{2 * data.max_length} or lower max_length",
+            )

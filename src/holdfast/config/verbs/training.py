@@ -1,0 +1,249 @@
+"""One root per verb, and the rules that join sections. Rules never assign."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from holdfast.config.base import Count, FunctionPath, Mistake, Positive, PositiveInt, Section, Seed
+from holdfast.config.sections.algorithm import NLLConfig, SupervisedObjective
+from holdfast.config.sections.checkpoint import CheckpointConfig
+from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.sections.metrics import EvaluationConfig, MetricsConfig
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.optim import AdamWConfig, OptimConfig
+from holdfast.config.sections.parallel import ParallelConfig
+from holdfast.config.sections.router import BatchRouterLoss
+
+
+def _check_run_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(
+            f"{name!r} is to name a directory; use letters, digits, '.', '_' and '-', and begin with a letter or digit"
+        )
+    return name
+
+
+class RunConfig(Section):
+    """Where a run lives: everything it writes stands under dir/name."""
+
+    dir: str = "runs"
+    """Folder of runs; relative to where the command is started."""
+    name: Annotated[str, AfterValidator(_check_run_name)] = "run"
+    """Default on the command line: the YAML's file name."""
+
+
+class _Root(Section):
+    run: RunConfig = RunConfig()
+    seed: Seed = 0
+    """Seed of everything random: initial weights, order, dropout."""
+    steps: PositiveInt | None = None
+    """Optimizer updates."""
+    epochs: Positive | None = None
+    """Passes over the data, instead of or together with steps: whichever ends first."""
+    min_steps: Count = 0
+    """Updates before an observer or max_minutes may stop the run."""
+    max_minutes: Positive | None = None
+    """Wall-clock limit of this start of the run, loading and checks included."""
+    limit_batches: PositiveInt | None = None
+    """Batches per epoch, for short runs over large data."""
+    overfit_batches: PositiveInt | None = None
+    """Use only the first batches, again and again."""
+    dry_run: bool = False
+    """Two steps of everything: training, evaluation, export; nothing is kept."""
+    determinism: bool = False
+    """torch.use_deterministic_algorithms: an operation without a deterministic form raises."""
+    observers: list[FunctionPath] = Field(default_factory=list)
+    """Functions event -> None | 'stop' | 'save' | 'evaluate', called on rank 0 after every step."""
+    parallel: ParallelConfig = ParallelConfig()
+    optim: OptimConfig = AdamWConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what leaves the run's length undecided, or decides it twice."""
+        if self.steps is None and self.epochs is None and not self.dry_run:
+            yield from self._without_last_step()
+        if self.steps is not None and self.min_steps > self.steps:
+            yield "min_steps", f"{self.min_steps} is above steps={self.steps}; lower min_steps or raise steps"
+        if self.overfit_batches is not None and self.limit_batches is not None:
+            yield "limit_batches", "overfit_batches limits the batches already; keep one of the two"
+
+    def _without_last_step(self) -> Iterator[Mistake]:
+        schedule = self.optim.schedule
+        if self.max_minutes is None:
+            yield "steps", "the run has no end; set steps, epochs or max_minutes"
+        elif schedule.kind != "constant" or schedule.warmup_ratio > 0:
+            wanting = "warmup_ratio" if schedule.kind == "constant" else schedule.kind
+            yield (
+                "optim.schedule",
+                f"{wanting} needs to know the last step; set steps or epochs, or use optim.schedule: constant",
+            )
+
+
+class TrainingConfig(_Root):
+    """What every verb that trains has."""
+
+    verb: ClassVar[str]
+    """What the command line calls it."""
+    samples: ClassVar[bool]
+    """Whether what is trained may write texts itself, with every token that its head has a row for."""
+    scores: ClassVar[bool] = False
+    """Whether what is trained scores whole texts; else it predicts tokens."""
+    values: ClassVar[bool] = False
+    """Whether it scores what precedes each token, as a critic does."""
+    model: ModelConfig
+    data: DataConfig
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what sections ask of each other."""
+        yield from super().mistakes()
+        yield from self.storage_mistakes()
+        yield from self._unfreezing()
+        yield from self._metrics()
+        yield from self._routers()
+        yield from self._compiled_adapters()
+        if not self.evaluation.sets and self.data.validation_split == 0:
+            for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
+                if getattr(self.evaluation, name) is not None:
+                    fix = "set evaluation.sets or data.validation_split"
+                    yield f"evaluation.{name}", f"there is nothing to evaluate on; {fix}"
+
+    def _unfreezing(self) -> Iterator[Mistake]:
+        """Yield parameters that would never be trained, or that an optimizer of the user's would not expect."""
+        for number, stage in enumerate(self.model.unfreeze):
+            if self.steps is not None and stage.at_step >= self.steps and not self.dry_run:
+                yield (
+                    f"model.unfreeze.{number}.at_step",
+                    f"{stage.at_step} steps come first and the run has steps={self.steps}, so nothing would train what "
+                    "is unfrozen then; lower at_step or raise steps",
+                )
+        if self.model.unfreeze and self.optim.kind == "path":
+            yield (
+                "model.unfreeze",
+                "optim.kind: path is a class of your own, and what it does with parameters that come later is not "
+                "known; use an optimizer of Holdfast's, or freeze for the whole run",
+            )
+
+    def metrics_of_best(self) -> dict[str, str]:
+        """Return the metrics that checkpoints and exports are chosen by, each by the key that names it."""
+        section = self.checkpoint
+        named = {f"checkpoint.keep.best.{number}.metric": best.metric for number, best in enumerate(section.keep.best)}
+        if section.export_best is not None:
+            named["checkpoint.export_best.metric"] = section.export_best.metric
+        return named
+
+    def _metrics(self) -> Iterator[Mistake]:
+        """Yield metrics of evaluation sets that do not exist: nothing would ever be kept or exported by them."""
+        sets = {*self.evaluation.sets, *(["validation"] if self.data.validation_split > 0 else [])}
+        for key, metric in self.metrics_of_best().items():
+            head, *rest = metric.split("/")
+            if head == "eval" and not any(metric.startswith(f"eval/{name}/") for name in sets):
+                there = f"there are {', '.join(sorted(sets))}" if sets else "there is none"
+                yield key, f"{metric} is of no evaluation set ({there}); write eval/SET/METRIC as in metrics.jsonl"
+            elif head != "eval" and not rest and head.startswith(("val", "eval")):
+                yield key, f"{metric} is no metric of an evaluation; write eval/SET/METRIC as in metrics.jsonl"
+
+    def _routers(self) -> Iterator[Mistake]:
+        """Yield a router loss that the split of a batch, or dropout, would change."""
+        loss, lora = self.model.router_loss, self.model.lora
+        if loss.kind == "global" and (self.model.dropout or (lora is not None and lora.dropout > 0)):
+            key = "model.dropout" if self.model.dropout else "model.lora.dropout"
+            yield (
+                key,
+                "model.router_loss: global counts loads in a forward pass of its own, where dropout differs; leave "
+                "dropout off, or use router_loss: sequence",
+            )
+        if not isinstance(loss, BatchRouterLoss) or loss.allow_split:
+            return
+        splits = self._splits()
+        if splits:
+            yield (
+                "model.router_loss",
+                f"batch balances what one forward pass sees, and {splits}, so its result would depend on the split. "
+                "Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: true}",
+            )
+
+    def _compiled_adapters(self) -> Iterator[Mistake]:
+        lora = self.model.lora
+        key = "" if lora is None else "experts" if lora.experts else "quantize" if lora.quantize else ""
+        if key and self.parallel.compile == "blocks":
+            yield (
+                "parallel.compile",
+                f"blocks, but model.lora.{key} computes with matrices that are made anew in every forward pass, which "
+                "is not built for compiled blocks; use head or off",
+            )
+
+    def _splits(self) -> str:
+        """Return why an update may take more than one forward pass; "" if it cannot."""
+        data, ranks = self.data, self.launch.ranks
+        rows = max([data.batch_size, *data.batch_size_schedule.values()])
+        if isinstance(ranks, int) and ranks > 1:
+            return f"launch.ranks={ranks} sees a part of the batch each"
+        if self.verb != "sft":
+            return f"a batch of {self.verb} is split by what was sampled or by pairs"
+        if rows * data.max_length > data.tokens_per_micro_batch:
+            return (
+                f"{rows} rows of up to data.max_length={data.max_length} tokens do not fit "
+                f"data.tokens_per_micro_batch={data.tokens_per_micro_batch}"
+            )
+        return ""
+
+    def storage_mistakes(self) -> Iterator[Mistake]:
+        """Yield what optimizer, dtypes and offloading ask of each other."""
+        kind, dtype = self.optim.kind, self.model.dtype
+        if dtype == "bfloat16" and kind not in {"adamw_bf16", "path"}:  # what a class of the user's keeps is its own
+            yield (
+                "model.dtype",
+                f"bfloat16 with optim.kind: {kind} loses updates smaller than 1/256 of a weight. Use optim.kind: "
+                "adamw_bf16, or model.dtype: float32 (compute stays bfloat16 on a GPU)",
+            )
+        if kind == "adamw_bf16" and dtype != "bfloat16":
+            yield "optim.kind", f"adamw_bf16 needs model.dtype: bfloat16, not {dtype}; set it, or use optim.kind: adamw"
+        if kind == "muon" and self.parallel.cpu_offload:
+            yield (
+                "parallel.cpu_offload",
+                "optim.kind: muon gathers whole matrices, and host memory has no group to do so; choose one of the two",
+            )
+        if dtype == "float64" and self.parallel.compute_dtype != "auto":
+            yield (
+                "parallel.compute_dtype",
+                f"{self.parallel.compute_dtype} with model.dtype: float64, which computes in float64; leave it at auto",
+            )
+
+
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning."""
+
+    verb = "sft"
+    samples = False
+    objective: SupervisedObjective = NLLConfig()
+    """The loss that is summed over trained tokens."""
+
+
+def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:
+    """Return the number of updates a run makes, or None when only a clock or the data's end stops it.
+
+    Args:
+        config: The root.
+        steps_per_epoch: Batches in one pass, None for a stream of unknown length.
+    """
+    if config.dry_run:
+        return 2
+    limits = [config.steps] if config.steps is not None else []
+    if config.epochs is not None and steps_per_epoch is not None:
+        # 1.1 * 10 is a little more than 11 in floating point, and must not become 12.
+        limits.append(max(1, math.ceil(round(config.epochs * steps_per_epoch, 6))))
+    return min(limits) if limits else None
+
+
+def as_plain(config: Section) -> dict[str, Any]:
+    """Return the tree as JSON-ready values, defaults included."""
+    return config.model_dump(mode="json")

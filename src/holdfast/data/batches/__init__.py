@@ -1,0 +1,1 @@
+"""From tokens to mini-batches, packed and exchanged between ranks."""

@@ -1,0 +1,212 @@
+"""Read candidate rows, each on one rank, and tell every rank what they hold."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple
+
+from holdfast.data.batches.exchange import Exchange
+from holdfast.data.rows.reading import EndOfStream, RowReader
+from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.chat import S, Tokenised
+from holdfast.errors import DataError, UserError
+
+Tokenise = Callable[[Row, int, str, str], Tokenised[S]]
+"""(row, sample id, source name, the row's name for messages) -> its sequences"""
+
+
+class Known(NamedTuple):
+    """What every rank knows of one sequence."""
+
+    draw: int
+    part: int
+    """Which sequence of its row."""
+    tokens: int
+    trained: int
+    owner: int
+    """The rank that holds it."""
+    head: int = 0
+    """Its first tokens that all sequences of its draw have in common, and none of which is trained."""
+    has_inputs: bool = False
+    """Whether it brings inputs only the model understands."""
+
+
+@dataclass
+class Candidates(Generic[S]):
+    """The candidates of one mini-batch: what this rank holds, and what all ranks know."""
+
+    mine: dict[tuple[int, int], S] = field(default_factory=dict)
+    """(draw, part) -> sequence, for the rows this rank read"""
+    known: list[Known] = field(default_factory=list)
+    """All sequences in draw order, the same on every rank."""
+    counted: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
+    """(draw, what was counted on it), where something was."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that gave a sequence."""
+        return len({sequence.draw for sequence in self.known})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(sequence.tokens for sequence in self.known)
+
+    def of_part(self, part: int) -> Candidates[S]:
+        """Return the sequences that come as this one of their row, with nothing counted."""
+        mine = {place: sequence for place, sequence in self.mine.items() if place[1] == part}
+        return Candidates(mine, [sequence for sequence in self.known if sequence.part == part])
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What was counted, over all rows."""
+        total: Counter[str] = Counter()
+        for _, counts in self.counted:
+            total.update(counts)
+        return total
+
+
+class _Fact(NamedTuple):
+    lengths: list[tuple[int, int, bool]]
+    """(tokens, trained tokens, whether it brings model inputs) of each sequence"""
+    counts: Mapping[str, int]
+    head: int = 0
+
+
+_Told = _Fact | UserError | EndOfStream
+
+
+class CandidateReader(Generic[S]):
+    """Rows by draw, shared out over the ranks.
+
+    Args:
+        reader: Rows by draw.
+        tokenise: Rows to sequences.
+        exchange: The ranks.
+        accept: Row filter; None takes every row.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        tokenise: Tokenise[S],
+        exchange: Exchange,
+        accept: Callable[[Row], bool] | None = None,
+    ) -> None:
+        self.reader = reader
+        self.rows_tokenised = 0
+        """By this rank."""
+        self._tokenise: Tokenise[S] = tokenise
+        self._exchange = exchange
+        self._accept = accept
+
+    def round(self, first: int, last: int, found: Candidates[S]) -> int:
+        """Add draws first..last-1 to `found`, and return the draw after them.
+
+        Where the end of a stream is met, all ranks note its size and the round ends early: from that draw on, places
+        are others.
+
+        Raises:
+            UserError: A row is malformed; the same error on all ranks.
+        """
+        size, rank = self._exchange.size, self._exchange.rank
+        told: dict[int, _Told] = {draw: self._read(draw, found) for draw in range(first + rank, last, size)}
+        everyone = self._exchange.gather(told)
+        for draw in range(first, last):
+            owner = (draw - first) % size
+            match everyone[owner][draw]:
+                case EndOfStream() as end:
+                    self.reader.learn_size(end.source, end.size)
+                    return draw
+                case UserError() as error:
+                    raise error
+                case _Fact(lengths, counts, head):
+                    if counts:
+                        found.counted.append((draw, counts))
+                    found.known.extend(
+                        Known(draw, part, tokens, trained, owner, head, has_inputs)
+                        for part, (tokens, trained, has_inputs) in enumerate(lengths)
+                    )
+        return last
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some rows are not taken."""
+        return self._accept is not None
+
+    def kept(self, first: int, last: int, *, tokens: bool) -> int:
+        """Count the draws first..last-1 that are not left out; all ranks call this together.
+
+        Args:
+            first, last: Which draws.
+            tokens: Count those that give a sequence; off: those that the filter takes.
+
+        Raises:
+            UserError: A row is malformed; the same error on all ranks.
+        """
+        if tokens:
+            found, tokenised = Candidates[S](), self.rows_tokenised
+            self.round(first, last, found)
+            self.rows_tokenised = tokenised
+            return found.rows
+        mine = range(first + self._exchange.rank, last, self._exchange.size)
+        try:
+            told: int | UserError = sum(
+                self._accept is None or self._accept(self.reader.read(draw).row) for draw in mine
+            )
+        except UserError as error:
+            told = error
+        total = 0
+        for count in self._exchange.gather(told):
+            if isinstance(count, UserError):
+                raise count
+            total += count
+        return total
+
+    def _read(self, draw: int, found: Candidates[S]) -> _Told:
+        try:
+            source, name, row = self.reader.read(draw)
+            if self._accept is not None and not self._accept(row):
+                return _Fact([], {"filtered": 1})
+            self.rows_tokenised += 1
+            with broken_text_named(row, name):
+                sequences = self._tokenise(row, draw, source.name, name)
+        except (EndOfStream, UserError) as told:
+            return told
+        found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
+        lengths = [
+            (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
+        ]
+        return _Fact(lengths, sequences.counts, sequences.head)
+
+
+@contextmanager
+def broken_text_named(row: Row, name: str) -> Iterator[None]:
+    """Say which column of a row is no text, where tokenising the row fails in the block for that.
+
+    Raises:
+        DataError: One holds half of a UTF-16 pair.
+    """
+    try:
+        yield
+    except (TypeError, UnicodeEncodeError) as error:
+        if (broken := _unwritable(row)) is None:
+            raise
+        raise DataError(
+            f"{name}: column {broken!r} holds half of a UTF-16 pair (\\ud800 to \\udfff on its own), which is no "
+            "text. Write the file anew with whole characters, or leave the row out by data.filter."
+        ) from error
+
+
+def _unwritable(row: Row) -> str | None:
+    """Return the column that has no form in UTF-8, if one has none."""
+    for column, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=lambda _: "").encode()
+        except UnicodeEncodeError:
+            return column
+    return None

@@ -1,0 +1,86 @@
+"""Rows as prompts to continue, and the resumable stream of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.sections.data import DataConfig, PromptDataConfig
+from holdfast.data.batches.candidates import CandidateReader, Candidates
+from holdfast.data.batches.exchange import Exchange
+from holdfast.data.batches.stream import BatchStream, Limits
+from holdfast.data.content.lengths import joined_inputs
+from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised
+from holdfast.errors import DataError
+from holdfast.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of a step."""
+
+    mine: tuple[Prompt, ...]
+    """This rank's, in draw order."""
+    ids: tuple[int, ...]
+    """Prompt ids over all ranks, in draw order."""
+    metrics: Mapping[str, float]
+    """What reading counted, over all ranks."""
+
+
+class PromptStream(BatchStream[Prompt, PromptBatch]):
+    """Prompts, a step's at a time. A rank continues the prompts it read: none of them moves."""
+
+    def __init__(
+        self,
+        rows: CandidateReader[Prompt],
+        config: PromptDataConfig,
+        exchange: Exchange,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(rows, config, exchange, limits)
+
+    def _batch_of(self, found: Candidates[Prompt]) -> PromptBatch:
+        mine = tuple(prompt for _, prompt in sorted(found.mine.items()))
+        counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
+        return PromptBatch(mine, tuple(known.draw for known in found.known), counted)
+
+
+def prompt_tokeniser(
+    tokeniser: RowTokeniser,
+    decode: Callable[[list[int]], str],
+    config: DataConfig,
+    longest: int,
+    why_no_videos: str = "",
+) -> Callable[[Row, int, str, str], Tokenised[Prompt]]:
+    """Return the function that turns rows into prompts.
+
+    Args:
+        tokeniser: Renders and tokenises a row's prompt.
+        decode: Tokens to text, special tokens included.
+        config: The data section.
+        longest: Tokens a prompt may have.
+        why_no_videos: Why a prompt may have no videos; "" if it may.
+    """
+
+    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
+        written, laid, positions, skips_template = tokeniser.opening(row, name, why_no_videos)
+        tokens = np.asarray(laid.tokens, dtype=np.int64)
+        if tokens.size == 0:
+            raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
+        if tokens.size <= longest:
+            columns: dict[str, Any] = dict(row)
+            inputs = joined_inputs(laid)
+            prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions)
+            return Tokenised((prompt,), {"without_chat_template": 1} if skips_template else {})
+        if config.overlong == "refuse":
+            raise DataError(
+                f"{name}: its prompt has {tokens.size} tokens, and data.max_length={config.max_length} less "
+                f"rollout.max_new_tokens leaves room for {longest}. Raise data.max_length, or set data.overlong: drop."
+            )
+        return Tokenised((), {"overlong_dropped": 1})
+
+    return tokenise

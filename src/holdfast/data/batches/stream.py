@@ -1,0 +1,373 @@
+"""The resumable stream of mini-batches.
+
+A mini-batch is a fixed set of rows, a pure function of (seed, draw, configuration): the number of ranks and the token
+budgets never enter it. Each rank reads and tokenises its share, lengths are gathered, a pure planner assigns packs, and
+sequences move once. `state()` is a handful of integers and continues exactly at another number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.candidates import CandidateReader, Candidates
+from holdfast.data.batches.cutting import Rest, cut_windows
+from holdfast.data.batches.exchange import Exchange
+from holdfast.data.rows.rows import Source
+from holdfast.data.tokens.chat import S
+from holdfast.errors import DataError
+from holdfast.types import Example, MiniBatch
+
+T = TypeVar("T")
+
+_COUNTED_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where the stream stands. Defined by global draws, never by ranks."""
+
+    draw: int = 0
+    """The next candidate."""
+    epoch: int = 0
+    epoch_first_draw: int = 0
+    batches_in_epoch: int = 0
+    sequences_in_epoch: int = 0
+    """All that its rows gave: two of a pair, and two where a row brings its prompt with another row's answer."""
+    offset: int = 0
+    """Tokens of the next row that windows have used already (packing: wrapped)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the data a stream serves."""
+
+    passes: float | None = None
+    """Passes over the data, the last one perhaps in part; None: without end."""
+    batches: int | None = None
+    """Batches per pass."""
+    repeat: bool = False
+    """Serve the first pass again and again."""
+    draws: int | None = None
+    """Candidates per pass: only the first rows."""
+    by_rows: bool = False
+    """Part of a pass is a part of its rows: batches have another size than was configured."""
+
+
+Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], Rest | None]]
+"""Cuts candidates into windows of `goal` tokens together: function(found, tokens of its first row used, goal)."""
+
+
+class BatchStream(ABC, Generic[S, T]):
+    """Batches of candidates, one after the other.
+
+    Args:
+        rows: Candidate rows, shared out over the ranks.
+        config: The data section.
+        exchange: The ranks.
+        limits: How much of the data is served.
+        cut: Cuts the candidates of a batch into windows; without it, batches are made of whole rows.
+
+    Raises:
+        DataError: The limits, or a batch size, cannot be kept with this data.
+    """
+
+    def __init__(
+        self,
+        rows: CandidateReader[S],
+        config: DataConfig,
+        exchange: Exchange,
+        limits: Limits | None = None,
+        cut: Cut[S] | None = None,
+    ) -> None:
+        self.cursor = Cursor()
+        self._rows: CandidateReader[S] = rows
+        self._order = rows.reader.order
+        self._config = config
+        self._exchange = exchange
+        self._limits = limits or Limits()
+        self._cut: Cut[S] | None = cut
+        self._counts: Counter[str] = Counter()
+        self._kept: int | None = None
+        """Rows of a pass that are trained on, where somebody counted."""
+        self._seen = (0, 0)
+        """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
+        self._ahead: tuple[T | None, Cursor, tuple[int, int]] | None = None
+        """A batch that was read early, and where the stream stands after it."""
+        self._refuse_what_cannot_be()
+
+    @abstractmethod
+    def _batch_of(self, found: Candidates[S]) -> T:
+        """Make a batch of its candidates."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The rows, by source."""
+        return self._rows.reader.sources
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Identity of the rows, for comparison at resume."""
+        return [source.fingerprint for source in self.sources]
+
+    @property
+    def rows_tokenised(self) -> int:
+        """Rows this rank has turned into tokens."""
+        return self._rows.rows_tokenised
+
+    def state(self) -> dict[str, Any]:
+        """Return where the stream stands, as JSON-ready values."""
+        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._seen)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where another stream of the same data and seed stood, at any number of ranks."""
+        self.cursor = Cursor(**state["cursor"])
+        self._ahead = None
+        # How far windows look ahead decides when a stream's end is learned.
+        self._seen = (state["seen"][0], state["seen"][1])
+        # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
+        for index, source in enumerate(self._rows.reader.sources):
+            if source.size is None:
+                self._order.sizes[index] = state["sizes"][index]
+
+    def count_rows(self, *, tokens: bool) -> None:
+        """Count the rows of the first pass that are not left out, so that the number of its batches is exact.
+
+        It asks the filter about every row. A stream whose end is not known is not counted.
+
+        Args:
+            tokens: Make tokens of the rows, too, where these may lead to rows being left out.
+
+        Raises:
+            DataError: A row is malformed; the same error on all ranks.
+        """
+        draws = self._pass_draws()
+        tokens = tokens and (self._config.overlong == "drop" or getattr(self._config, "unusable", "") == "drop")
+        if draws is not None and (tokens or self._rows.is_filtered):
+            self._kept = sum(
+                self._rows.kept(first, min(first + _COUNTED_AT_ONCE, draws), tokens=tokens)
+                for first in range(0, draws, _COUNTED_AT_ONCE)
+            )
+
+    def steps_per_epoch(self) -> int | None:
+        """Return the batches of one epoch; None if unknown. Rows left out are part of it until they were counted.
+
+        Windows of `packing: wrapped` depend on token counts, and a batch size that changes has no one answer.
+        """
+        rows = self._pass_draws() if self._kept is None else self._kept
+        if rows is None or self._config.packing == "wrapped" or self._config.batch_size_schedule:
+            return self._limits.batches
+        batches = -(-rows // self._config.batch_size)
+        return min(batches, self._limits.batches) if self._limits.batches else batches
+
+    @property
+    def epoch(self) -> float:
+        """Passes done, with the part of the current one where its length is known."""
+        draws, batches = self._pass_draws(), self._limits.batches
+        by_draws = (self.cursor.draw - self.cursor.epoch_first_draw) / draws if draws else 0.0
+        by_batches = self.cursor.batches_in_epoch / batches if batches else 0.0
+        return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
+
+    def read_ahead(self, step: int) -> T | None:
+        """Return the next batch, which stays the next, so that an error in its rows shows before anything is written.
+
+        Raises:
+            DataError: As `next`.
+        """
+        before = self.cursor, self._seen
+        batch = self.next(step)
+        self._ahead = (batch, self.cursor, self._seen)
+        self.cursor, self._seen = before
+        return batch
+
+    def next(self, step: int, rows: int | None = None) -> T | None:
+        """Return the batch of a step (counted from 0), or None when the passes are done.
+
+        Args:
+            step: Which step.
+            rows: How many rows it has; default: as configured.
+
+        Raises:
+            DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and rows in {None, self._batch_size(step)}:
+            batch, self.cursor, self._seen = ahead
+            return batch
+        while not self._is_done():
+            size = rows or self._batch_size(step)
+            found, cursor, ended = self._collect(size)
+            self._refuse_too_little(found, cursor, size, ended=ended)
+            most = self._pass_batches()
+            limited = most is not None and cursor.batches_in_epoch >= most
+            self.cursor = self._after_pass(cursor) if ended or limited else cursor
+            if found.known:
+                return self._batch_of(found)
+        return None
+
+    def _batch_size(self, step: int) -> int:
+        schedule = self._config.batch_size_schedule
+        starts = [start for start in schedule if start <= step]
+        return schedule[max(starts)] if starts else self._config.batch_size
+
+    def _pass_draws(self) -> int | None:
+        """Return the draws of a whole pass; None while a stream's end is not known."""
+        known = [draws for draws in (self._order.epoch_draws, self._limits.draws) if draws is not None]
+        return min(known, default=None)
+
+    def _left(self) -> float:
+        """Return how many passes are left, the current one included."""
+        return math.inf if self._limits.passes is None else self._limits.passes - self.cursor.epoch
+
+    def _pass_end(self) -> int | None:
+        """Return the draw at which the current pass ends; the last one may end early."""
+        draws, left = self._pass_draws(), self._left()
+        if draws is None:
+            return None
+        if left < 1 and self._pass_batches() is None:
+            draws = min(draws, math.ceil(round(left * draws, 6)))
+        return self.cursor.epoch_first_draw + draws
+
+    def _pass_batches(self) -> int | None:
+        """Return how many batches the current pass has at most; the last pass may have a part of them."""
+        left, whole = self._left(), self.steps_per_epoch()
+        if left >= 1 or whole is None or self._limits.by_rows:
+            return self._limits.batches
+        return math.ceil(round(left * whole, 6))  # 0.3 * 10 is a little more than 3 in floating point
+
+    def _is_done(self) -> bool:
+        end, left, most = self._pass_end(), self._left(), self._pass_batches()
+        if left >= 1:
+            return False
+        served = most is not None and self.cursor.batches_in_epoch >= most
+        return left <= 0 or served or (end is not None and self.cursor.draw >= end)
+
+    def _after_pass(self, cursor: Cursor) -> Cursor:
+        """Return the cursor at the start of the next pass; after a part of a pass, nothing follows."""
+        if self._left() < 1:
+            return cursor
+        whole = self._order.epoch_draws
+        first = cursor.draw if whole is None else max(cursor.draw, cursor.epoch_first_draw + whole)
+        if self._limits.repeat:
+            return Cursor(
+                draw=cursor.epoch_first_draw, epoch=cursor.epoch + 1, epoch_first_draw=cursor.epoch_first_draw
+            )
+        # A window may have cut the row that the next pass begins with.
+        offset = cursor.offset if first == cursor.draw else 0
+        return Cursor(draw=first, epoch=cursor.epoch + 1, epoch_first_draw=first, offset=offset)
+
+    def _collect(self, size: int) -> tuple[Candidates[S], Cursor, bool]:
+        """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""
+        wrapped = self._cut is not None
+        goal = size * self._config.max_length if wrapped else size
+        cursor, found = self.cursor, Candidates[S]()
+        draw, filled, end = cursor.draw, 0, self._pass_end()
+        while filled < goal and (end is None or draw < end):
+            last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
+            before, tokens = draw, found.tokens
+            draw = self._rows.round(draw, last if end is None else min(last, end), found)
+            self._seen = (self._seen[0] + draw - before, self._seen[1] + found.tokens - tokens)
+            filled = found.tokens - cursor.offset if wrapped else found.rows
+            end = self._pass_end()  # known as soon as a stream's end is
+        rest, left = Rest(draw, 0), None
+        if self._cut is not None:
+            found, left = self._cut(found, cursor.offset, goal)
+            rest = left or rest
+        self._counts.update(found.counts)
+        after = replace(
+            cursor,
+            draw=rest.draw,
+            offset=rest.offset,
+            batches_in_epoch=cursor.batches_in_epoch + 1,
+            sequences_in_epoch=cursor.sequences_in_epoch + len(found.known),
+        )
+        return found, after, end is not None and draw >= end and left is None
+
+    def _rows_for(self, tokens: int) -> int:
+        """Guess how many rows give so many tokens. Rows read too early are read again; the result does not change."""
+        rows, seen = self._seen
+        return math.ceil(tokens * rows / seen) if seen else math.ceil(tokens / self._config.max_length)
+
+    def _names(self) -> str:
+        return ", ".join(source.name for source in self._rows.reader.sources)
+
+    def _refuse_what_cannot_be(self) -> None:
+        draws, passes = self._pass_draws(), self._limits.passes
+        if draws is None and passes is not None and passes < 1 and self.steps_per_epoch() is None:
+            raise DataError(
+                f"epochs={passes:g} of {self._names()}: nobody knows the length of a stream before its end. "
+                "Set steps, or epochs: 1."
+            )
+        largest = max([self._config.batch_size, *self._config.batch_size_schedule.values()])
+        if draws is not None and draws < largest and not self._takes_little:
+            raise DataError(self._too_small(f"has {draws} rows", f"{largest}"))
+
+    @property
+    def _takes_little(self) -> bool:
+        return self._config.allow_partial or self._config.packing == "wrapped"
+
+    def _refuse_too_little(self, found: Candidates[S], cursor: Cursor, size: int, *, ended: bool) -> None:
+        """Refuse a whole pass without a sequence, or one that is smaller than a batch."""
+        if not ended:
+            return
+        if cursor.sequences_in_epoch == 0:
+            counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
+            raise DataError(
+                f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). "
+                "Look at one with `holdfast data preview RUN.yaml`."
+            )
+        if cursor.batches_in_epoch > 1 or self._left() < 1 or self._config.allow_partial:
+            return
+        window = self._config.max_length
+        if self._config.packing == "wrapped" and found.tokens < size * window:
+            raise DataError(self._too_small(f"gives {found.tokens} tokens", f"{size} windows of {window} tokens"))
+        least = min(size, self._config.batch_size)  # a pass may hold fewer than someone asked for in excess
+        if self._config.packing != "wrapped" and found.rows < least:
+            raise DataError(self._too_small(f"gives {found.rows} rows", f"{least}"))
+
+    def _too_small(self, has: str, batch: str) -> str:
+        return (
+            f"{self._names()} {has}, less than one batch of {batch}. Lower data.batch_size, add data, or set "
+            "data.allow_partial: true."
+        )
+
+
+class SampleStream(BatchStream[Example, MiniBatch]):
+    """Mini-batches to train on.
+
+    Args:
+        rows, config, exchange, limits: As in `BatchStream`.
+        layout: How packs are built.
+
+    Raises:
+        DataError: As in `BatchStream`.
+    """
+
+    def __init__(
+        self,
+        rows: CandidateReader[Example],
+        config: DataConfig,
+        exchange: Exchange,
+        layout: Layout | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(rows, config, exchange, limits, self._windows if config.packing == "wrapped" else None)
+        self._layout = layout or Layout()
+
+    def _batch_of(self, found: Candidates[Example]) -> MiniBatch:
+        if not self._layout.brings_other_answers:
+            return assemble(found, self._exchange, self._config, self._layout)
+        own = replace(found.of_part(0), counted=found.counted)
+        # Both move sequences between all ranks, so every rank makes these calls in this order.
+        batch = assemble(own, self._exchange, self._config, self._layout)
+        beside = assemble(found.of_part(1), self._exchange, self._config, self._layout)
+        return replace(batch, other_answers=beside.micro_batches)
+
+    def _windows(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
+        return cut_windows(found, self._exchange, offset=offset, goal=goal, window=self._config.max_length)

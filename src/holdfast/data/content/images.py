@@ -1,0 +1,294 @@
+"""Images and videos of rows: where they are named, how they are opened.
+
+A row names its images in a column `images` (or `image`), with `<image>` in its text for each; or inside the parts of
+its messages. Videos are lists of frames in a column `videos`, with `<video>` in the text, or inside parts.
+Everything is brought to parts `{type: image}` and `{type: video}` and one list of what to open, in the parts' order.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.config.paths import expanded
+from holdfast.data.content.formats import Conversation, PlainText, PromptCompletion
+from holdfast.data.content.messages import Message
+from holdfast.data.content.videos import Video, video_of
+from holdfast.data.rows.rows import Row
+from holdfast.errors import DataError
+
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
+"""Stands for one image or video in the text of a row that has a column of them."""
+
+_SOURCES = {"image": ("image", "path", "url", "bytes", "image_url"), "video": ("video", "frames", "path", "url")}
+"""Keys of a part that may hold what is to be opened."""
+
+Held = dict[str, list[Any]]
+"""What a row holds of each kind."""
+
+Content = Conversation | PromptCompletion | PlainText
+C = TypeVar("C", bound=Content)
+
+
+def place_images(content: C, row: Row, where: str, blind: str | None = None) -> C:
+    """Return the content with its images and videos: one part, or one placeholder, for each.
+
+    Args:
+        content: Of the row.
+        row: Its columns.
+        where: What an error calls it.
+        blind: A sentence that says why no images can be trained on; None: they can.
+
+    Raises:
+        DataError: Placeholders and images do not match in number, a part is of another kind, or there are images and
+            none can be trained on.
+    """
+    given: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    content, places, inside = _located(content, where, [kind for kind in PLACEHOLDERS if given[kind]])
+    seen = [kind for kind in PLACEHOLDERS if given[kind] or kind in places]
+    if blind is not None and seen:
+        raise DataError(
+            f"{where} has {seen[0]}s. {blind}. Remove them; a column that holds none of the row's images can be given "
+            "another name, as in data.columns={other: image}."
+        )
+    found = {}
+    for kind in PLACEHOLDERS:
+        _refuse_mismatch(kind, given[kind], inside[kind], places.count(kind), where)
+        found[kind] = iter(_opened_later(given[kind] or inside[kind], kind, where))
+    return replace(content, images=tuple(next(found[kind]) for kind in places)) if places else content
+
+
+def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str], Held]:
+    """Return the content with bare parts, the kinds of its places in their order, and what its parts held."""
+    inside: Held = {kind: [] for kind in PLACEHOLDERS}
+    if not isinstance(content, Conversation):
+        return content, _marks(_text_of(content), named), inside
+    messages = _parsed(content.messages, where, inside, named)
+    places = [part["type"] for message in messages for part in _parts(message) if _is_image(part)]
+    return replace(content, messages=messages), places, inside
+
+
+def held_images(row: Row, where: str) -> Iterator[Any]:
+    """Yield what a row holds or names of images, then of the frames of videos: in its columns, and in messages.
+
+    Raises:
+        DataError: As `place_images`.
+    """
+    held: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    for value in row.values():
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            _parsed([each for each in value if isinstance(each, Mapping)], where, held, ())
+    yield from held["image"]
+    for video in _opened_later(held["video"], "video", where):
+        yield from video.frames
+
+
+def _opened_later(held: Sequence[Any], kind: str, where: str) -> list[Any]:
+    if kind == "image":
+        return list(held)
+    return [each if isinstance(each, Video) else video_of(each, f"{where}, video {n}") for n, each in enumerate(held)]
+
+
+def _refuse_mismatch(kind: str, given: Sequence[Any], inside: Sequence[Any], places: int, where: str) -> None:
+    if inside and given:
+        raise DataError(
+            f"{where} has a column of {len(given)} {kind}s, and its messages hold {len(inside)} themselves. Keep one "
+            "of the two."
+        )
+    found = len(given or inside)
+    if places != found:
+        raise DataError(
+            f"{where} has {found} {kind}{'' if found == 1 else 's'} and places for {places}. Every {kind} needs one "
+            f"{PLACEHOLDERS[kind]} in the text, or one part {{type: {kind}}} in a message, in the {kind}s' order."
+        )
+
+
+def images_up_to(conversation: Conversation, message: int) -> int:
+    """Return how many images and videos the messages before this one hold."""
+    return sum(_is_image(part) for earlier in conversation.messages[:message] for part in _parts(earlier))
+
+
+def _text_of(content: PromptCompletion | PlainText) -> str:
+    return content.prompt + content.completion if isinstance(content, PromptCompletion) else content.text
+
+
+def _marks(text: str, kinds: Collection[str]) -> list[str]:
+    """Return the kinds of the placeholders in a text, in their order."""
+    return [found["kind"] for found in re.finditer("<(?P<kind>image|video)>", text) if found["kind"] in kinds]
+
+
+def _column(row: Row, kind: str, where: str) -> list[Any]:
+    """Return the images or videos of the row's own column."""
+    names = ("images", "image") if kind == "image" else ("videos",)
+    named = [name for name in names if row.get(name) is not None]
+    if len(named) > 1:
+        raise DataError(f"{where} has both a column '{kind}s' and a column '{kind}'. Keep one of the two.")
+    if not named:
+        return []
+    value = row[named[0]]
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return list(value) if is_list else [value]
+
+
+def _parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in PLACEHOLDERS
+
+
+def _parsed(messages: Sequence[Message], where: str, inside: Held, named: Sequence[str]) -> list[Message]:
+    """Return the messages with bare parts, after moving what those parts held to `inside`.
+
+    Args:
+        messages: Of the row.
+        where: What an error calls it.
+        inside: By kind; filled.
+        named: Kinds that have a column, whose placeholders in texts become parts.
+    """
+    parsed: list[Message] = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str) and _marks(content, named):
+            parsed.append({**message, "content": _split(content, named)})
+        elif isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [_part(part, f"{where}, message {number}", inside) for part in content]
+            split = [piece for part in parts for piece in _divided(part, named)]
+            parsed.append({**message, "content": split})
+        else:
+            parsed.append(message)
+    return parsed
+
+
+def _divided(part: Any, named: Sequence[str]) -> list[Any]:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text" and _marks(str(part.get("text")), named)
+    return _split(part["text"], named) if is_text else [part]
+
+
+def _split(text: str, named: Sequence[str]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for piece in re.split(f"(<(?:{'|'.join(named)})>)", text):
+        if piece[1:-1] in named and piece == PLACEHOLDERS[piece[1:-1]]:
+            parts.append({"type": piece[1:-1]})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _part(part: Any, where: str, inside: Held) -> Any:
+    """Return one part without the columns that other parts have, and without its image, which goes to `inside`."""
+    if not isinstance(part, Mapping):
+        return part
+    part = {key: value for key, value in part.items() if value is not None}
+    kind = {"image_url": "image"}.get(part.get("type", ""), part.get("type", "text" if "text" in part else None))
+    if kind in {"audio", "input_audio", "video_url"}:
+        raise DataError(f"{where}: a part of type {kind}; Holdfast trains on text, images and videos. Remove the row.")
+    if kind not in PLACEHOLDERS:
+        return part
+    held = next((part[key] for key in _SOURCES[kind] if key in part), None)
+    if isinstance(held, Mapping) and "url" in held:
+        held = held["url"]
+    if held is not None:
+        inside[kind].append(video_of(held, f"{where}, a video", part.get("fps")) if kind == "video" else held)
+    return {"type": kind}
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Opens images. Relative paths start in `folder`, else in the current directory, else beside the YAML."""
+
+    folder: str | None
+    base: Path
+
+    def open(self, image: Any, where: str) -> Any:
+        """Return a PIL image in RGB, turned upright as its camera says.
+
+        Args:
+            image: A path, the bytes of a file, a PIL image, or a mapping with `bytes` or `path`.
+            where: What an error calls it.
+
+        Raises:
+            DataError: There is no such file, it is no image, or it is damaged.
+        """
+        try:
+            from PIL import Image, ImageOps
+        except ImportError:
+            raise DataError(f"{where}: reading images needs a package: pip install 'holdfast[vlm]'.") from None
+        image = _named(image)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                if isinstance(image, Image.Image):
+                    return image.convert("RGB")
+                opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.path(image, where))
+                return ImageOps.exif_transpose(opened).convert("RGB")
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            EOFError,
+            struct.error,  # of EXIF whose lengths or types are wrong, as the next one
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            MemoryError,
+            Image.DecompressionBombError,
+            Image.DecompressionBombWarning,
+        ) as error:
+            what = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
+            raise DataError(f"{where} ({what:.120}) cannot be read as an image: {error}.") from None
+
+    def content(self, image: Any) -> bytes:
+        """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
+
+        Raises:
+            DataError: It is no image, or there is no such file.
+            OSError, ValueError, RuntimeError: It cannot be read.
+        """
+        from PIL import Image
+
+        image = _named(image)
+        if isinstance(image, Image.Image):
+            return f"{image.mode} {image.size} ".encode() + image.convert("RGB").tobytes()
+        return image if isinstance(image, bytes) else self.path(image, "an image").read_bytes()
+
+    def path(self, image: Any, where: str) -> Path:
+        """Return the file that a row names.
+
+        Raises:
+            DataError: There is none, or it is named in a way that no file is.
+        """
+        if not isinstance(image, str | Path):
+            raise DataError(
+                f"{where} is a {type(image).__name__}; an image is a path, the bytes of a file, or a PIL image."
+            )
+        if str(image).startswith(("http://", "https://", "data:")):
+            raise DataError(
+                f"{where} is {str(image):.60}; images are read from files or from the rows. Download it and write its "
+                "path, which may be relative to data.image_dir."
+            )
+        path = expanded(str(image).removeprefix("file://"))
+        folders = [Path.cwd(), self.base]
+        if self.folder is not None:
+            folders = [place / self.folder for place in folders]
+        tried = list(dict.fromkeys(folder / path for folder in folders))
+        found = next((place for place in tried if place.is_file()), None)
+        if found is None:
+            raise DataError(
+                f"{where}: there is no file {' or '.join(str(place) for place in tried)}. Relative paths start in "
+                "data.image_dir."
+            )
+        return found
+
+
+def _named(image: Any) -> Any:
+    """Return the bytes or the path of an image that is a mapping of them, as `datasets` has it."""
+    return image.get("bytes") or image.get("path") if isinstance(image, Mapping) else image

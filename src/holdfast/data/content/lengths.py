@@ -1,0 +1,139 @@
+"""Sequences before they are numbered: what happens to one longer than `data.max_length`. Every case is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.sections.data import TextConfig
+from holdfast.errors import DataError
+from holdfast.types import Example
+
+
+class Grid(NamedTuple):
+    """Tokens of features that lie side by side, by frame, row and column."""
+
+    offset: int
+    """Of its first token, from the beginning of its image or video."""
+    frames: int
+    rows: int
+    columns: int
+    interval: float
+    """Positions from one frame to the next."""
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """The tokens of one image or video, and what the model gets of it. It is kept whole or left out."""
+
+    start: int
+    end: int
+    inputs: Mapping[str, NDArray[Any]]
+    grids: tuple[Grid, ...] = ()
+    """Of a video; an image's follows from its inputs."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens, and which of them are trained; nothing predicts the first one, so it is not."""
+
+    tokens: list[int]
+    trained: list[bool]
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether no token is left for the loss."""
+        return not any(self.trained[1:])
+
+
+def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str]) -> list[Stretch]:
+    """Bring a sequence to at most `text.max_length` tokens, and leave out what trains nothing.
+
+    Counts `truncated`, `split` and `overlong_dropped` sequences, and the `untrained` ones left out.
+
+    Raises:
+        DataError: It is longer and `text.overlong` is `refuse`.
+    """
+    limit, length = text.max_length, len(stretch.tokens)
+    pieces = [stretch]
+    if length > limit:
+        match text.overlong:
+            case "truncate":
+                counts["truncated"] += 1
+                pieces = [cut_to(stretch, limit)]
+            case "split":
+                counts["split"] += 1
+                pieces = _split(stretch, limit, row_name)
+            case "drop":
+                counts["overlong_dropped"] += 1
+                return []
+            case "refuse":
+                raise DataError(
+                    f"{row_name} has {length} tokens, more than data.max_length={limit}. Raise data.max_length to "
+                    f"{length}, or set data.overlong to truncate, split or drop."
+                )
+    kept = [piece for piece in pieces if not piece.trains_nothing]
+    if len(kept) < len(pieces):
+        counts["untrained"] += len(pieces) - len(kept)
+    return kept
+
+
+def cut_to(stretch: Stretch, limit: int) -> Stretch:
+    """Return the first tokens of a sequence, at most `limit`; an image stays whole or is left out."""
+    return _piece(stretch, 0, _whole_images(stretch, limit))
+
+
+def _split(stretch: Stretch, limit: int, row_name: str) -> list[Stretch]:
+    pieces = []
+    start = 0
+    while start < len(stretch.tokens):
+        end = _whole_images(stretch, start + limit)
+        if end <= start:
+            (longest,) = [span for span in stretch.images if span.start == start]
+            raise DataError(
+                f"{row_name} has {_word(longest)} of {longest.end - longest.start} tokens, more than "
+                f"data.max_length={limit}, and that cannot be split. Raise data.max_length, or lower data.max_pixels."
+            )
+        pieces.append(_piece(stretch, start, end))
+        start = end
+    return pieces
+
+
+def _word(span: ImageSpan) -> str:
+    return "a video" if span.grids else "an image"
+
+
+def _whole_images(stretch: Stretch, end: int) -> int:
+    """Return the last place up to `end` that is not inside an image."""
+    cut = next((span.start for span in stretch.images if span.start < end < span.end), end)
+    return min(cut, len(stretch.tokens))
+
+
+def _piece(stretch: Stretch, start: int, end: int) -> Stretch:
+    images = tuple(
+        replace(span, start=span.start - start, end=span.end - start)
+        for span in stretch.images
+        if start <= span.start and span.end <= end
+    )
+    return Stretch(stretch.tokens[start:end], stretch.trained[start:end], images)
+
+
+def example_of(stretch: Stretch, sample_id: int, source: str, positions: NDArray[np.int64] | None = None) -> Example:
+    """Return a sequence that is a prompt of its own."""
+    loss_mask = np.asarray(stretch.trained, dtype=np.bool_)
+    loss_mask[0] = False
+    tokens = np.asarray(stretch.tokens, dtype=np.int64)
+    inputs = joined_inputs(stretch)
+    return Example(sample_id, sample_id, tokens, loss_mask, source, model_inputs=inputs, positions=positions)
+
+
+def joined_inputs(stretch: Stretch) -> dict[str, NDArray[Any]]:
+    """Return what the model gets of all images of a sequence."""
+    spans = [span.inputs for span in stretch.images]
+    return {name: np.concatenate([span[name] for span in spans]) for name in (spans[0] if spans else ())}

@@ -1,0 +1,115 @@
+"""Which files a `path` means: where they are looked for, and which split each belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.config.paths import expanded
+from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES, choose_split
+from holdfast.data.rows.json_rows import JSON_SUFFIXES
+from holdfast.errors import DataError
+from holdfast.files import REGULAR, kind_of
+
+SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
+
+_SPLIT_SUFFIX = re.compile(r"(?P<path>.+)@(?P<split>[\w.\-+%:\[\]]+)")
+_SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing)?(?![a-z])")
+_CANONICAL = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
+_GLOB = "*?["
+_BESIDE_THE_DATA = {"dataset_infos.json", "dataset_info.json", "state.json"}
+
+
+def split_off(path: str, base: Path) -> tuple[str, str | None]:
+    """Divide `name@split`; an existing file whose own name has an `@` stays whole."""
+    match = _SPLIT_SUFFIX.fullmatch(path)
+    if match is None or any(place.exists() for place in places(path, base)):
+        return path, None
+    return match["path"], match["split"]
+
+
+def places(path: str, base: Path) -> list[Path]:
+    """Return where a path is looked for: from the current directory, then beside the YAML."""
+    relative = expanded(path)
+    return list(dict.fromkeys([Path.cwd() / relative, base.resolve() / relative]))
+
+
+def find_local(path: str, base: Path) -> list[Path]:
+    """Return the files or the directory that `path` or the glob means, or nothing if it is not here."""
+    for place in places(path, base):
+        if place.exists():
+            return [place]
+        if any(character in path for character in _GLOB):
+            anchor = Path(place.anchor)
+            found = sorted(file for file in anchor.glob(str(place.relative_to(anchor))) if file.is_file())
+            if found:
+                return found
+    return []
+
+
+def files_of_split(found: Sequence[Path], split: str | None, path: str) -> list[Path]:
+    """Return the data files of one split, in the order of their names.
+
+    One file or a glob is the split `train`. In a directory the names say it (`train-00000.parquet`, `test/a.jsonl`);
+    where no name does, all are `train`.
+
+    Raises:
+        DataError: No file can be read, kinds are mixed, or there is no such split.
+    """
+    splits = _by_name(found[0]) if found[0].is_dir() else {"train": list(found)}
+    if split is not None and split not in splits:
+        split = _CANONICAL.get(split, split)
+    files = splits[choose_split(splits, split, path)]
+    for file in files:
+        if (kind := kind_of(file)) != REGULAR:
+            raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
+    unknown = [file.name for file in files if not file.name.endswith(SUFFIXES)]
+    if unknown:
+        raise DataError(f"{path}: {unknown[0]} is no kind of file we read. Use one of {', '.join(SUFFIXES)}.")
+    if len({file.name.endswith(PARQUET_SUFFIXES) for file in files}) > 1:
+        raise DataError(f"{path} holds both JSON and parquet files. Name one kind by a glob, as in {path}/*.parquet.")
+    return files
+
+
+def _by_name(directory: Path) -> dict[str, list[Path]]:
+    files = sorted(
+        file
+        for file in directory.rglob("*")
+        if file.name.endswith(SUFFIXES) and file.name not in _BESIDE_THE_DATA and file.is_file()
+    )
+    if not files:
+        raise DataError(f"{directory} has no data files. They end in one of {', '.join(SUFFIXES)}.")
+    splits: dict[str, list[Path]] = {}
+    unnamed: list[Path] = []
+    for file in files:
+        split = _split_of(file.relative_to(directory))
+        (unnamed if split is None else splits.setdefault(split, [])).append(file)
+    if unnamed and splits:
+        raise DataError(
+            f"{directory}: {unnamed[0].name} carries no split in its name, but other files do ({', '.join(splits)}). "
+            f"Name the files you mean by a glob, as in {directory}/*.jsonl."
+        )
+    return dict(sorted(splits.items())) or {"train": unnamed}
+
+
+def _split_of(relative: Path) -> str | None:
+    """Return the split that the file's name says, else the one its innermost folder says."""
+    for part in reversed(relative.parts):
+        match = _SPLIT_IN_NAME.search(part.lower())
+        if match:
+            return _CANONICAL.get(match[1], match[1])
+    return None
+
+
+def is_hub_name(path: str) -> bool:
+    """Say whether `path` can name a data set of the hub: `name` or `owner/name`, and no data file."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.endswith(SUFFIXES)
+
+
+def default_name(path: str) -> str:
+    """Return the file's stem, the directory's name, or what comes before a glob."""
+    parts = [part for part in Path(path).parts if not any(character in part for character in _GLOB)]
+    last = parts[-1] if parts else path
+    suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if last.endswith(suffix)), "")
+    return last.removesuffix(suffix) or last

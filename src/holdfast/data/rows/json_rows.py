@@ -1,0 +1,241 @@
+"""JSON lines and JSON arrays as rows by number.
+
+The file stays on disk; memory holds one offset per row. Every value is as the file writes it: a columnar reader would
+fill the keys that one row lacks and another has with nulls, and so rewrite tool schemas and tool calls.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import tempfile
+import weakref
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, cast
+
+import xxhash
+
+from holdfast.errors import DataError
+from holdfast.files import RegularFile, parse_json
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class JsonRows:
+    """Rows of JSON files, one after the other. Every line is parsed once at the start, so a bad one is found there."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Index the files.
+
+        Raises:
+            DataError: A line is not a JSON object; file and line are named.
+        """
+        digest = xxhash.xxh3_128()
+        self._files: list[IO[bytes]] = []
+        self._starts: list[array[int]] = []
+        self._rows_before = [0]
+        for path in files:
+            opened = _seekable_lines(path)
+            weakref.finalize(self, opened.close)
+            starts = _index(path, opened, digest)
+            self._files.append(opened)
+            self._starts.append(starts)
+            self._rows_before.append(self._rows_before[-1] + len(starts) - 1)
+        self.content_hash: str = digest.hexdigest()
+        """xxh3_128 of the lines, decompressed; those of an array as we write them."""
+
+    def __len__(self) -> int:
+        return self._rows_before[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part = bisect_right(self._rows_before, index) - 1
+        starts, offset = self._starts[part], index - self._rows_before[part]
+        # pread leaves the file's position alone, so processes that share it after a fork do not disturb each other.
+        line = os.pread(self._files[part].fileno(), starts[offset + 1] - starts[offset], starts[offset])
+        row: Mapping[str, Any] = json.loads(line)
+        return row
+
+
+def scan_json(files: Sequence[Path], start: int) -> Iterator[Mapping[str, Any]]:
+    """Yield rows front to back without an index; of the lines before row `start` none is parsed."""
+    to_skip = start
+    for path in files:
+        unit = _unit(path)
+        for number, line in enumerate(_lines(path, unit), start=1):
+            if not line.strip():
+                continue
+            if to_skip:
+                to_skip -= 1
+                continue
+            yield _parse(line, f"{path}, {unit} {number}")
+
+
+def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
+    """Return where each row starts, and where the last one ends."""
+    starts = array("q")
+    unit = _unit(path)
+    end = 0
+    for number, line in enumerate(opened, start=1):
+        digest.update(line)
+        if line.strip():
+            _parse(line, f"{path}, {unit} {number}")
+            starts.append(end)
+        end += len(line)
+    starts.append(end)
+    return starts
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not valid JSON ({error}). Each row is one JSON object on one line.") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a row must be a JSON object with named columns, not a {type(row).__name__}.")
+    return row
+
+
+def _seekable_lines(path: Path) -> IO[bytes]:
+    """Open the file itself where its lines are the rows, else an unnamed temporary copy written as JSON lines."""
+    unit = _unit(path)
+    if unit == "line" and path.suffix != ".gz":
+        return io.BufferedReader(_opened(path))
+    with ExitStack() as if_it_fails:
+        copy = if_it_fails.enter_context(tempfile.TemporaryFile())
+        copy.writelines(_lines(path, unit))
+        copy.seek(0)
+        if_it_fails.pop_all()
+        return copy
+
+
+def _lines(path: Path, unit: str) -> Iterator[bytes]:
+    try:
+        with _decompressed(path) as opened:
+            if unit == "line":
+                yield from opened
+            else:
+                for element in array_elements(opened, path):
+                    yield json.dumps(element, ensure_ascii=False).encode() + b"\n"
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+
+
+def _decompressed(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        raw = _opened(path)
+        unpacked = gzip.GzipFile(fileobj=raw)
+        unpacked.myfileobj = raw  # closed with it, as one that gzip opened itself
+        return cast("IO[bytes]", unpacked)
+    return io.BufferedReader(_opened(path))
+
+
+def _opened(path: Path) -> RegularFile:
+    try:
+        return RegularFile(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _unit(path: Path) -> str:
+    """Say what a row is in this file: a `line`, or an `element` of one JSON array."""
+    try:
+        with _decompressed(path) as opened:
+            head = opened.read(4096)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+    return "element" if head.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[") else "line"
+
+
+CHUNK_CHARACTERS = 1 << 20
+
+_BLANK = " \t\r\n"
+_LONGEST_CUT_TOKEN = 16
+"""A literal, number or escape cut by the end of a chunk fails within this many characters of the end."""
+
+
+def array_elements(opened: IO[bytes], path: Path) -> Iterator[Any]:
+    """Yield the elements of the JSON array in `opened`; `path` names it in errors.
+
+    Raises:
+        DataError: The text is not a JSON array; the element is named.
+    """
+    decoded = io.TextIOWrapper(opened, encoding="utf-8-sig")
+    try:
+        yield from _elements(_Text(decoded, path), path)
+    finally:
+        decoded.detach()
+
+
+def _elements(text: _Text, path: Path) -> Iterator[Any]:
+    text.expect("[", element=1)
+    number = 0
+    while text.peek() != "]":
+        number += 1
+        if number > 1:
+            text.expect(",", element=number)
+        yield text.value(number)
+    text.expect("]", element=number)
+    if text.peek():
+        raise DataError(f"{path}: there is text after the end of the JSON array. A .json file holds one array of rows.")
+
+
+class _Text:
+    """A window of the file that grows when a value does not fit, and moves on behind each value."""
+
+    def __init__(self, opened: io.TextIOWrapper, path: Path) -> None:
+        self._opened = opened
+        self._path = path
+        self._decoder = json.JSONDecoder()
+        self._window = ""
+        self._position = 0
+        self._ended = False
+
+    def peek(self) -> str:
+        """Return the next character that is not blank, or an empty string at the end."""
+        while True:
+            while self._position < len(self._window) and self._window[self._position] in _BLANK:
+                self._position += 1
+            if self._position < len(self._window) or self._ended:
+                return self._window[self._position : self._position + 1]
+            self._grow()
+
+    def expect(self, character: str, element: int) -> None:
+        """Step over `character`."""
+        found = self.peek()
+        if found != character:
+            where = f"found {found!r}" if found else "the file ends"
+            raise DataError(f"{self._path}, element {element}: not a JSON array, {where} where {character!r} belongs.")
+        self._position += 1
+
+    def value(self, element: int) -> Any:
+        """Parse one value and step over it."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._window, self._position)
+            except json.JSONDecodeError as error:
+                cut_off = error.msg.startswith("Unterminated") or error.pos >= len(self._window) - _LONGEST_CUT_TOKEN
+                if self._ended or not cut_off:
+                    raise DataError(f"{self._path}, element {element}: not valid JSON ({error.msg}).") from None
+                self._grow()
+            else:
+                self._position = end
+                return value
+
+    def _grow(self) -> None:
+        # Twice what is left: a value of n characters is then parsed from its start only log(n) times.
+        rest = self._window[self._position :]
+        try:
+            more = self._opened.read(max(CHUNK_CHARACTERS, len(rest)))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self._path}: not UTF-8 ({error}).") from None
+        self._window, self._position, self._ended = rest + more, 0, not more

@@ -1,0 +1,219 @@
+"""Read the row a draw leads to, from sources with an index and from streams alike."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.rows.order import DrawOrder
+from holdfast.data.rows.rows import Row, Source
+from holdfast.errors import DataError
+
+_HASHED_AT_ONCE = 65_536
+_GOLDEN = 0.6180339887498949
+
+
+class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
+    """A stream has no row for this turn, met for the first time: the turn is its size."""
+
+    def __init__(self, source: int, size: int) -> None:
+        super().__init__(source, size)
+        self.source = source
+        self.size = size
+
+
+class Found(NamedTuple):
+    """A row, and where it stands."""
+
+    source: Source
+    name: str
+    """For messages: source and number of the row in the file."""
+    row: Row
+
+
+class HeldOut:
+    """The rows of a source that do, or do not, belong to the validation split.
+
+    A row belongs to it by a hash of its index, so the split needs no state, stays the same when rows are appended, and
+    is known for a stream before it is read.
+
+    Args:
+        source: All rows.
+        share: Of the rows that belong to the split, above 0 and below 1.
+        keep: Serve the split; off: serve the rest.
+
+    Raises:
+        DataError: Nothing is left.
+    """
+
+    def __init__(self, source: Source, share: float, *, keep: bool) -> None:
+        self.source = source
+        self.share = share
+        self.keep = keep
+        self.name = source.name
+        self.fingerprint = f"{source.fingerprint}:{'validation' if keep else 'train'}:{share}"
+        self._rows = None if source.size is None else np.flatnonzero(self._members(0, source.size))
+        self.size = None if self._rows is None else int(self._rows.size)
+        if self.size == 0:
+            left = "the validation split" if keep else "training"
+            raise DataError(
+                f"data.validation_split={share} of the {source.size} rows of {source.name} leaves none for {left}. "
+                "Choose another share, or name an evaluation set under evaluation.sets."
+            )
+
+    def number(self, index: int) -> int:
+        """Return where a row of the split stands among all rows; only for a source with an index."""
+        assert self._rows is not None
+        return int(self._rows[index])
+
+    def row(self, index: int) -> Row:
+        """Return a row by its index within the split."""
+        return self.source.row(self.number(index))
+
+    def scan(self, start: int) -> Iterator[Row]:
+        """Yield the rows of the split from the start-th on."""
+        return (row for _, row in self.numbered(start))
+
+    def numbered(self, start: int) -> Iterator[tuple[int, Row]]:
+        """Yield the rows of the split from the start-th on, each with its number among all rows."""
+        numbers = self._numbers(start)
+        wanted = first = next(numbers)
+        for number, row in enumerate(self.source.scan(first), start=first):
+            if number == wanted:
+                yield number, row
+                wanted = next(numbers)
+
+    def _numbers(self, start: int) -> Iterator[int]:
+        """Yield the numbers of the split's rows from the start-th on, from hashes alone; there is no end to them."""
+        for first in count(0, _HASHED_AT_ONCE):
+            numbers = np.flatnonzero(self._members(first, first + _HASHED_AT_ONCE))
+            yield from (first + int(number) for number in numbers[start:])
+            start = max(0, start - numbers.size)
+
+    def _members(self, start: int, end: int) -> NDArray[np.bool_]:
+        """Hash row numbers (splitmix64, Steele et al. 2014) and compare with the share."""
+        with np.errstate(over="ignore"):
+            value = np.arange(start, end, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+            value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            value ^= value >> np.uint64(31)
+        held_out = value.astype(np.float64) / 2.0**64 < self.share
+        return held_out if self.keep else ~held_out
+
+
+class RowReader:
+    """Rows by draw, over all sources of a data set."""
+
+    def __init__(self, sources: Sequence[Source], order: DrawOrder) -> None:
+        self.sources = list(sources)
+        self.order = order
+        self._streams = {
+            index: _BlockStream(source, order, index) for index, source in enumerate(sources) if source.size is None
+        }
+
+    def read(self, draw: int) -> Found:
+        """Return the row of a draw.
+
+        Raises:
+            EndOfStream: A stream ends before it.
+            DataError: The row cannot be read.
+        """
+        place = self.order.place(draw)
+        source = self.sources[place.source]
+        if source.size is not None:
+            assert place.row is not None
+            return _at(source, place.row)
+        number, row = self._streams[place.source].row(place.turn)
+        return Found(source, f"{source.name} row {number}", row)
+
+    def others(self, draw: int) -> Iterator[Found]:
+        """Yield the other rows of a draw's source, each once, in an order that follows from the row's number alone.
+
+        Each lies `stride(rows)` rows behind the one before it, and behind the last row comes the first. Only for a
+        source with an index.
+        """
+        place = self.order.place(draw)
+        source = self.sources[place.source]
+        assert source.size is not None and place.row is not None
+        step = stride(source.size)
+        return (_at(source, (place.row + turn * step) % source.size) for turn in range(1, source.size))
+
+    def learn_size(self, source: int, size: int) -> None:
+        """Note the size of a stream whose end was met; from there on it is passed over again and again.
+
+        Raises:
+            DataError: It has no row at all.
+        """
+        if size == 0:
+            raise DataError(f"{self.sources[source].name} has no rows.")
+        self.order.sizes[source] = size
+
+
+def _at(source: Source, index: int) -> Found:
+    number = source.number(index) if isinstance(source, HeldOut) else index
+    return Found(source, f"{source.name} row {number}", source.row(index))
+
+
+def stride(rows: int) -> int:
+    """Return a step that meets every row of a ring once: 0.618 of their number, or the next without a common divisor.
+
+    Steps of the golden ratio spread evenly over the ring, so they leave neighbours behind at once. What repeats in the
+    file with a period that divides the step is met again, so callers look further.
+    """
+    step = max(1, round(rows * _GOLDEN))
+    while gcd(step, rows) > 1:
+        step += 1
+    return step
+
+
+class _BlockStream:
+    """A stream cut into blocks that are shuffled one by one, so that a position needs no memory of what came before.
+
+    A classical shuffle buffer cannot be resumed without saving its rows; a block's order follows from its number.
+    """
+
+    def __init__(self, source: Source, order: DrawOrder, index: int) -> None:
+        self._source = source
+        self._order = order
+        self._index = index
+        self._at = (-1, -1)
+        """Pass and number of the block in memory."""
+        self._rows: list[tuple[int, Row]] = []
+        self._permutation: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
+        self._iterator: Iterator[tuple[int, Row]] = iter(())
+
+    def row(self, turn: int) -> tuple[int, Row]:
+        """Return the number of the row that a turn leads to, and the row."""
+        epoch, position = self._order.pass_of(self._index, turn)
+        block, place = divmod(position, self._order.block)
+        if (epoch, block) != self._at:
+            self._open(epoch, block)
+        if place >= len(self._rows):
+            if self._order.sizes[self._index] is None:
+                raise EndOfStream(self._index, turn)
+            raise DataError(
+                f"{self._source.name} had {self._order.sizes[self._index]} rows in its first pass and has fewer now. "
+                "A file must not change while a run reads it."
+            )
+        return self._rows[int(self._permutation[place])]
+
+    def _open(self, epoch: int, block: int) -> None:
+        size = self._order.block
+        if epoch == self._at[0] and block > self._at[1]:
+            between = (block - self._at[1] - 1) * size
+            deque(islice(self._iterator, between), maxlen=0)
+        else:
+            self._iterator = _numbered(self._source, block * size)
+        self._rows = list(islice(self._iterator, size))
+        self._permutation = self._order.within_block(self._index, epoch, block, len(self._rows))
+        self._at = (epoch, block)
+
+
+def _numbered(source: Source, start: int) -> Iterator[tuple[int, Row]]:
+    return source.numbered(start) if isinstance(source, HeldOut) else enumerate(source.scan(start), start=start)

@@ -1,0 +1,308 @@
+"""Where rows come from: files, saved data sets, the hub, generated tasks, live objects.
+
+A source numbers its rows from 0, and its fingerprint says what they are: a run that resumes on other rows is found out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import xxhash
+
+from holdfast.config.sections.data import SourceConfig
+from holdfast.data.rows.arrow_rows import (
+    PARQUET_SUFFIXES,
+    ArrowRows,
+    HubName,
+    HubStream,
+    is_saved_dataset,
+    open_hub,
+    open_parquet,
+    open_saved,
+    scan_parquet,
+)
+from holdfast.data.rows.files import (
+    default_name,
+    files_of_split,
+    find_local,
+    is_hub_name,
+    places,
+    split_off,
+)
+from holdfast.data.rows.json_rows import JsonRows, scan_json
+from holdfast.data.tasks.synthetic import SyntheticSource, TaskRows
+from holdfast.errors import DataError
+from holdfast.files import open_regular
+
+Row = Mapping[str, Any]
+
+_STREAM_HEAD_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    """One set of rows, numbered from 0."""
+
+    @property
+    def name(self) -> str:
+        """Name in metrics and errors."""
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows; None for a stream, which ends when it ends."""
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3_128 of what the rows are, in hexadecimal."""
+
+    def row(self, index: int) -> Row:
+        """Return one row; a stream has none by number."""
+
+    def scan(self, start: int) -> Iterator[Row]:
+        """Yield the rows from row `start` on, front to back."""
+
+
+@runtime_checkable
+class NumberedRows(Protocol):
+    """Rows by number: a list, a `datasets.Dataset`, a torch data set, our own readers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+@runtime_checkable
+class Skippable(Protocol):
+    """A stream that can leave out its first rows faster than by reading them, such as `datasets.IterableDataset`."""
+
+    def skip(self, n: int, /) -> Iterable[Row]:
+        """Return the stream without its first `n` rows."""
+
+
+@dataclass(frozen=True)
+class Renames:
+    """Our column names to the file's."""
+
+    columns: Mapping[str, str]
+    source: str
+
+    def apply(self, row: Row, index: int) -> Row:
+        """Return the row under our names; the columns that are not renamed keep theirs.
+
+        Raises:
+            DataError: The row has no column of the file's name.
+        """
+        if not isinstance(row, Mapping):
+            raise DataError(f"Row {index} of {self.source} is a {type(row).__name__}; rows are mappings of columns.")
+        if not self.columns:
+            return row
+        missing = [(ours, theirs) for ours, theirs in self.columns.items() if theirs not in row]
+        if missing:
+            ours, theirs = missing[0]
+            raise DataError(
+                f"Row {index} of {self.source} has no column {theirs!r}, which data.columns wants as {ours!r}. "
+                f"Its columns are: {', '.join(row)}."
+            )
+        taken = set(self.columns.values())
+        kept = {column: value for column, value in row.items() if column not in taken}
+        return kept | {ours: row[theirs] for ours, theirs in self.columns.items()}
+
+
+@dataclass(frozen=True)
+class MapSource:
+    """Rows that can be fetched in any order."""
+
+    name: str
+    rows: NumberedRows
+    renames: Renames
+    fingerprint: str
+    size: int
+
+    def __post_init__(self) -> None:
+        columns_of(self)
+
+    def row(self, index: int) -> Row:
+        """Return row `index`, 0 <= index < size."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"row {index} of {self.size}")
+        return self.renames.apply(self.rows[index], index)
+
+    def scan(self, start: int) -> Iterator[Row]:
+        """Yield the rows from row `start` on."""
+        return map(self.row, range(start, self.size))
+
+
+@dataclass(frozen=True)
+class StreamSource:
+    """Rows that are read front to back."""
+
+    name: str
+    open_at: Callable[[int], Iterator[Row]]
+    """Yields the rows from a number on."""
+    renames: Renames
+    fingerprint: str
+    limit: int | None = None
+    size: None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        columns_of(self)
+
+    def row(self, index: int) -> Row:
+        """A stream has no row by number."""
+        raise TypeError(f"{self.name} is streamed: use scan({index})")
+
+    def scan(self, start: int) -> Iterator[Row]:
+        """Yield the rows from row `start` on."""
+        rest = None if self.limit is None else max(0, self.limit - start)
+        for index, row in enumerate(islice(self.open_at(start), rest), start=start):
+            yield self.renames.apply(row, index)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What all rows of one source have in common."""
+
+    name: str
+    path: str
+    """As the user wrote it, for errors."""
+    columns: Mapping[str, str]
+    limit: int | None
+
+    def by_number(self, rows: NumberedRows, content_hash: str) -> MapSource:
+        """Return the rows as a source with an index."""
+        size = len(rows) if self.limit is None else min(self.limit, len(rows))
+        return MapSource(self.name, rows, Renames(self.columns, self.path), self._fingerprint(content_hash), size)
+
+    def streamed(self, open_at: Callable[[int], Iterator[Row]], content_hash: str) -> StreamSource:
+        """Return the rows as a source without one."""
+        renames = Renames(self.columns, self.path)
+        return StreamSource(self.name, open_at, renames, self._fingerprint(content_hash), self.limit)
+
+    def _fingerprint(self, content_hash: str) -> str:
+        return _hash_of([content_hash, sorted(self.columns.items()), self.limit])
+
+
+def columns_of(source: Source) -> tuple[str, ...]:
+    """Return the columns of the first row, under our names.
+
+    Raises:
+        DataError: There is no row.
+    """
+    for row in source.scan(0):
+        return tuple(row)
+    raise DataError(f"{source.name} has no rows.")
+
+
+def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers") -> Source:
+    """Open the rows that a source's configuration names.
+
+    Args:
+        source: Exactly one of its `path` and `synthetic` is set.
+        base: The YAML's directory; a relative path is looked up in the current directory first, then here.
+        task_rows: What a generated task makes.
+
+    Raises:
+        DataError: Nothing is there, it has no rows, or a row cannot be read.
+    """
+    try:
+        return _opened(source, base, task_rows)
+    except OSError as error:
+        raise DataError(
+            f"data.path={source.path} cannot be read: {error}. Check its permissions and the disk."
+        ) from error
+
+
+def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
+    if source.path is None:
+        if source.synthetic is None:
+            raise TypeError("a source has a path or a generated task")
+        task = SyntheticSource(source.synthetic, task_rows)
+        origin = Origin(source.name or task.name, f"The task {task.name}", source.columns, source.max_samples)
+        return origin.by_number(task, task.fingerprint)
+    path, split = split_off(source.path, base)
+    origin = Origin(source.name or default_name(path), source.path, source.columns, source.max_samples)
+    found = find_local(path, base)
+    rows: ArrowRows | JsonRows | HubStream
+    if not found:
+        rows = _from_hub(path, split, source, base)
+    elif is_saved_dataset(found[0]):
+        rows = open_saved(found[0], split)
+    else:
+        files = files_of_split(found, split, path)
+        is_parquet = files[0].name.endswith(PARQUET_SUFFIXES)
+        if source.streaming:
+            return origin.streamed(partial(scan_parquet if is_parquet else scan_json, files), _hash_of_heads(files))
+        rows = open_parquet(files) if is_parquet else JsonRows(files)
+    if isinstance(rows, HubStream):
+        return origin.streamed(rows.scan, rows.content_hash)
+    if source.streaming:
+        return origin.streamed(partial(_from_number, rows), rows.content_hash)
+    return origin.by_number(rows, rows.content_hash)
+
+
+def from_rows(
+    rows: NumberedRows | Iterable[Row], name: str, columns: Mapping[str, str] | None = None, limit: int | None = None
+) -> Source:
+    """Take live objects as a source: whatever has a length and numbers, else whatever can be iterated anew.
+
+    The fingerprint covers the length, the first and the last row.
+
+    Args:
+        rows: The objects.
+        name: Of the source.
+        columns: Our column names to theirs.
+        limit: Take only so many of the first rows.
+
+    Raises:
+        DataError: There are no rows, a row is no mapping, or the rows can be read only once.
+    """
+    origin = Origin(name, name, columns or {}, limit)
+    if isinstance(rows, Mapping):
+        raise DataError(f"{name}: a mapping is one row. Pass a list of rows, or datasets.Dataset.from_dict(...).")
+    if isinstance(rows, NumberedRows):
+        ends = [rows[0], rows[len(rows) - 1]] if len(rows) else []
+        return origin.by_number(rows, _hash_of([len(rows), ends]))
+    if iter(rows) is rows:
+        raise DataError(
+            f"{name}: a {type(rows).__name__} can be read once, but a run that resumes reads again. "
+            "Pass a list, or an object whose __iter__ starts anew."
+        )
+    return origin.streamed(partial(_from_iterable, rows), _hash_of([next(iter(rows), None)]))
+
+
+def _from_hub(path: str, split: str | None, source: SourceConfig, base: Path) -> ArrowRows | HubStream:
+    tried = "no such file or directory: " + ", ".join(str(place) for place in places(path, base))
+    if not is_hub_name(path):
+        raise DataError(f"data.path={path} is not there ({tried}). A relative path starts here or beside the YAML.")
+    return open_hub(HubName(path, split or "train", source.config_name, source.revision), source.streaming, tried)
+
+
+def _from_number(rows: NumberedRows, start: int) -> Iterator[Row]:
+    return (rows[index] for index in range(start, len(rows)))
+
+
+def _from_iterable(rows: Iterable[Row], start: int) -> Iterator[Row]:
+    if isinstance(rows, Skippable):
+        return iter(rows.skip(start))
+    return islice(iter(rows), start, None)
+
+
+def _hash_of(values: Sequence[Any]) -> str:
+    # An object without a JSON form stands for its type: its repr may hold an address, which changes with every run.
+    text = json.dumps(values, sort_keys=True, default=lambda value: type(value).__qualname__)
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+def _hash_of_heads(files: Sequence[Path]) -> str:
+    """Hash the sizes and beginnings of files too large to be read before a run."""
+    digest = xxhash.xxh3_128()
+    for path in files:
+        with open_regular(path) as opened:
+            digest.update(f"{path.stat().st_size}:".encode())
+            digest.update(opened.read(_STREAM_HEAD_BYTES))
+    return str(digest.hexdigest())

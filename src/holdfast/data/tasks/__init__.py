@@ -1,0 +1,1 @@
+"""Tasks that are generated, for demos and tests."""

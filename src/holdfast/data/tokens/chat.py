@@ -1,0 +1,298 @@
+"""From a row to token sequences with the tokens to train marked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.config.sections.data import IMAGE_FIELDS, RowFormat, TextConfig
+from holdfast.data.content.formats import (
+    Conversation,
+    PlainText,
+    PromptCompletion,
+    Shape,
+    normalise,
+    prompt_of,
+    recognise,
+)
+from holdfast.data.content.images import Content
+from holdfast.data.content.lengths import Stretch, example_of, fit
+from holdfast.data.content.videos import Video
+from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.chat_mask import Masked, mask_conversation
+from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.data.tokens.plain_text import PlainTokeniser
+from holdfast.data.tokens.row_images import RowImages
+from holdfast.data.tokens.template_file import PromptFormat, template_text
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import DataError
+from holdfast.types import Example, Prompt
+
+BLIND = "This model reads text alone"
+
+S = TypeVar("S", Example, Prompt)
+"""What rows become: sequences to train on, or prompts to continue."""
+
+
+@dataclass(frozen=True)
+class Tokenised(Generic[S]):
+    """What one row gives."""
+
+    examples: tuple[S, ...]
+    """Several for a row that is split, or that a template writes as one sequence per turn; none if it was dropped."""
+    counts: Mapping[str, int]
+    """Sequences that were `truncated`, `split`, `overlong_dropped`, left out since they train nothing (`untrained`), or
+    whose answer the template does not close (`no_end_of_turn`); rows that were `split_by_turn`, or whose reasoning the
+    template does not write (`reasoning_dropped`). Only what happened is listed."""
+    head: int = 0
+    """First tokens that all sequences have in common, and none of which is trained."""
+
+
+class Opening(NamedTuple):
+    """A prompt as tokens."""
+
+    written: list[int]
+    """Each image is its one placeholder."""
+    laid: Stretch
+    """Each image is its own tokens; none is trained."""
+    positions: NDArray[np.int64] | None
+    """[A, L] of `laid`; None where all are 0, 1, 2, ..."""
+    skips_template: bool = False
+    """Whether it is plain text, and the tokenizer it came with has a chat template, which is then not used."""
+
+
+class RowTokeniser:
+    """Turns rows into token sequences, as one tokenizer and one `data` section say."""
+
+    def __init__(self, tokenizer: Any, text: TextConfig, base: Path, images: ImageSide | str = BLIND) -> None:
+        """Read the templates.
+
+        Args:
+            tokenizer: A transformers tokenizer.
+            text: What to train, and how long.
+            base: The YAML's directory, where template files are looked up after the current directory.
+            images: Turns images into tokens; or a sentence that says why none can be trained on.
+
+        Raises:
+            DataError: A template file is missing or wrong, or a template variable is not the template's to set.
+        """
+        self._text = text
+        self._images = RowImages(images, text, base)
+        self._plain = PlainTokeniser(tokenizer, append_eos=text.append_eos)
+        self._format = None if text.format is None else PromptFormat(text.format, base)
+        self._template = _chat_template(tokenizer, text, base, images)
+        self._has_template = bool(tokenizer.name_or_path and self._template.source)  # built-in ones have no name
+        # Whoever sets one of these wants a chat: a prompt that is plain text becomes the user's message.
+        self._wraps_text = bool(text.system or text.chat_template or text.template_kwargs)
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3_128 of all that decides which tokens a row gives, the tokenizer's vocabulary aside."""
+        templates = [self._template.source, None if self._format is None else self._format.source]
+        fields = set(TextConfig.model_fields) - IMAGE_FIELDS
+        text = json.dumps([self._text.model_dump(include=fields), templates], sort_keys=True)
+        return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+    def examples(
+        self, row: Row, sample_id: int, source: str, row_format: RowFormat = "auto", row_name: str | None = None
+    ) -> Tokenised[Example]:
+        """Turn a row into sequences; all of them share the sample's id.
+
+        Args:
+            row: Under our column names.
+            sample_id: Global index of the sample.
+            source: Name of the data source.
+            row_format: The row's shape; `auto` recognises it.
+            row_name: What an error calls the row; default: its sample id and source.
+
+        Raises:
+            DataError: The row lacks a column, the template refuses it, or it cannot be masked.
+        """
+        where = row_name or f"Row {sample_id} of {source}"
+        counts: Counter[str] = Counter()
+        stretches = [
+            piece
+            for stretch in self.stretches(row, row_format, where, counts)
+            for piece in fit(stretch, self._text, where, counts)
+        ]
+        return Tokenised(tuple(self.example(stretch, sample_id, source) for stretch in stretches), dict(counts))
+
+    def example(self, stretch: Stretch, sample_id: int, source: str) -> Example:
+        """Return a sequence with its images and positions, numbered."""
+        return example_of(stretch, sample_id, source, self._images.positions(stretch))
+
+    def stretches(self, row: Row, row_format: RowFormat, where: str, counts: Counter[str]) -> list[Stretch]:
+        """Turn a row into sequences of any length.
+
+        Raises:
+            DataError: As `examples`.
+        """
+        content = self._content(row, row_format, where)
+        images = self._images.prepared(content, where)
+        return self._images.laid_in(self._stretches(self._images.in_text(content), where, counts), images, where)
+
+    def opening(self, row: Row, row_name: str, why_no_videos: str = "") -> Opening:
+        """Return what a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
+
+        Args:
+            row: The row.
+            row_name: For errors.
+            why_no_videos: Why it may have none; "" if it may.
+
+        Raises:
+            DataError: The row has no prompt, its images cannot be read, or the template refuses it.
+        """
+        content = self._prompt(row, row_name)
+        if why_no_videos and any(isinstance(image, Video) for image in content.images):
+            raise DataError(f"{row_name} has a video, and {why_no_videos}. Remove the row, or use another engine.")
+        images = self._images.prepared(content, row_name, whole=True)
+        written = self._opening_tokens(self._images.in_text(content), row_name)
+        (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
+        skips = isinstance(content, PlainText) and self._has_template
+        return Opening(written, laid, self._images.positions(laid), skips)
+
+    def _prompt(self, row: Row, row_name: str) -> Conversation | PlainText:
+        if self._format is not None:
+            is_alpaca = "instruction" in row and "prompt" not in row
+            row = self._with_prompt(row, "alpaca" if is_alpaca else "prompt_completion", row_name)
+        prompt = prompt_of(row, row_name)
+        if isinstance(prompt, Conversation):
+            return self._images.placed(prompt, row, row_name)
+        if self._wraps_text:
+            return self._images.placed(Conversation([{"role": "user", "content": prompt}]), row, row_name)
+        return self._images.placed(PlainText(prompt), row, row_name)
+
+    def _opening_tokens(self, content: Conversation | PlainText, row_name: str) -> list[int]:
+        if isinstance(content, PlainText):
+            return self._plain.opening(content.text)
+        conversation = self._prepared(content, row_name)
+        try:
+            return list(self._template.ids(conversation, generation_prompt=True))
+        except TemplateRefuses as refusal:
+            raise DataError(f"{row_name}: {self._template.name} cannot write the prompt: {refusal}.") from None
+
+    def _content(self, row: Row, row_format: RowFormat, where: str) -> Content:
+        """Bring the row into one of three forms, with the prompt that `data.format` writes and with its images."""
+        try:
+            shape = recognise(row, row_format, prompt_is_rendered=self._format is not None)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        content = normalise(self._with_prompt(row, shape, where), shape, where)
+        if isinstance(content, PromptCompletion) and self._wraps_text:
+            asked = {"role": "user", "content": content.prompt}
+            content = Conversation([asked, {"role": "assistant", "content": content.completion}], first_trained=1)
+        return self._images.placed(content, row, where)
+
+    def _with_prompt(self, row: Row, shape: Shape, where: str) -> Row:
+        """Put what `data.format` renders in the place of the prompt."""
+        if self._format is None:
+            return row
+        match shape:
+            case "prompt_completion":
+                return {**row, "prompt": self._format.render(row, where)}
+            case "alpaca":
+                return {**row, "instruction": self._format.render(row, where), "input": None}
+            case _:
+                raise DataError(
+                    f"{where}: data.format writes the prompt of prompt_completion and alpaca rows, but this is a "
+                    f"{shape} row. Remove data.format, or name the columns by data.columns."
+                )
+
+    def _stretches(self, content: Content, where: str, counts: Counter[str]) -> list[Stretch]:
+        match content:
+            case PlainText():
+                return [self._plain.text(content)]
+            case PromptCompletion():
+                return [self._plain.prompt_completion(content, train_on_prompt=self._text.train_on_prompt)]
+            case Conversation():
+                return self._conversation(self._prepared(content, where), where, counts)
+
+    def _conversation(self, conversation: Conversation, where: str, counts: Counter[str]) -> list[Stretch]:
+        turns = conversation.assistant_turns
+        if not turns:
+            counts["untrained"] += 1
+            return []
+        if self._text.train_on == "last_turn":
+            turns = turns[-1:]
+        masked = mask_conversation(self._template, conversation, turns, where)
+        if masked.drops_reasoning:
+            counts["reasoning_dropped"] += 1
+        if len(masked.parts) > 1:
+            counts["split_by_turn"] += 1
+        open_ended = sum(part.tokens[part.spans[-1][1] - 1] not in self._template.special_ids for part in masked.parts)
+        if open_ended:
+            counts["no_end_of_turn"] += open_ended
+        trains_prompt = self._text.train_on_prompt and conversation.first_trained > 0
+        return [_stretch(part, trains_prompt=trains_prompt) for part in masked.parts]
+
+    def _prepared(self, conversation: Conversation, where: str) -> Conversation:
+        """Add the system message of `data.system`, and see that there is a template at all."""
+        try:
+            self._template.check()
+        except TemplateRefuses as refusal:
+            raise DataError(
+                f"{where} is a conversation, but the tokenizer has no chat template to write it with ({refusal}). "
+                "Set data.chat_template to a jinja file."
+            ) from None
+        if self._text.system is None or conversation.messages[0]["role"] in ("system", "developer"):
+            return conversation
+        system = {"role": "system", "content": self._text.system}
+        first_trained = conversation.first_trained and conversation.first_trained + 1
+        return replace(conversation, messages=[system, *conversation.messages], first_trained=first_trained)
+
+
+def describe(example: Example, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Return each token's text and whether it is trained; joined, the texts are the sequence's.
+
+    A character that takes several tokens stands with the last of them.
+    """
+    tokens = example.tokens.tolist()
+    described = []
+    # A window of two pieces: decoded alone, a token loses the space before it in some tokenizers.
+    start = shown = 0
+    for position, trained in enumerate(example.loss_mask.tolist()):
+        before = _decoded(tokenizer, tokens[start:shown])
+        text = _decoded(tokenizer, tokens[start : position + 1])
+        is_whole = not text.endswith("\ufffd") or position + 1 == len(tokens)
+        described.append((text[len(before) :] if is_whole else "", trained))
+        if is_whole:
+            start, shown = shown, position + 1
+    return described
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _chat_template(tokenizer: Any, text: TextConfig, base: Path, images: ImageSide | str) -> ChatTemplate:
+    ours = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(text.template_kwargs)
+    if ours:
+        raise DataError(f"data.template_kwargs: {min(ours)!r} is an argument that Holdfast sets, not a variable.")
+    if text.chat_template is None:
+        name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+        own = tokenizer.chat_template
+        changed = own if isinstance(images, str) else images.rewritten(own)
+        return ChatTemplate(tokenizer, None if changed == own else changed, text.template_kwargs, name)
+    source = template_text(text.chat_template, base, "data.chat_template")
+    name = "the template written in data.chat_template" if source == text.chat_template else text.chat_template
+    source = source if isinstance(images, str) else images.rewritten(source)
+    return ChatTemplate(tokenizer, source, text.template_kwargs, name)
+
+
+def _stretch(masked: Masked, *, trains_prompt: bool) -> Stretch:
+    trained = [False] * len(masked.tokens)
+    for start, end in masked.spans:
+        trained[start:end] = [True] * (end - start)
+    if trains_prompt:
+        end = masked.spans[-1][1]
+        trained[:end] = [True] * end
+    return Stretch(masked.tokens, trained)

@@ -1,0 +1,212 @@
+"""Which tokens of a conversation the assistant chose.
+
+Three ways, in this order: the template's own generation block; rendering turn by turn, accepted only where every
+rendered prefix is a token prefix of the whole; a known family's template that writes the same text. Whatever a way
+finds is checked against the messages, so a conversation is never silently trained on everything, or on nothing.
+
+A template that drops earlier reasoning writes an answer differently once another question follows. Its conversations
+become one sequence per assistant turn, each as the policy will see it when it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.data.content.formats import Conversation
+from holdfast.data.tokens.chat_check import disagreement, reasoning_of
+from holdfast.data.tokens.chat_families import FAMILIES
+from holdfast.data.tokens.chat_template import ChatTemplate, Span, TemplateRefuses
+from holdfast.errors import DataError
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The tokens of a conversation and the stretches that are trained, one per trained turn."""
+
+    tokens: list[int]
+    spans: list[Span]
+
+    def trained_texts(self, template: ChatTemplate) -> list[str]:
+        """Return the text of each span."""
+        return [template.decode(self.tokens[start:end]) for start, end in self.spans]
+
+    def untrained_text(self, template: ChatTemplate) -> str:
+        """Return the text between the spans."""
+        edges = [0, *(place for span in self.spans for place in span), len(self.tokens)]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return "".join(template.decode(self.tokens[start:end]) for start, end in gaps)
+
+
+@dataclass(frozen=True)
+class MaskedConversation:
+    """The sequences a conversation gives."""
+
+    parts: list[Masked]
+    drops_reasoning: bool
+    """The template writes no reasoning, though the messages hold some in a field of its own."""
+
+
+class _NoMask(Exception):  # noqa: N818  # one way failed; the next is tried
+    """This way cannot tell the assistant's tokens; the message says why."""
+
+
+Way = Callable[[ChatTemplate, Conversation, Sequence[int]], Masked]
+
+
+def mask_conversation(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], row_name: str
+) -> MaskedConversation:
+    """Tell the assistant's tokens from all others.
+
+    Args:
+        template: Writes the conversation.
+        conversation: Its messages up to the last of `turns` are used; what follows would train nothing.
+        turns: Indices of the assistant's messages to train, ascending, at least one.
+        row_name: For errors.
+
+    Raises:
+        DataError: The template refuses the conversation, or none of the three ways works.
+    """
+    has_reasoning = any(reasoning_of(conversation.messages[turn]) for turn in turns)
+    reasons: list[str] = []
+    for ways in ((by_generation_block, by_prefixes), (by_family,)):
+        for keeps_reasoning in (True, False) if has_reasoning else (True,):
+            for stops in _stops(turns):
+                try:
+                    parts = [_mask(template, conversation, stop, ways, keeps_reasoning) for stop in stops]
+                except _NoMask as failure:
+                    reasons.append(str(failure))
+                else:
+                    return MaskedConversation(parts, drops_reasoning=not keeps_reasoning)
+    try:
+        template.ids(_first(conversation, turns[-1] + 1))
+    except TemplateRefuses as refusal:
+        raise DataError(
+            f"{row_name}: {template.name} cannot write this conversation: {refusal}. Its roles are "
+            f"{', '.join(message['role'] for message in conversation.messages)}. "
+            "Change the row, or set data.chat_template to a template that takes it."
+        ) from None
+    raise DataError(
+        f"{row_name}: {template.name} does not let us tell the assistant's tokens from the others, and training on "
+        f"everything is not what was asked for. {'; '.join(dict.fromkeys(reasons))}. Set data.chat_template to a "
+        "template with {% generation %} and {% endgeneration %} around what the assistant writes, its end-of-turn "
+        f"token included.{_hint(template)}"
+    )
+
+
+def _hint(template: ChatTemplate) -> str:
+    if "think" not in template.opening:
+        return ""
+    return (
+        f" It opens answers with {template.opening.strip()!r}: data.template_kwargs={{enable_thinking: ...}}, true or "
+        "false, may make that fit your answers."
+    )
+
+
+def _stops(turns: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+    """Yield how to cut a conversation: as one sequence with all its turns, else one sequence per turn."""
+    yield [turns]
+    if len(turns) > 1:
+        yield [[turn] for turn in turns]
+
+
+def _mask(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], ways: Sequence[Way], keeps_reasoning: bool
+) -> Masked:
+    conversation = _first(conversation, turns[-1] + 1)
+    reasons = []
+    for way in ways:
+        try:
+            masked = way(template, conversation, turns)
+            masked = replace(masked, spans=[_without_tail(template, masked.tokens, span) for span in masked.spans])
+        except (_NoMask, TemplateRefuses) as failure:
+            reasons.append(f"{_NAMES[way]}: {failure}")
+            continue
+        trained = dict(zip(turns, masked.trained_texts(template), strict=True))
+        rest = masked.untrained_text(template)
+        wrong = disagreement(template, conversation, trained, rest, keeps_reasoning=keeps_reasoning)
+        if wrong is None:
+            return masked
+        reasons.append(f"{_NAMES[way]}: {wrong}")
+    raise _NoMask("; ".join(reasons))
+
+
+def by_generation_block(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
+    """Take the tokens inside the template's generation blocks, and the end-of-turn token behind each."""
+    marked = template.marked(conversation)
+    if marked is None:
+        raise _NoMask("there is none")
+    tokens, spans = marked
+    answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if len(spans) != len(answers):
+        raise _NoMask(f"it marks {len(spans)} stretches in {len(answers)} assistant turns")
+    # The conversation stops at an answer, so what follows the last block ends a turn and starts no other.
+    end = spans[-1][1]
+    end_of_turn = tokens[end] if end < len(tokens) and tokens[end] in template.special_ids else None
+    grown = [_with_end(template, tokens, span, end_of_turn) for span in spans]
+    return Masked(tokens, [grown[answers.index(turn)] for turn in turns])
+
+
+def by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
+    """Take what each answer adds to the rendered conversation behind the generation prompt."""
+    if template.hides_header:
+        raise _NoMask("the template ignores add_generation_prompt, so the assistant's header would be trained")
+    whole = template.ids(conversation)
+    spans = []
+    for turn in turns:
+        prompt = template.ids(_first(conversation, turn), generation_prompt=True)
+        is_last = turn + 1 == len(conversation.messages)
+        answered = whole if is_last else template.ids(_first(conversation, turn + 1))
+        if whole[: len(answered)] != answered:
+            raise _NoMask(f"message {turn} is written differently once others follow")
+        if answered[: len(prompt)] != prompt:
+            raise _NoMask(f"the prompt for message {turn} is no prefix of the prompt with its answer")
+        spans.append((len(prompt), len(answered)))
+    return Masked(whole, spans)
+
+
+def by_family(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
+    """Take the generation blocks of a known template that writes the conversation exactly as this one does."""
+    text = template.text(conversation)
+    for name, source in FAMILIES.items():
+        family = template.like(source, name)
+        if family.text(conversation) == text:
+            return by_generation_block(family, conversation, turns)
+    raise _NoMask(f"none of {', '.join(FAMILIES)} writes it the same way")
+
+
+_NAMES: dict[Way, str] = {
+    by_generation_block: "Generation block",
+    by_prefixes: "Turn by turn",
+    by_family: "Known families",
+}
+
+
+def _first(conversation: Conversation, messages: int) -> Conversation:
+    return replace(conversation, messages=conversation.messages[:messages])
+
+
+def _with_end(template: ChatTemplate, tokens: list[int], span: Span, end_of_turn: int | None) -> Span:
+    start, end = span
+    is_ended = tokens[end - 1] in template.special_ids
+    follows = end < len(tokens) and tokens[end] == end_of_turn
+    return (start, end + 1) if follows and not is_ended else span
+
+
+def _without_tail(template: ChatTemplate, tokens: list[int], span: Span) -> Span:
+    """Leave out the white space and second end tokens behind the end-of-turn token: the policy has stopped before."""
+    start, end = span
+    tail = end
+    while tail > start:
+        token = tokens[tail - 1]
+        if token not in template.special_ids and template.decode([token]).strip():
+            break
+        tail -= 1
+    in_tail = [token in template.special_ids for token in tokens[tail:end]]
+    if not any(in_tail):
+        return span
+    first = in_tail.index(True)
+    # A tool call may end with a token of its own before the turn does.
+    neighbours = next((count for count, special in enumerate(in_tail[first:]) if not special), len(in_tail) - first)
+    return start, tail + first + neighbours

@@ -1,0 +1,182 @@
+"""A tokenizer's chat template: what it writes for a conversation, as text and as tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from holdfast.data.content.formats import Conversation
+from holdfast.data.tokens.template_file import RENDERING_ERRORS
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_QUESTION = {"role": "user", "content": "holdfast?"}
+_ANSWER = {"role": "assistant", "content": "holdfast!"}
+"""Messages that show how a template writes; nothing in a template looks like them."""
+
+Span = tuple[int, int]
+"""Tokens start..end-1."""
+
+
+class TemplateRefuses(Exception):  # noqa: N818  # a finding about one conversation, which the caller turns into an error
+    """The template cannot write this conversation."""
+
+
+class ChatTemplate:
+    """One template with its tokenizer and variables."""
+
+    def __init__(self, tokenizer: Any, source: str | None, variables: Mapping[str, Any], name: str) -> None:
+        """Take a template.
+
+        Args:
+            tokenizer: Writes the tokens; its own template is used where `source` is None.
+            source: A jinja template.
+            variables: Passed to the template.
+            name: What an error calls the template.
+        """
+        self.tokenizer = tokenizer
+        self.name = name
+        self._source = source
+        self._variables = dict(variables)
+
+    def like(self, source: str, name: str) -> ChatTemplate:
+        """Return another template with the same tokenizer and variables."""
+        return ChatTemplate(self.tokenizer, source, self._variables, name)
+
+    @property
+    def source(self) -> Any:
+        """The jinja text; where the tokenizer has several templates, all of them by name."""
+        return self._source or self.tokenizer.chat_template
+
+    def check(self) -> None:
+        """See that there is a template.
+
+        Raises:
+            TemplateRefuses: The tokenizer has none, or several without a default.
+        """
+        if self._source is not None:
+            return
+        if not self.tokenizer.chat_template:
+            raise TemplateRefuses("its chat_template is not set")
+        try:
+            self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise TemplateRefuses(str(error)) from None
+
+    def text(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
+        """Return the conversation as text.
+
+        Raises:
+            TemplateRefuses: As `ids`.
+        """
+        return str(self._apply(conversation, tokenize=False, add_generation_prompt=generation_prompt))
+
+    def ids(self, conversation: Conversation, *, generation_prompt: bool = False) -> list[int]:
+        """Return the conversation as token ids, with the opening of an answer behind it if asked for.
+
+        Raises:
+            TemplateRefuses: The template raises an error; roles that must alternate are the common case.
+        """
+        encoded = self._apply(conversation, add_generation_prompt=generation_prompt, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def marked(self, conversation: Conversation) -> tuple[list[int], list[Span]] | None:
+        """Return the tokens and the stretches inside the template's generation blocks; None where it has no block.
+
+        Raises:
+            TemplateRefuses: As `ids`.
+        """
+        source = self.tokenizer.get_chat_template(self._source, tools=list(conversation.tools) or None)
+        if not self.tokenizer.is_fast or _GENERATION_BLOCK.search(source) is None:
+            return None
+        encoded = self._apply(conversation, return_dict=True, return_assistant_tokens_mask=True)
+        mask = [0, *encoded["assistant_masks"], 0]
+        edges = [position for position, (before, now) in enumerate(pairwise(mask)) if before != now]
+        return list(encoded["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def as_tokenised(self, text: str) -> str:
+        """Return text as it survives the tokenizer, which may lower case or normalise it."""
+        return self.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that no ordinary text makes, such as the end of a turn."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(self.tokenizer.all_special_ids) | {number for number, token in added if token.special}
+
+    @cached_property
+    def opening(self) -> str:
+        """What `add_generation_prompt` writes; empty where the template ignores it."""
+        question = Conversation([_QUESTION])
+        try:
+            return self.text(question, generation_prompt=True).removeprefix(self.text(question))
+        except TemplateRefuses:
+            return ""
+
+    @cached_property
+    def hides_header(self) -> bool:
+        """Whether the assistant's header is written with the answer alone, and not by `add_generation_prompt`.
+
+        What the template adds for an answer then starts with the header, which the policy does not choose.
+        """
+        if self.opening:
+            return False
+        try:
+            asked = self.text(Conversation([_QUESTION]))
+            whole = self.text(Conversation([_QUESTION, _ANSWER]))
+        except TemplateRefuses:
+            return False
+        return not whole.removeprefix(asked).lstrip().startswith(_ANSWER["content"])
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether contents must be lists of parts, as in templates of models that see images."""
+        for message, is_list in ((_QUESTION, False), (_in_parts(_QUESTION), True)):
+            try:
+                if _QUESTION["content"] in self._render([message], None, tokenize=False):
+                    return is_list
+            except RENDERING_ERRORS:
+                continue
+        return False
+
+    def _apply(self, conversation: Conversation, **how: Any) -> Any:
+        messages = [dict(message) for message in conversation.messages]
+        if self._wants_parts:
+            messages = [_in_parts(message) for message in messages]
+        tools = [dict(tool) for tool in conversation.tools] or None
+        try:
+            return self._render(messages, tools, **how)
+        except RENDERING_ERRORS as error:
+            refusal = TemplateRefuses(str(error) or type(error).__name__)
+        try:
+            # Some templates put arguments into the text as they are, and so want them written as JSON.
+            return self._render([_with_written_arguments(message) for message in messages], tools, **how)
+        except RENDERING_ERRORS:
+            raise refusal from None
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **how: Any) -> Any:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=self._source, **how, **self._variables
+        )
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+def _with_written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        written = {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+        calls.append({**call, "function": written} if "function" in call else written)
+    return {**message, "tool_calls": calls} if calls else dict(message)

@@ -1,0 +1,225 @@
+"""Rows that say which answers are preferred, as sequences whose answers alone are trained.
+
+Two answers to one prompt become two sequences that begin alike and stay in one forward pass. Templates, masks and
+special tokens are those of supervised rows: an answer is tokenised as the completion of its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.verbs.dpo import PairDataConfig
+from holdfast.data.content.lengths import ImageSpan, Stretch, cut_to
+from holdfast.data.content.preference_rows import answer_rows, label_of, labelled_row
+from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised
+from holdfast.errors import DataError
+from holdfast.types import Example
+
+TokeniseRow = Callable[[Row, int, str, str], Tokenised[Example]]
+"""(row, sample id, source name, the row's name for messages) -> its sequences"""
+
+
+class _Unusable(Exception):  # noqa: N818 - it says what a row is
+    """A row whose answers cannot be compared; the arguments are what it is counted as, and a sentence."""
+
+
+@dataclass(frozen=True)
+class PairTokeniser:
+    """Turns a row into its chosen and its rejected sequence."""
+
+    rows: RowTokeniser
+    """Renders and tokenises prompts and completions."""
+    config: PairDataConfig
+
+    def __call__(self, row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
+        """Tokenise a row; all or nothing of it is left out.
+
+        Raises:
+            DataError: A column is missing or malformed, or the row is unusable and that is refused.
+        """
+        counts: Counter[str] = Counter()
+        try:
+            sides = self._sides(row, name, counts)
+        except _Unusable as found:
+            return _left_out(found, self.config, name)
+        examples = tuple(self.rows.example(side, sample_id, source) for side in sides)
+        return Tokenised(examples, dict(counts), _common_head(sides) if sides else 0)
+
+    def _sides(self, row: Row, name: str, counts: Counter[str]) -> list[Stretch]:
+        answers, shape = answer_rows(row, name, prompt_is_rendered=self.config.format is not None)
+        alike = "its chosen and its rejected answer are the same"
+        if row["chosen"] == row["rejected"]:
+            raise _Unusable("alike_dropped", alike)
+        for side, answer in answers.items():
+            _refuse_empty(answer, side)
+        sides = [
+            _alone(self.rows.stretches(answer, shape, name, counts), side, name) for side, answer in answers.items()
+        ]
+        if shape == "text":
+            sides = _with_common_prompt(sides, name)
+        _refuse_no_prompt(sides[0], name)
+        cut = _fitted(sides, self.config, name, counts)
+        if cut and cut[0].tokens == cut[1].tokens:
+            raise _Unusable("alike_dropped", f"{alike} within data.max_length={self.config.max_length}")
+        return cut
+
+
+@dataclass(frozen=True)
+class LabelTokeniser:
+    """Turns a row with one answer and a label into a sequence that carries `desirable`."""
+
+    rows: RowTokeniser
+    config: PairDataConfig
+
+    def __call__(self, row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
+        """Tokenise a row.
+
+        Raises:
+            DataError: As `PairTokeniser`.
+        """
+        counts: Counter[str] = Counter()
+        desirable, answer = label_of(row, name), labelled_row(row, name)
+        try:
+            _refuse_empty(answer, "completion")
+        except _Unusable as found:
+            return _left_out(found, self.config, name)
+        side = _alone(self.rows.stretches(answer, "prompt_completion", name, counts), "completion", name)
+        _refuse_no_prompt(side, name)
+        _refuse_image_in_answer(side, name)
+        examples = [self.rows.example(cut, sample_id, source) for cut in _fitted([side], self.config, name, counts)]
+        carried = [replace(each, per_token={"desirable": np.full(each.tokens.size, desirable)}) for each in examples]
+        return Tokenised(tuple(carried), dict(counts))
+
+
+def preferred_only(tokenise: TokeniseRow) -> TokeniseRow:
+    """Return the function that gives what a model should say: the chosen answer, or a desirable one."""
+
+    def preferred(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
+        found = tokenise(row, sample_id, source, name)
+        first = found.examples[:1]
+        return replace(found, examples=tuple(each for each in first if each.per_token.get("desirable", [True])[0]))
+
+    return preferred
+
+
+def last_token_alone(tokenise: TokeniseRow) -> TokeniseRow:
+    """Return the function whose sequences have one trained token, their last: a reward model's score stands there."""
+
+    def at_its_end(example: Example) -> Example:
+        return replace(example, loss_mask=np.arange(example.tokens.size) == example.tokens.size - 1)
+
+    def scored(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
+        found = tokenise(row, sample_id, source, name)
+        return replace(found, examples=tuple(at_its_end(example) for example in found.examples))
+
+    return scored
+
+
+def _left_out(found: _Unusable, config: PairDataConfig, name: str) -> Tokenised[Example]:
+    counted, sentence = found.args
+    if config.unusable == "refuse":
+        raise DataError(
+            f"{name}: {sentence}, so there is nothing to prefer. Remove the row, or set data.unusable: drop."
+        ) from None
+    return Tokenised((), {counted: 1})
+
+
+def _refuse_empty(row: Row, side: str) -> None:
+    said = row.get("completion", row.get("text"))
+    messages: Sequence[Mapping[str, Any]] = [{"content": said}] if isinstance(said, str) else said or []
+    if not any(message.get("tool_calls") or str(message.get("content") or "").strip() for message in messages):
+        raise _Unusable("empty_dropped", f"its {side} answer is empty")
+
+
+def _refuse_no_prompt(side: Stretch, name: str) -> None:
+    if side.trained[0]:
+        raise DataError(f"{name}: its prompt is empty, and nothing predicts the first token of an answer. Write one.")
+
+
+def _refuse_image_in_answer(side: Stretch, name: str) -> None:
+    """Kto's divergence puts a row's answer behind the prompt of another row, and tokens alone go there."""
+    if any(span.end > side.trained.index(True) for span in side.images):
+        raise DataError(
+            f"{name}: its answer holds an image, and kto compares answers of text alone. Move the image to the prompt, "
+            "or remove the row."
+        )
+
+
+def _alone(stretches: Sequence[Stretch], side: str, name: str) -> Stretch:
+    """Return an answer's one sequence."""
+    if len(stretches) == 1:
+        return stretches[0]
+    if not stretches:
+        raise DataError(f"{name}: its {side} answer has no message of the assistant's, so nothing of it is compared.")
+    raise DataError(
+        f"{name}: the chat template writes its {side} answer as {len(stretches)} sequences, one per turn, and a "
+        "comparison needs one. Set data.train_on: last_turn, or split the row."
+    )
+
+
+def _with_common_prompt(sides: Sequence[Stretch], name: str) -> list[Stretch]:
+    """Take the tokens that two texts begin with as their prompt."""
+    shortest = min(len(side.tokens) for side in sides)
+    common = min(_first_difference(sides), shortest - 1)
+    if common < 1:
+        raise DataError(
+            f"{name} has no prompt, and its chosen and rejected texts begin differently. Add a column prompt, or begin "
+            "both texts with it."
+        )
+    return [
+        replace(side, trained=[trained and place >= common for place, trained in enumerate(side.trained)])
+        for side in sides
+    ]
+
+
+def _common_head(sides: Sequence[Stretch]) -> int:
+    """Return how many tokens the sequences begin with alike, none of them trained; 0 where images say otherwise."""
+    head = min(_first_difference(sides), *(side.trained.index(True) for side in sides))
+    first = sides[0].images
+    for side in sides:
+        if len(side.images) != len(first) or any(span.end > head for span in side.images):
+            return 0
+        if not all(starmap(_same_image, zip(side.images, first, strict=True))):
+            return 0
+    return head
+
+
+def _same_image(one: ImageSpan, other: ImageSpan) -> bool:
+    same = all(np.array_equal(values, other.inputs[name]) for name, values in one.inputs.items())
+    return one is other or (same and one.grids == other.grids)
+
+
+def _first_difference(sides: Sequence[Stretch]) -> int:
+    first, second = (side.tokens for side in sides)
+    differ = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differ, min(len(first), len(second)))
+
+
+def _fitted(sides: list[Stretch], config: PairDataConfig, name: str, counts: Counter[str]) -> list[Stretch]:
+    """Bring the sequences of a row to at most `max_length` tokens, or leave all of them out.
+
+    Raises:
+        DataError: One is longer and `data.overlong` is `refuse`.
+    """
+    limit = config.max_length
+    longest = max(len(side.tokens) for side in sides)
+    if longest <= limit:
+        return sides
+    if config.overlong == "refuse":
+        raise DataError(
+            f"{name} has {longest} tokens, more than data.max_length={limit}. Raise data.max_length to {longest}, or "
+            "set data.overlong to truncate or drop."
+        )
+    cut = [cut_to(side, limit) for side in sides]
+    if config.overlong == "drop" or any(side.trains_nothing for side in cut):
+        counts["overlong_dropped"] += 1
+        return []
+    counts["truncated"] += 1
+    return cut

@@ -1,0 +1,167 @@
+"""The images of one row on their way to the model: placed, opened, prepared, and laid into its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.sections.data import TextConfig
+from holdfast.data.content.formats import Conversation, PlainText
+from holdfast.data.content.images import (
+    PLACEHOLDERS,
+    C,
+    Content,
+    ImageFiles,
+    images_up_to,
+    place_images,
+)
+from holdfast.data.content.lengths import Stretch
+from holdfast.data.content.videos import Video
+from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.vision import ImageSide, Prepared
+from holdfast.errors import DataError
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    """The images of one row."""
+
+    images: tuple[Prepared, ...]
+    may_be: Collection[int]
+    """How many of them a sequence of the row may hold: a template that writes one sequence per turn leaves out those
+    of later turns."""
+
+
+class RowImages:
+    """Finds, opens and prepares the images of rows, as one model and one `data` section say.
+
+    Args:
+        side: Turns images into tokens; or a sentence that says why none can be trained on.
+        text: The section.
+        base: The YAML's directory.
+    """
+
+    def __init__(self, side: ImageSide | str, text: TextConfig, base: Path) -> None:
+        self._side, self._text = side, text
+        self._files = ImageFiles(text.image_dir, base)
+        self._last: tuple[tuple[Any, ...], tuple[Prepared, ...]] = ((), ())
+
+    def placed(self, content: C, row: Row, where: str) -> C:
+        """Return the content with its images found.
+
+        Raises:
+            DataError: Places and images differ in number, there are too many, or the model sees none.
+        """
+        content = place_images(content, row, where, self._side if isinstance(self._side, str) else None)
+        most, videos = self._text.max_images, [image for image in content.images if isinstance(image, Video)]
+        images = len(content.images) - len(videos)
+        if most is not None and images > most:
+            raise DataError(
+                f"{where} has {images} images, more than data.max_images={most}. Raise it, or remove the row."
+            )
+        longest, limit = max((len(video.frames) for video in videos), default=0), self._text.max_frames
+        if limit is not None and longest > limit:
+            raise DataError(
+                f"{where} has a video of {longest} frames, more than data.max_frames={limit}. Raise it, or take fewer "
+                "frames out of the video and lower data.video_fps with them."
+            )
+        refusal = self._side.why_no_videos() if videos and not isinstance(self._side, str) else ""
+        if refusal:
+            raise DataError(f"{where} has a video, and {refusal}. Remove the row.")
+        return content
+
+    def prepared(self, content: Content, where: str, *, whole: bool = False) -> PreparedImages:
+        """Open the content's images and prepare them for the model; once for contents of one row that share them.
+
+        Args:
+            content: With its images placed.
+            where: What an error calls it.
+            whole: All of it is one sequence, whoever speaks last.
+
+        Raises:
+            DataError: One cannot be read, or the model cannot take it.
+        """
+        if isinstance(self._side, str):
+            return PreparedImages((), {0})
+        images = self._opened(content.images, where, self._side)
+        may_be = {len(images)}
+        if isinstance(content, Conversation) and not whole:
+            may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
+        return PreparedImages(images, may_be)
+
+    def _opened(self, named: tuple[Any, ...], where: str, side: ImageSide) -> tuple[Prepared, ...]:
+        before, known = self._last
+        if len(before) == len(named) and all(_is_same(one, other) for one, other in zip(before, named, strict=True)):
+            return known
+        found = []
+        for number, image in enumerate(named):
+            name = f"{where}, {'video' if isinstance(image, Video) else 'image'} {number}"
+            if isinstance(image, Video):
+                frames = [self._files.open(each, f"{name}, frame {count}") for count, each in enumerate(image.frames)]
+                found.append(side.prepare_video(frames, image.fps, name))
+            else:
+                found.append(side.prepare(self._files.open(image, name), name))
+        self._last = (named, tuple(found))
+        return tuple(found)
+
+    def in_text(self, content: C) -> C:
+        """Return plain text with the placeholders that the family's tokenizer knows."""
+        if isinstance(self._side, str) or not content.images or isinstance(content, Conversation):
+            return content
+        marks = {PLACEHOLDERS["image"]: self._side.family.placeholder}
+        if any(isinstance(image, Video) for image in content.images):
+            video = self._side.family.video
+            assert video is not None
+            marks = {PLACEHOLDERS["video"]: video.placeholder} | (marks if _has_image(content.images) else {})
+        if isinstance(content, PlainText):
+            return replace(content, text=_written(content.text, marks))
+        return replace(content, prompt=_written(content.prompt, marks), completion=_written(content.completion, marks))
+
+    def laid_in(self, stretches: Sequence[Stretch], found: PreparedImages, where: str) -> list[Stretch]:
+        """Return the sequences with each image's tokens in the place of its placeholder.
+
+        Raises:
+            DataError: The text has another number of placeholders than the row has images.
+        """
+        if isinstance(self._side, str):
+            return list(stretches)
+        laid = []
+        for stretch in stretches:
+            places = self._side.places(stretch.tokens)
+            if places not in found.may_be:
+                raise DataError(
+                    f"{where} has {len(found.images)} images, and its text as tokens has {places} times "
+                    f"{self._side.family.image_token}. Its chat template must write that once for each part "
+                    "{type: image}, and no text of a row may hold it."
+                    + (" A video counts like an image, and has a token of its own." if self._side.video_id else "")
+                )
+            try:
+                laid.append(self._side.expanded(stretch, found.images))
+            except DataError as error:
+                raise DataError(f"{where}: {error}.") from None
+        return laid
+
+    def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:
+        """Return [A, L] positions of a sequence; None where they are 0, 1, 2, ..."""
+        return None if isinstance(self._side, str) else self._side.positions(stretch)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Video) and isinstance(other, Video):
+        return one.held is other.held and one.fps == other.fps
+    return one is other
+
+
+def _has_image(images: Sequence[Any]) -> bool:
+    return any(not isinstance(image, Video) for image in images)
+
+
+def _written(text: str, marks: Mapping[str, str]) -> str:
+    for placeholder, mark in marks.items():
+        text = text.replace(placeholder, mark)
+    return text

@@ -1,0 +1,350 @@
+"""From an image to the tokens that stand for it, for each family that sees: an image processor, a tokenizer, and data.
+
+transformers' own processors need torchvision for most families. Here their image processor (the one that needs PIL
+alone), the tokenizer and a family's few rules are put together, and what the model will compute is checked first: the
+tokens that stand for an image must be as many as the features the tower gives for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of
+from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
+from holdfast.data.content.vision_families import (
+    FAMILIES,
+    Inputs,
+    VideoFamily,
+    VisionFamily,
+    video_token,
+)
+from holdfast.errors import DataError, ModelError
+from holdfast.types import Example
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One image, ready for the model."""
+
+    tokens: tuple[int, ...]
+    """What stands in the place of its placeholder: image tokens, and between tiles what tells them apart."""
+    inputs: Inputs
+    grids: tuple[Grid, ...] = ()
+    """Of a video."""
+
+
+class ImageSide:
+    """Turns images into tokens and model inputs, as one model and one `data` section say."""
+
+    def __init__(
+        self,
+        name: str,
+        processor: Any,
+        tokenizer: Any,
+        config: Any,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        videos: VideoOptions | None = None,
+    ) -> None:
+        """Take a model's parts.
+
+        Args:
+            name: The model_type, a key of `FAMILIES`.
+            processor: transformers' image processor.
+            tokenizer: Knows the family's image token.
+            config: The model's configuration.
+            min_pixels, max_pixels: Bounds of the size an image is brought to; None keeps the processor's.
+            videos: What holds for videos.
+
+        Raises:
+            ModelError: The parts do not belong together.
+        """
+        self.name, self.family = name, FAMILIES[name]
+        self._processor, self._tokenizer, self._config = processor, tokenizer, config
+        self.image_id = _image_id(self.family, name, tokenizer, config)
+        _refuse_other_patches(self.family, name, processor, config)
+        self._options: dict[str, Any] = {} if self.family.tiles is None else {"return_row_col_info": True}
+        if min_pixels is not None or max_pixels is not None:
+            self._options["size"] = _bounds(self.family, name, processor, min_pixels, max_pixels)
+        self._videos = videos or VideoOptions()
+        self.video_id = _video_id(self.family, tokenizer, config)
+        self.marks = [token for token in (self.image_id, video_token(self.family, config)) if token is not None]
+
+    @cached_property
+    def stand_in(self) -> dict[str, NDArray[Any]]:
+        """The inputs of a small grey image."""
+        from PIL import Image
+
+        return dict(self._made(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in")[0])
+
+    def prepare(self, image: Any, where: str) -> Prepared:
+        """Return the tokens and inputs of one image.
+
+        Raises:
+            DataError: The processor refuses it, the model would make another number of features of it, or it has
+                another size than all images of this model.
+        """
+        inputs, made = self._made(image, where)
+        for name, values in inputs.items():
+            shape, usual = values.shape[1:], self.stand_in[name].shape[1:]
+            if shape != usual:  # those of a batch are laid side by side
+                raise DataError(
+                    f"{where} of {image.width}x{image.height} pixels becomes {name} of {_words(shape)}, and a square "
+                    f"one {_words(usual)}; {self.name} takes images of one size. Let the model's "
+                    "preprocessor_config.json bring all to one (do_resize, do_center_crop, crop_size), or remove the "
+                    "row."
+                )
+        count = self.family.tokens(self._processor, self._config, inputs)
+        return Prepared(self._written(made, count), inputs)
+
+    def _made(self, image: Any, where: str) -> tuple[dict[str, NDArray[Any]], Mapping[str, Any]]:
+        """Return the inputs of one image, and all that the processor made."""
+        try:
+            made: Mapping[str, Any]
+            made = self._processor(images=[image], return_tensors="np", **self._options)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise DataError(f"{where} of {image.width}x{image.height} pixels: {error}.") from None
+        inputs = self._inputs(made)
+        count = self.family.tokens(self._processor, self._config, inputs)
+        features = self.family.features(self._config, inputs)
+        if count != features or count < 1:
+            raise DataError(
+                f"{where} of {image.width}x{image.height} pixels has {count} tokens to stand for it, and {self.name} "
+                f"makes {features} features of it. The model's preprocessor_config.json and config.json do not belong "
+                "together."
+            )
+        return inputs, made
+
+    def prepare_video(self, frames: Sequence[Any], fps: float | None, where: str) -> Prepared:
+        """Return the tokens and inputs of one video.
+
+        Raises:
+            DataError: The model takes none, or not this one.
+        """
+        video = self.family.video
+        if video is None or self.video_id is None:
+            raise DataError(f"{where}: {self.why_no_videos()}. Remove the row.")
+        sizes = sorted({(frame.width, frame.height) for frame in frames})
+        if len(sizes) > 1:
+            (one, other) = (f"{width}x{height}" for width, height in sizes[:2])
+            raise DataError(f"{where} has frames of {one} and of {other} pixels. Bring all of them to one size.")
+        unit = self._processor.patch_size * self._processor.merge_size
+        try:
+            size = frame_size(video, len(frames), *sizes[0], unit, self._video_bounds())
+        except ValueError as error:
+            raise DataError(f"{where} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
+        inputs = patches_of(frames, self._processor, size)
+        tokens, grids = self._video_tokens(video, inputs, len(frames), self._videos.fps if fps is None else fps)
+        return Prepared(tokens, inputs, grids)
+
+    def _video_tokens(
+        self, video: VideoFamily, inputs: Inputs, frames: int, fps: float
+    ) -> tuple[tuple[int, ...], tuple[Grid, ...]]:
+        """Return what stands for a video, and where the features in it lie."""
+        merge, span = self._processor.merge_size, self._processor.temporal_patch_size
+        count, rows, columns = (int(side) for side in inputs["image_grid_thw"][0] // [1, merge, merge])
+        assert self.video_id is not None
+        if not video.written_times:
+            pace = self._config.vision_config.tokens_per_second * span / fps if video.in_seconds else 1.0
+            return (self.video_id,) * (count * rows * columns), (Grid(0, count, rows, columns, pace),)
+        written = video.placeholder.replace(video.token, video.token * (rows * columns))
+        text = "".join(video.written_times.format(time) + written for time in seconds_of(frames, fps, span))
+        tokens = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        starts = [place for place, token in enumerate(tokens) if token == self.video_id][:: rows * columns]
+        return tokens, tuple(Grid(start, 1, rows, columns, 1.0) for start in starts)
+
+    def why_no_videos(self) -> str:
+        """Return why no row may have a video; "" where it may."""
+        if self.video_id is not None:
+            return ""
+        if self.family.video is None:
+            return f"{self.name} is trained on text and images, and on no videos"
+        return f"the tokenizer has no {self.family.video.token} with the id that the model marks videos by"
+
+    def _video_bounds(self) -> tuple[int, int]:
+        given = self._videos
+        size = dict(self._processor.size) if given.size is None else given.size
+        low = size["shortest_edge"] if given.min_pixels is None else given.min_pixels
+        return low, size["longest_edge"] if given.max_pixels is None else given.max_pixels
+
+    def _inputs(self, made: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        found = {name: np.asarray(made[name]) for name in self.family.inputs}
+        if self.family.tiles is None:
+            return found
+        return {name: value.swapaxes(0, 1) for name, value in found.items()}  # [1, tiles, ...]: tiles are joined
+
+    def _written(self, made: Mapping[str, Any], count: int) -> tuple[int, ...]:
+        """Return the tokens of an image of `count` features."""
+        if self.family.tiles is None:
+            return (self.image_id,) * count
+        rows, columns = (int(made[name][0][0]) for name in ("rows", "cols"))
+        text = self.family.tiles(rows, columns, count // (rows * columns + 1))
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def rewritten(self, template: Any) -> Any:
+        """Return the source of a chat template that writes the family's whole placeholder for an image."""
+        if not self.family.rewrites or not isinstance(template, str) or self.family.image_token in template:
+            return template
+        written = self.family.placeholder.replace("\n", "\\n")
+
+        def rewrite(found: re.Match[str]) -> str:
+            quote = found["quote"]
+            # Outside of an expression, jinja would drop the first newline behind a block.
+            return f"{quote}{written}{quote}" if quote else f"{{{{ '{written}' }}}}"
+
+        mark = re.escape(self.family.rewrites)
+        return re.sub(rf"(?P<quote>['\"]){mark}(?P=quote)|{mark}", rewrite, template)
+
+    def places(self, tokens: Sequence[int]) -> int:
+        """Return how many images and videos these tokens, not yet expanded, have a place for."""
+        return sum(token in (self.image_id, self.video_id) for token in tokens)
+
+    def expanded(self, stretch: Stretch, images: Sequence[Prepared]) -> Stretch:
+        """Put each image's tokens in the place of its placeholder; none of them is trained."""
+        tokens: list[int] = []
+        trained: list[bool] = []
+        spans: list[ImageSpan] = []
+        following = iter(images)
+        for token, is_trained in zip(stretch.tokens, stretch.trained, strict=True):
+            if token not in (self.image_id, self.video_id):
+                tokens.append(token)
+                trained.append(is_trained)
+                continue
+            image = next(following)
+            if (token == self.image_id) == bool(image.grids):
+                raise DataError(
+                    "images and videos stand in the text in another order than in the row; the chat template has to "
+                    "keep theirs"
+                )
+            spans.append(ImageSpan(len(tokens), len(tokens) + len(image.tokens), image.inputs, image.grids))
+            tokens.extend(image.tokens)
+            trained.extend([False] * len(image.tokens))
+        return Stretch(tokens, trained, tuple(spans))
+
+    def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:
+        """Return [3, L] positions of a sequence with images, where the family turns by grid."""
+        if not self.family.turns_by_grid or not stretch.images:
+            return None
+        merge = self._config.vision_config.spatial_merge_size
+        return grid_positions(len(stretch.tokens), stretch.images, merge)
+
+    def probe(self, tokens: NDArray[np.int64], sample_id: int) -> Example:
+        """Return a trained sequence of these tokens, with a picture of noise in each place that they have for one."""
+        from PIL import Image
+
+        count = self.places(tokens.tolist())
+        noise = np.random.default_rng(sample_id).integers(0, 256, (count, 48, 80, 3), dtype=np.uint8)
+        images = [self.prepare(Image.fromarray(pixels), "an image of noise") for pixels in noise]
+        stretch = Stretch(tokens.tolist(), [True] * tokens.size)
+        laid = self.expanded(stretch, images)
+        return example_of(laid, sample_id, "", self.positions(laid))
+
+    def upstream_inputs(self, tokens: NDArray[np.int64], inputs: Inputs) -> dict[str, NDArray[Any]]:
+        """Return what transformers' own forward wants of a sequence besides its tokens."""
+        if self.family.token_types is None:
+            return dict(inputs)
+        return {**inputs, self.family.token_types: (tokens == self.image_id).astype(np.int64)[None]}
+
+
+def _words(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDArray[np.int64]:
+    """Return [3, L] positions: time, row and column for image tokens, three equal numbers for text.
+
+    An image of h x w features begins at the position p that a text token would have had: its features are at
+    (p, p + row, p + column), and what follows it goes on at p + max(h, w). So is each frame of a video; where those
+    lie side by side, frame f is at p + floor(f * interval) on the first axis.
+    """
+    parts: list[NDArray[np.int64]] = []
+    place = position = 0
+    for span in images:
+        for grid in span.grids or (_grid_of(span, merge),):
+            start = span.start + grid.offset
+            text = np.arange(position, position + start - place)
+            parts.append(np.broadcast_to(text, (3, text.size)))
+            position += text.size
+            block = np.indices((grid.frames, grid.rows, grid.columns)).reshape(3, -1)
+            # transformers multiplies in float32, and so decides whether 2.9999 becomes 2 or 3.
+            block[0] = (block[0].astype(np.float32) * np.float32(grid.interval)).astype(np.int64)
+            parts.append(block + position)
+            position += max(grid.rows, grid.columns)
+            place = start + block.shape[1]
+    rest = np.arange(position, position + length - place)
+    return np.concatenate([*parts, np.broadcast_to(rest, (3, rest.size))], axis=1).astype(np.int64)
+
+
+def _grid_of(span: ImageSpan, merge: int) -> Grid:
+    frames, height, width = (int(size) for size in span.inputs["image_grid_thw"][0])
+    return Grid(0, frames, height // merge, width // merge, 1.0)
+
+
+def going_on(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return [A, L + count] positions: those given, [A, L], and those of `count` tokens of text after them."""
+    after = positions.max(initial=-1) + 1 + np.arange(count)
+    return np.concatenate([positions, np.broadcast_to(after, (len(positions), count))], axis=1)
+
+
+def _image_id(family: VisionFamily, name: str, tokenizer: Any, config: Any) -> int:
+    found = tokenizer.convert_tokens_to_ids(family.image_token)
+    wanted = getattr(config, "image_token_id", None)
+    wanted = getattr(config, "image_token_index", None) if wanted is None else wanted
+    if found is None or found != wanted:
+        raise ModelError(
+            f"{name} marks images by token {wanted}, and its tokenizer has {family.image_token!r} at {found}. Use the "
+            "model's own tokenizer."
+        )
+    return int(found)
+
+
+def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:
+    """Return the token that marks videos; None where model and tokenizer have none in common."""
+    wanted = video_token(family, config)
+    known = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
+    return known if known is not None and known == wanted else None
+
+
+def _refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
+    """Compare what the image processor cuts with what the tower takes."""
+    if not family.turns_by_grid:
+        return
+    vision = config.vision_config
+    pairs = {
+        "patch_size": (processor.patch_size, vision.patch_size),
+        "temporal_patch_size": (processor.temporal_patch_size, vision.temporal_patch_size),
+        "merge_size": (processor.merge_size, vision.spatial_merge_size),
+    }
+    for setting, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ModelError(
+                f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
+                "preprocessor_config.json and config.json do not belong together."
+            )
+
+
+def _bounds(family: VisionFamily, name: str, processor: Any, low: int | None, high: int | None) -> dict[str, int]:
+    if not family.takes_pixel_budget:
+        raise ModelError(
+            f"data.min_pixels and data.max_pixels do not apply to {name}: its images are all brought to one size. "
+            "Remove them."
+        )
+    size = dict(processor.size)
+    found = {
+        "shortest_edge": size["shortest_edge"] if low is None else low,
+        "longest_edge": size["longest_edge"] if high is None else high,
+    }
+    if found["shortest_edge"] > found["longest_edge"]:
+        raise ModelError(
+            f"data.min_pixels={found['shortest_edge']} is above data.max_pixels={found['longest_edge']} (one of them "
+            "may be the image processor's own). Set both."
+        )
+    return found

@@ -1,0 +1,1 @@
+"""How ranks learn of each other's failures."""

@@ -1,0 +1,265 @@
+"""The first cause of a failure reaches every rank: which rank, in which phase, of what.
+
+A rank that fails leaves a report before its sockets close (`parallel/failure/reports.py`); a rank whose collective
+breaks looks for a report of another one and raises `RankFailed` with it instead of "connection closed by peer".
+
+Invariant: no survivor waits more than 10 s for news of a failure, not even one that is in no collective (a long
+rollout) or in one that cannot notice (NCCL between GPUs of one machine): a thread looks, and ends such a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
+from holdfast.parallel.failure.background import BesideLoop, given_up
+from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
+from holdfast.parallel.failure.heartbeat import Heartbeat
+from holdfast.parallel.failure.notes import Board
+from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Failure, Reports
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
+
+_SEARCH_SECONDS = 2.0
+_PHASE_BYTES = 64
+_SAVE_NOTE = "save-asked-for"
+
+
+@dataclass(frozen=True)
+class KillPoint:
+    """Where a proof kills this rank with SIGKILL: as hard as a power cut, and at a known place."""
+
+    step: int
+    """Update in which it happens, counted from 1."""
+    phase: str
+    """As `FailureChannel.phase` names it; of a save, "save: " and the save's phase."""
+
+
+class FailureChannel:
+    """One rank's end of the channel; wrap the whole of a rank's work in `guard`.
+
+    Args:
+        store: Shared by all ranks.
+        rank: Own number.
+        world_size: Ranks of the run.
+        directory: The launch directory when all ranks run on this machine under our launcher, else None.
+        kill: Where a proof kills this rank.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        directory: Path | None = None,
+        kill: KillPoint | None = None,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self.directory = directory
+        """Where our launcher and its ranks leave notes for each other; None without it."""
+        self._kill = kill
+        self._phase = ""
+        self._step: int | None = None
+        self._files: dict[str, int] = {}
+        self.reports = Reports(store, rank, world_size, directory)
+        """What this rank and others said of their ends."""
+        self._board = Board(store, directory)
+        self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts)
+        self._beside = BesideLoop(rank, world_size, self._board, self._heartbeat)
+
+    def phase(self, name: str) -> _Phase:
+        """Enter a phase now; used as a context manager, the earlier phase returns at its end.
+
+        An exception leaves the phase as it was where it was raised, so that the report names it.
+        """
+        earlier = self._phase
+        self._set_phase(name)
+        return _Phase(self, earlier)
+
+    def _set_phase(self, name: str) -> None:
+        self._phase = name
+        self._write_in_place(f"phase-rank-{self._rank}", name)
+        self._maybe_die(name)
+
+    def _maybe_die(self, phase: str) -> None:
+        kill = self._kill
+        if kill is not None and self._step is not None and self._step + 1 >= kill.step and phase == kill.phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def in_background(self, name: str) -> None:
+        """Record what a thread beside the loop does, such as a phase of a save."""
+        if self.directory is not None:
+            self._write_in_place(BesideLoop.note(self._rank), name)
+        elif self._world_size > 1:
+            self._board.write(BesideLoop.note(self._rank), name)
+        self._maybe_die(f"save: {name}")
+
+    def late_in_background(self, phase: str) -> str:
+        """Return words about the ranks that a save waited for in vain; empty if all came meanwhile.
+
+        A rank that has stopped answering is reported to all, since no training step can go on without it.
+        """
+        self.in_background(given_up(phase))
+        silent, words = self._beside.late()
+        if silent:
+            first = silent[0]
+            text = f"it kept a save waiting until its time was over ({words})"
+            hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
+            self.reports.write(hang)
+        return words
+
+    def at_step(self, step: int) -> None:
+        """Record the step; rank 0's is what the launcher compares between two deaths."""
+        self._step = step
+        if self._rank == 0:
+            self._write_in_place("step", str(step))
+
+    def _write_in_place(self, name: str, text: str) -> None:
+        """Overwrite a small file of fixed size without opening it again: about 2 µs, since phases change often."""
+        if self.directory is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk must not stop a run; the messages then lack the phase
+            if name not in self._files:
+                self._files[name] = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT, 0o644)
+            line = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES - 1) + b"\n"
+            os.pwrite(self._files[name], line, 0)
+
+    def _whereabouts(self) -> tuple[int | None, str]:
+        return self._step, self._phase
+
+    def broken_by_peer(self, error: BaseException) -> bool:
+        """Return whether an error says that another rank is gone."""
+        return self._world_size > 1 and broken_by_peer(error)
+
+    def ask_for_save(self, run: str) -> None:
+        """Ask all ranks to save what they hold of a run: this one is about to fail and still can."""
+        self._board.write(f"{_SAVE_NOTE}-{run}", str(self._rank))
+
+    def save_is_asked_for(self, run: str) -> bool:
+        """Return whether some rank asked."""
+        return self._board.read(f"{_SAVE_NOTE}-{run}") is not None
+
+    def report(self, error: BaseException) -> Failure:
+        """Leave this rank's last words; return the failure that counts: the first one, perhaps another rank's."""
+        kind: Literal["user", "error"] = "user" if isinstance(error, UserError) else "error"
+        return self.reports.write(self._last_words(kind, error))
+
+    def _last_words(self, kind: Literal["user", "error", "peer"], error: BaseException) -> Failure:
+        message = str(error).strip()[:LONGEST_MESSAGE] or "(no message)"
+        return Failure(self._rank, kind, self._phase, type(error).__name__, message, self._step, time.time())
+
+    @contextlib.contextmanager
+    def guard(self, search_seconds: float = _SEARCH_SECONDS, exit_seconds: float = 5.0) -> Iterator[None]:
+        """Report what goes wrong inside, and raise RankFailed in place of a collective that another rank broke.
+
+        Args:
+            search_seconds: Longest wait for another rank's report once a collective broke.
+            exit_seconds: When another rank has failed and this one has not left the guard after so long, it prints
+                the cause and ends with RankFailed's exit code, since nothing can interrupt a blocked collective.
+        """
+        stop = threading.Event()
+        watcher = threading.Thread(
+            target=self._watch, args=(stop, exit_seconds), name="holdfast-failure-watch", daemon=True
+        )
+        if self._world_size > 1:
+            watcher.start()
+            self._heartbeat.start()
+        try:
+            yield
+        except (RunStopped, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except RankFailed as error:
+            self.reports.write_file(self._last_words("peer", error))
+            self.reports.linger()
+            raise
+        except BaseException as error:  # DCP's CheckpointException is no Exception
+            try:
+                self._raise_as_rank_failed(error, search_seconds)
+                self.report(error)
+            finally:
+                self.reports.linger()
+            raise
+        finally:
+            stop.set()
+            self._heartbeat.stop()
+            if watcher.ident is not None:
+                watcher.join(timeout=1.0)
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+
+    def _raise_as_rank_failed(self, error: BaseException, search_seconds: float) -> None:
+        if isinstance(error, UserError) or not self.broken_by_peer(error):
+            return
+        # Looked for before this rank says that it goes: the launcher ends the others soon after it does.
+        hang = self._hang(error)
+        if hang is not None:
+            self.reports.write_file(hang)
+        self.reports.write_file(self._last_words("peer", error))
+        failure = self.reports.first(search_seconds if hang is None else 0.0) or hang
+        if failure is None and not is_broken(error):
+            return  # a broken connection was handled on the way to another error: that one counts
+        if failure is None:
+            text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"
+            failure = Failure(-1, "silent", "", "Death", text[:LONGEST_MESSAGE], self._step, time.time())
+            # The next survivor to lose a connection loses it to this rank, and must hear of the first death.
+            failure = self.reports.write_store(failure)
+        raise RankFailed(self._news(failure)) from error
+
+    def _hang(self, error: BaseException) -> Failure | None:
+        """Return which rank kept this one waiting until its time was over; None if that is not what happened."""
+        missing = self._heartbeat.missing() if timed_out(error) else []
+        if not missing:
+            return None
+        first, told = missing[0], "; ".join(place.words() for place in missing)
+        text = f"it kept the others waiting until their time was over ({told})"
+        return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
+
+    def _news(self, failure: Failure) -> str:
+        own = f" in phase {self._phase!r}" if self._phase else ""
+        return f"{failure.sentence()}\nRank {self._rank} therefore stops{own}. {how_to_go_on(self._step)}"
+
+    def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
+        failure = self.reports.watch(stop)
+        # Ranks that refuse a configuration all raise the same error, each in its own time.
+        if failure is not None and failure.kind != "user" and not stop.wait(exit_seconds):
+            self._end_process(failure)
+
+    def _end_process(self, failure: Failure) -> None:
+        error = RankFailed(self._news(failure))
+        self.reports.write_file(self._last_words("peer", error))
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+        os._exit(RankFailed.exit_code)
+
+
+class _Phase:
+    """Returns a channel to its earlier phase, unless an exception passes."""
+
+    __slots__ = ("_channel", "_earlier")
+
+    def __init__(self, channel: FailureChannel, earlier: str) -> None:
+        self._channel = channel
+        self._earlier = earlier
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._channel._set_phase(self._earlier)

@@ -1,0 +1,257 @@
+"""Build a sharded policy: planned, filled, and its forward pass compared with transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.reward_scoring import RewardScoring
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.data.content.vision_families import FAMILIES
+from holdfast.errors import ConfigError, PlanError
+from holdfast.models.attention import upstream_attention
+from holdfast.models.build import Blueprint, set_storage, storage_of
+from holdfast.models.family import blocks_of
+from holdfast.models.four_bit import four_bit_layers
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+from holdfast.models.policy import PolicyModel
+from holdfast.models.routers import RouterLoss, choose_router_loss
+from holdfast.models.scorer import ScoreModel, StoredScoreModel, ValueModel
+from holdfast.models.student import StudentModel
+from holdfast.models.vision import image_side, towers_of, video_options
+from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.shards import materialise
+from holdfast.parallel.mesh import World, build_mesh
+from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.training.build.check_model import check_model
+from holdfast.training.together import together
+
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.data.batches.packing import pack, to_device
+from holdfast.data.batches.weights import Share
+from holdfast.models.policy import PolicyModel, without_dropout
+from holdfast.types import Example, Scores
+
+
+from collections.abc import Sequence
+
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError
+from holdfast.models.build import Blueprint
+from holdfast.models.positions import positions_of
+from holdfast.models.rotary import AngleChange, angle_changes
+
+
+def build_policy(
+    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange, *, trained: bool = True
+) -> tuple[PolicyModel, ShardPlan]:
+    """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
+
+    Raises:
+        UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
+    """
+    mesh = together(exchange, lambda: build_mesh(config.parallel, world))
+    images = together(exchange, lambda: image_side_of(config, origin))
+    storage, frozen = storage_of(config.model)
+    set_storage(origin.model, storage, frozen)
+    if not trained:
+        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
+    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
+        origin.model.set_experts_implementation("eager")
+    router_loss, router_note = (None, "")
+    if trained:
+        router_loss, router_note = together(exchange, lambda: _router_loss(config, origin, world))
+    policy = _policy_model(config, origin, router_loss)
+    plan = together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    apply_plan(policy, plan, mesh)
+    with exchange.together():
+        materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    side = images if isinstance(images, ImageSide) else None
+    checked = check_model(config, origin, policy, plan, world, exchange, side)
+    if world.is_first:
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
+            if line:
+                print(line, flush=True)
+    return policy, plan
+
+
+def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+    packed = origin.packed and config.data.packing != "none"
+    if not packed and origin.packed:
+        eager = config.model.attention == "eager"
+        origin.model.set_attn_implementation("eager" if eager else upstream_attention(origin.model))
+    head = config.model.head
+    spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
+    spec = replace(spec, compiled=config.parallel.compile != "off")
+    made = _model_class(config)
+    return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
+
+
+def _model_class(config: TrainingConfig) -> type[PolicyModel]:
+    if config.values:
+        return ValueModel
+    if config.scores:
+        return StoredScoreModel if isinstance(config, RewardScoring) else ScoreModel
+    return StudentModel if isinstance(config, DistillConfig) else PolicyModel
+
+
+def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:
+    section = config.model.router_loss
+    if section.kind == "batch" and not section.allow_split and world.size > 1:
+        raise ConfigError(
+            f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
+            "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "
+            "it: router_loss: {kind: batch, allow_split: true}."
+        )
+    return choose_router_loss(section, origin.skeleton)
+
+
+def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
+    """Return what turns the images of rows into tokens; or why there is nothing that does.
+
+    Raises:
+        ModelError: Image processor, tokenizer and model do not belong together.
+    """
+    vision = FAMILIES.get(origin.family.name)
+    if vision is not None and not vision.packs and config.data.packing != "none":
+        return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
+    return image_side(
+        origin.image_processor,
+        origin.tokenizer,
+        origin.original_config,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        videos=video_options(config.data, origin.directory),
+    )
+
+
+def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
+    """Plan the shards of a policy on the meta device."""
+    ties = tied_names(policy)
+    packs = {name: layer.in_features * layer.out_features for name, layer in four_bit_layers(policy)}
+    parameters = [
+        ParameterInfo(
+            name,
+            tuple(value.shape),
+            str(value.dtype).removeprefix("torch."),
+            value.requires_grad,
+            ties.get(name, ()),
+            packs.get(name, 0),
+        )
+        for name, value in named_parameters(policy).items()
+    ]
+    model: Any = policy.language_model
+    outputs = [model.get_output_embeddings(), getattr(model, "score", None)]  # logits, or a reward model's scores
+    # A list of modules has no forward pass of its own, around which FSDP2 could gather it.
+    runs = [(name, part) for name, part in model.named_modules() if type(part).forward is not nn.Module.forward]
+    blocks = blocks_of(policy.language_model)
+    if not blocks and not config.parallel.units:
+        raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
+    return plan_shards(
+        parameters,
+        [canonical_name(name) for name, _ in runs],
+        blocks,
+        config.parallel,
+        shard=shard,
+        device=device,
+        towers=towers_of(model),
+        head=next((canonical_name(name) for name, part in runs if any(part is each for each in outputs)), None),
+    )
+
+
+@torch.no_grad()
+def probe_logprobs(model: PolicyModel, tokens: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return [L - 1] log-probabilities of all tokens but the first; all ranks call this together."""
+    example = Example(0, 0, tokens, np.arange(tokens.size) > 0)
+    batch = to_device(pack([example], [Share(1.0, 1.0)], padded=model.padded), device)
+    with without_dropout(model):
+        scores = model(batch)
+    assert isinstance(scores, Scores)
+    return scores.logprobs
+
+
+def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bool = False) -> str:
+    """Return what a user should know of sequences that go beyond the model's positions; "" if none does.
+
+    Args:
+        config: The run.
+        origin: The model.
+        reads_only: Whether it samples nothing though the run does.
+
+    Raises:
+        ConfigError: There is nothing beyond: the positions are rows of a table, or completions are sampled, for which
+            decoding and training would differ there, or which would cross to other rotary angles.
+    """
+    positions = positions_of(origin.skeleton)
+    key, tokens = _longest(config)
+    name, samples = origin.family.name, _samples(config) and not reads_only
+    changes = angle_changes(origin.skeleton.config)
+    if samples:
+        _refuse_crossing(key, tokens, name, changes)
+    if positions is None or tokens <= positions.count:
+        return ""
+    if any(change.by_length for change in changes):
+        return (
+            f"note: {key} allows sequences of {tokens} tokens. Those beyond {positions.count} "
+            f"(max_position_embeddings) follow rotary angles of their own length, each by {name}'s dynamic scaling."
+        )
+    if samples or positions.in_a_table:
+        fix = "data.max_length or max_new_tokens" if samples else "data.max_length"
+        override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
+        raise ConfigError(
+            f"{key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
+            f"(max_position_embeddings). Lower {fix}{override}."
+        )
+    return (
+        f"note: {key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
+        "(max_position_embeddings): longer ones take it where it was never trained. If that is meant, say so in "
+        "model.config_override (max_position_embeddings, rope_scaling); else lower data.max_length."
+    )
+
+
+def _refuse_crossing(key: str, tokens: int, name: str, changes: Sequence[AngleChange]) -> None:
+    """Refuse a policy whose completions may cross to other rotary angles, with its two ways out."""
+    change = next((change for change in changes if change.length < tokens), None)
+    if change is None:
+        return
+    if change.by_length:
+        rule = "every longer text has angles of its own (dynamic scaling)"
+        override, result = f"{{max_position_embeddings: {tokens}}}", "those of short ones"
+    else:
+        rule = "all longer texts follow a second set of factors (LongRoPE)"
+        override = "{rope_parameters: {short_factor: [...]}} with the numbers of its long_factor"
+        result = "those of long ones"
+    raise ConfigError(
+        f"{key} allows sequences of {tokens} tokens, and {name} changes its rotary angles beyond {change.length}: "
+        f"{rule}. A completion that crosses that length would be sampled under some angles and trained under others. "
+        f"Lower data.max_length or max_new_tokens until no sequence is longer than {change.length}, or give texts of "
+        f"all lengths the same angles, {result}, by model.config_override: {override}."
+    )
+
+
+def _samples(config: TrainingConfig) -> bool:
+    return isinstance(config, GRPOConfig) or (isinstance(config, DistillConfig) and config.rollout is not None)
+
+
+def _longest(config: TrainingConfig) -> tuple[str, int]:
+    """Return the longest sequence that is allowed, and the key that allows it."""
+    needed = {"data.max_length": config.data.max_length}
+    if isinstance(config, GRPOConfig) and (config.evaluation.sets or config.data.validation_split > 0):
+        prompt = config.data.max_length - config.rollout.max_new_tokens
+        sampled = config.evaluation.sampling.max_new_tokens or 0
+        needed["evaluation.sampling.max_new_tokens"] = prompt + sampled
+    key = max(needed, key=lambda name: needed[name])
+    return key, needed[key]

@@ -1,0 +1,374 @@
+"""From the data and evaluation sections to streams of mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.sections.data import DataConfig, RowFormat, SourceConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.batches.assembly import Layout
+from holdfast.data.batches.candidates import CandidateReader, Tokenise
+from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised
+from holdfast.data.batches.exchange import Exchange
+from holdfast.data.rows.order import DrawOrder
+from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, last_token_alone
+from holdfast.data.batches.prompts import PromptStream
+from holdfast.data.rows.reading import HeldOut, RowReader
+from holdfast.data.rows.rows import Row, Source, from_rows, open_source
+from holdfast.data.batches.stream import Limits, SampleStream
+from holdfast.data.tasks.synthetic import TaskRows
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import DataError
+from holdfast.training.evaluate import split_at_answer
+from holdfast.training.observe import load_function
+from holdfast.training.run import EvaluationSet
+from holdfast.types import Example, Prompt
+
+_ENDLESS = 2**31 - 1
+"""More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
+_IMAGES_STAY_WHOLE = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
+
+Accept = Callable[[Row], bool]
+"""A row filter: whether a row is taken."""
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """All rows of a run, before a model exists."""
+
+    training: tuple[Source, ...]
+    weights: tuple[float, ...] | None
+    formats: dict[str, RowFormat]
+    """Row format by the name of a training source."""
+    evaluation: dict[str, Source]
+    evaluation_formats: dict[str, RowFormat]
+    """Row format by the name of an evaluation set, whose source may be called like one of training."""
+
+    @property
+    def training_rows(self) -> int | None:
+        """Rows of all training sources; None if one is a stream."""
+        sizes = [source.size for source in self.training]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training: bool = True) -> OpenedData:
+    """Open every source.
+
+    Args:
+        config: The run.
+        base: The YAML's directory.
+        rows: Training rows in memory, instead of the configured ones.
+        training: Open training rows; off, an exported model can be evaluated where they are not.
+
+    Raises:
+        DataError: A source is missing or empty, or two have the same name.
+    """
+    sections = config.data.all_sources() if training else []
+    made = task_rows(config)
+    if rows is None:
+        sources = [open_source(section, base, made) for section in sections]
+    else:
+        sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
+    formats: dict[str, RowFormat] = {
+        source.name: section.rows for source, section in zip(sources, sections, strict=False)
+    }
+    _refuse_same_names([source.name for source in sources])
+    evaluation = {name: open_source(section, base, made) for name, section in config.evaluation.sets.items()}
+    evaluation_formats = {name: section.rows for name, section in config.evaluation.sets.items()}
+    if config.data.validation_split > 0:
+        sources, held_out = _cut_validation(sources, config.data.validation_split)
+        evaluation |= held_out
+        evaluation_formats |= {name: formats.get(source.name, "auto") for name, source in held_out.items()}
+    weights = _weights(sections) if len(sources) > 1 else None
+    _check_mixture(sources, weights is not None)
+    return OpenedData(tuple(sources), weights, formats, evaluation, evaluation_formats)
+
+
+def task_rows(config: TrainingConfig) -> TaskRows:
+    """Return what rows of a generated task are in this run."""
+    if not isinstance(config, DPOConfig):
+        return "answers"
+    return "pairs" if config.preference.takes_pairs else "labels"
+
+
+def _refuse_same_names(names: Sequence[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"Two sources are called {twice!r}; give one of them another data.sources name.")
+
+
+def _cut_validation(sources: Sequence[Source], share: float) -> tuple[list[Source], dict[str, Source]]:
+    held_out: dict[str, Source] = {}
+    for source in sources:
+        label = "validation" if len(sources) == 1 else f"validation/{source.name}"
+        held_out[label] = HeldOut(source, share, keep=True)
+    return [HeldOut(source, share, keep=False) for source in sources], held_out
+
+
+def _weights(sections: Sequence[SourceConfig]) -> tuple[float, ...] | None:
+    weights = tuple(section.weight for section in sections if section.weight is not None)
+    return weights if len(weights) == len(sections) else None
+
+
+def _check_mixture(sources: Sequence[Source], weighted: bool) -> None:
+    streaming = [source.name for source in sources if source.size is None]
+    if streaming and len(sources) > 1 and not weighted:
+        raise DataError(
+            f"{streaming[0]} is streamed, so nobody knows how many rows it has, and it is mixed with other sources. "
+            "Set weight on every source."
+        )
+    empty = [source.name for source in sources if source.size == 0]
+    if empty:
+        raise DataError(f"{empty[0]} has no rows. Check the path, the split and data.validation_split.")
+
+
+def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
+    """Refuse a batch that no data or not every rank can fill.
+
+    Raises:
+        DataError: With the numbers.
+    """
+    rows = data.training_rows
+    batch, later = config.data.batch_size, config.data.batch_size_schedule
+    for key, size in {"batch_size": batch, **{f"batch_size_schedule.{step}": later[step] for step in later}}.items():
+        if size < ranks:
+            raise DataError(
+                f"data.{key}={size} is less than the number of ranks, {ranks}: some would never have a sequence. "
+                f"Raise data.{key}, or lower launch.ranks."
+            )
+    if rows is None:
+        return
+    if rows < ranks:
+        raise DataError(f"There are {rows} rows for {ranks} ranks. Add data, or lower launch.ranks.")
+    if rows < batch and not config.data.allow_partial and config.data.packing != "wrapped":
+        raise DataError(
+            f"{', '.join(source.name for source in data.training)} has {rows} rows, less than one batch of {batch}. "
+            "Lower data.batch_size, add data, or set data.allow_partial: true."
+        )
+
+
+def row_tokeniser(
+    tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
+) -> Tokenise[Example]:
+    """Return the function that turns rows into sequences."""
+    text = data
+    if data.packing == "wrapped":
+        text = data.model_copy(update={"max_length": _ENDLESS})
+        images = _IMAGES_STAY_WHOLE
+    tokeniser = RowTokeniser(tokenizer, text, base, images)
+
+    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
+        return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
+
+    return tokenise
+
+
+def evaluation_tokenisers(
+    tokenizer: Any, data: DataConfig, base: Path, opened: OpenedData, images: ImageSide | str = BLIND
+) -> dict[str, Tokenise[Example]]:
+    """Return the functions that turn rows of evaluation sets into sequences, by the set's name.
+
+    Windows of `packing: wrapped` begin where the one before ended, in whatever document; a measured document is cut by
+    itself, so that its loss does not depend on its neighbours.
+    """
+    if data.packing == "wrapped":
+        data, images = data.model_copy(update={"packing": "best_fit", "overlong": "split"}), _IMAGES_STAY_WHOLE
+    return {
+        name: row_tokeniser(tokenizer, data, base, {source.name: opened.evaluation_formats[name]}, images)
+        for name, source in opened.evaluation.items()
+    }
+
+
+def preference_tokeniser(
+    tokenizer: Any, config: DPOConfig, base: Path, images: ImageSide | str = BLIND
+) -> Tokenise[Example]:
+    """Return the function that turns rows with preferences into sequences."""
+    rows = RowTokeniser(tokenizer, config.data, base, images)
+    tokenise = (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
+    return last_token_alone(tokenise) if config.scores else tokenise
+
+
+def training_stream(
+    config: TrainingConfig,
+    data: OpenedData,
+    tokenise: Tokenise[Example],
+    exchange: Exchange,
+    layout: Layout,
+    base: Path,
+) -> SampleStream:
+    """Return the endless stream of training batches."""
+    reader = _training_rows(config, data, tokenise, exchange, base)
+    return SampleStream(reader, config.data, exchange, layout, _training_limits(config))
+
+
+def prompt_stream(
+    config: GRPOConfig, data: OpenedData, tokenise: Tokenise[Prompt], exchange: Exchange, base: Path
+) -> PromptStream:
+    """Return the endless stream of prompts."""
+    reader = _training_rows(config, data, tokenise, exchange, base)
+    return PromptStream(reader, config.data, exchange, _training_limits(config))
+
+
+def _training_rows(
+    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[S], exchange: Exchange, base: Path
+) -> CandidateReader[S]:
+    return CandidateReader(training_reader(config, data), tokenise, exchange, row_filter(config, base))
+
+
+def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
+    """Return the training rows by draw."""
+    order = DrawOrder(
+        [source.size for source in data.training],
+        data.weights,
+        seed=config.seed if config.data.seed is None else config.data.seed,
+        shuffle=config.data.shuffle,
+        block=config.data.shuffle_buffer,
+    )
+    return RowReader(data.training, order)
+
+
+def _training_limits(config: TrainingConfig) -> Limits:
+    batches, repeat = config.overfit_batches or config.limit_batches, config.overfit_batches is not None
+    resampled = isinstance(config, GRPOConfig) and config.groups.flat == "resample"
+    return Limits(config.epochs, batches, repeat, by_rows=resampled)
+
+
+@dataclass(frozen=True)
+class SetReading:
+    """How the rows of evaluation sets become sequences."""
+
+    tokenise: Mapping[str, Tokenise[Example]]
+    """By the set's name."""
+    accept: Accept | None = None
+    """The filter of training rows, which those held out from training share."""
+    answers: Tokenise[Example] | None = None
+    """Gives the sequences that are completed and compared; default: those that are measured."""
+
+
+def evaluation_sets(
+    config: TrainingConfig, data: OpenedData, reading: SetReading, exchange: Exchange, layout: Layout
+) -> tuple[EvaluationSet, ...]:
+    """Return the evaluation sets; they are read in order, and small ones are welcome.
+
+    The first batch of each is read now, since an evaluation may come after hours of training.
+
+    Raises:
+        DataError: It holds a row that cannot be read; the same on all ranks.
+    """
+    limit = config.evaluation.limit_samples
+
+    def stream_of(name: str, source: Source) -> Callable[[], SampleStream]:
+        def open_stream() -> SampleStream:
+            accept = filter_of(source, reading.accept)
+            rows = CandidateReader(RowReader([source], in_order(source)), reading.tokenise[name], exchange, accept)
+            return one_pass(config, rows, exchange, layout, limit)
+
+        return open_stream
+
+    def prompts_of(name: str, source: Source) -> Callable[[int], Sequence[Example]]:
+        tokenise, accept = reading.answers or reading.tokenise[name], filter_of(source, reading.accept)
+        return lambda count: first_sequences(source, tokenise, count, exchange, accept)
+
+    sets = tuple(
+        EvaluationSet(name, stream_of(name, source), prompts_of(name, source))
+        for name, source in data.evaluation.items()
+    )
+    for held_out in sets:
+        held_out.open_stream().next(0)
+    return sets
+
+
+def filter_of(source: Source, accept: Accept | None) -> Accept | None:
+    """Return the filter for a source of evaluation rows: that of training for rows held out from it, else none."""
+    return accept if isinstance(source, HeldOut) else None
+
+
+def refuse_completions_with_images(
+    config: TrainingConfig, sets: Sequence[EvaluationSet], images: ImageSide | str
+) -> None:
+    """Refuse to complete prompts whose answers hold images, which no policy writes.
+
+    Raises:
+        DataError: A row that would be completed has an image behind the first token of its last answer.
+    """
+    options = config.evaluation.completions
+    if options is None or isinstance(images, str):
+        return
+    for held_out in sets:
+        for example in held_out.read_prompts(options.samples):
+            prompt, _ = split_at_answer(example)
+            if images.video_id is not None and images.video_id in example.tokens:
+                raise DataError(
+                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name}, which has a "
+                    "video; completions are sampled from prompts of text and images. Remove the row, or remove "
+                    "evaluation.completions: the loss and mean_token_accuracy of the set stay."
+                )
+            if images.image_id in example.tokens[len(prompt) :]:
+                raise DataError(
+                    f"evaluation.completions would complete row {example.sample_id} of {held_out.name}, whose answer "
+                    "holds an image; a policy writes text alone. Remove the row, or remove evaluation.completions: the "
+                    "loss and mean_token_accuracy of the set stay."
+                )
+
+
+def one_pass(
+    config: TrainingConfig, rows: CandidateReader[Example], exchange: Exchange, layout: Layout, limit: int | None = None
+) -> SampleStream:
+    """Return a stream over the first rows, or all; small numbers of them are welcome."""
+    batch = max(config.data.batch_size, exchange.size)
+    size = batch if limit is None else max(min(limit, batch), 1)
+    section = config.data.model_copy(
+        update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": _whole(config)}
+    )
+    return SampleStream(rows, section, exchange, layout, Limits(passes=1, draws=limit))
+
+
+def in_order(source: Source) -> DrawOrder:
+    """Return the order of a source's own."""
+    return DrawOrder([source.size], shuffle=False)
+
+
+def _whole(config: TrainingConfig) -> str:
+    return "best_fit" if config.data.packing == "wrapped" else config.data.packing
+
+
+def first_sequences(
+    source: Source, tokenise: Tokenise[S], count: int | None, exchange: Exchange, accept: Accept | None = None
+) -> list[S]:
+    """Return this rank's share of the first rows, one sequence of each that is taken."""
+    rows: Iterable[tuple[int, Row]]
+    if source.size is not None:
+        size = source.size if count is None else min(count, source.size)
+        rows = ((index, source.row(index)) for index in range(exchange.rank, size, exchange.size))
+    else:
+        rows = islice(enumerate(islice(source.scan(0), count)), exchange.rank, None, exchange.size)
+    found: list[S] = []
+    for index, row in rows:
+        if accept is None or accept(row):
+            examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
+            found.extend(examples[-1:])
+    return found
+
+
+def row_filter(config: TrainingConfig, base: Path) -> Accept | None:
+    """Return the function that says which training rows are taken; None takes all."""
+    path = config.data.filter
+    if path is None:
+        return None
+    function = load_function(path, base, "data.filter")
+
+    def accept(row: Row) -> bool:
+        try:
+            return bool(function(row))
+        except Exception as error:
+            raise DataError(
+                f"data.filter {path} raised {type(error).__name__}: {error} on the row {dict(row)!r:.200}"
+            ) from error
+
+    return accept

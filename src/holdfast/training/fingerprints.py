@@ -1,0 +1,315 @@
+"""What a checkpoint remembers of things that are not in it: rows, the user's files, the tokenizer.
+
+A run that goes on with other rows or another loss is another run; it must say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
+from holdfast.config.sections.algorithm import UserObjectiveConfig
+from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.config.sections.preference import UserLossConfig
+from holdfast.config.sections.reference import sync_of
+from holdfast.config.sections.reward import UserRewardConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
+from holdfast.data.batches.stream import BatchStream
+from holdfast.data.content.images import ImageFiles
+from holdfast.data.tokens.image_fingerprints import images_mark
+from holdfast.data.tokens.template_file import template_text
+from holdfast.models.build import Blueprint
+from holdfast.models.origin import files_mark, locate, same_files, tell_mark
+from holdfast.models.vision import VIDEO_FILE
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.training.reward_files import helper_hashes, is_new, reward_model_hashes, reward_models
+from holdfast.training.together import first_rank_first, together
+
+Identity = Mapping[str, Mapping[str, str]]
+"""Kind (data, files, tokenizer) -> what -> hash or value"""
+
+_ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
+_TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
+
+
+_OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
+_SAMPLED_BY = {
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
+}  # fmt: skip
+_OF_LATER = ("dora", "experts", "quantize", "any_base")
+"""Keys of model.lora that runs of earlier versions had not: without them, a run is what it was."""
+_IMAGES = "images of source "
+_NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+
+
+def identity(
+    config: TrainingConfig,
+    base: Path,
+    stream: BatchStream[Any, Any],
+    origin: Blueprint,
+    marks: Mapping[str, str],
+) -> Identity:
+    """Return hashes of everything a resumed run must find unchanged.
+
+    Args:
+        config: The run.
+        base: The YAML's directory.
+        stream: The training rows.
+        origin: The model and its tokenizer.
+        marks: Of images, as `image_marks` returns them.
+    """
+    data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
+    data |= marks
+    data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
+    data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
+    shapes = [source.rows for source in config.data.all_sources()]
+    if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
+        data["data.rows"] = json.dumps(shapes)
+    data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
+    model = origin.original_config.to_dict()
+    model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
+    model |= _adapters(config)
+    if _starts_from_files(config):
+        model["model.path"] = weights_mark(origin, config.seed)
+    model |= _adapter_of_reference(config, base)
+    return {
+        "data": data,
+        "files": user_files(config, base) | reward_model_hashes(config, base),
+        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin),
+        "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
+        | {"model.dropout": str(config.model.dropout)},
+        "objective": _loss(config),
+    }
+
+
+def _adapters(config: TrainingConfig) -> dict[str, str]:
+    lora = config.model.lora
+    if lora is None:
+        return {}
+    return {"model.lora": lora.model_dump_json(exclude={name for name in _OF_LATER if not getattr(lora, name)})}
+
+
+def _starts_from_files(config: TrainingConfig) -> bool:
+    """Whether every start of the run reads the weights it began with: those of a reference, or frozen ones."""
+    lora = config.model.lora
+    packed = lora is not None and lora.quantize is not None
+    return packed or config.checkpoint.frozen == "skip" or _has_reference(config)
+
+
+def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]:
+    """Return what decides how images become tokens."""
+    if origin.image_processor is None:
+        return {}
+    settings = {key: value for key, value in origin.image_processor.to_dict().items() if not key.startswith("_")}
+    bounds: dict[str, Any] = {"data.min_pixels": config.data.min_pixels, "data.max_pixels": config.data.max_pixels}
+    videos = ("video_fps", "video_min_pixels", "video_max_pixels")
+    fields = type(config.data).model_fields
+    # Only what was set: checkpoints from before there were videos go on.
+    bounds |= {f"data.{key}": value for key in videos if (value := getattr(config.data, key)) != fields[key].default}
+    file = None if origin.directory is None else origin.directory / VIDEO_FILE
+    if file is not None and file.exists():
+        bounds["video processor"] = hash_file(file)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
+
+
+def image_marks(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
+    """Return marks of the images that rows hold or name, for a model that sees them; reads files."""
+    if origin.image_processor is None:
+        return {}
+    files = ImageFiles(config.data.image_dir, base)
+    marks = {f"{_IMAGES}{index}": images_mark(source, files) for index, source in enumerate(stream.sources)}
+    return {what: mark for what, mark in marks.items() if mark is not None}
+
+
+def _loss(config: TrainingConfig) -> dict[str, str]:
+    """Return what the loss is made of."""
+    loss: dict[str, str] = {"data.average": config.data.average}
+    if isinstance(config, SFTConfig | GRPOConfig):
+        loss["objective"] = config.objective.model_dump_json()
+    if isinstance(config, DPOConfig):
+        loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
+        loss |= _other_answers(config)
+    sync = sync_of(config.reference) if isinstance(config, DPOConfig | GRPOConfig) else None
+    if sync is not None:  # checkpoints from before a reference could follow go on
+        loss["reference.sync"] = sync.model_dump_json()
+    if isinstance(config, GRPOConfig):
+        # Neither moves a number.
+        moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
+        tree = config.model_dump(mode="json", exclude=moved)
+        tree["rewards"]["on_timeout"] = _on_timeout(config)
+        loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
+        # Only where it is on: checkpoints from before there was such a thing go on.
+        sampled_by = _SAMPLED_BY | ({"replay_routing"} if config.rollout.replay_routing else set())
+        loss["rollout"] = config.rollout.model_dump_json(include=sampled_by)
+        if config.critic is not None:
+            loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
+        loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
+    return loss
+
+
+def _on_timeout(config: GRPOConfig) -> dict[str, Any]:
+    """Return what a timeout does; checkpoints from before there was `auto` go on where it changes nothing."""
+    policy = config.rewards.on_timeout
+    is_as_before = policy.kind == "auto" and all(reward.kind != "math" for reward in config.reward)
+    return {"kind": "drop_sample"} if is_as_before else policy.model_dump(mode="json")
+
+
+def _other_answers(config: DPOConfig) -> dict[str, str]:
+    """Return whose answers KTO's z0 is measured on, where those are not of the batch."""
+    return {"reference.precompute": "answers of fixed rows"} if config.fixes_other_answers else {}
+
+
+def _has_reference(config: TrainingConfig) -> bool:
+    match config:
+        case GRPOConfig():
+            return config.kl.coefficient > 0
+        case DPOConfig():
+            return config.preference.needs_reference
+        case _:
+            return False
+
+
+def weights_mark(origin: Blueprint, seed: int) -> str:
+    """Return what tells the weights of a model's directory from others.
+
+    A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
+    weights it is another run.
+    """
+    if origin.directory is None:
+        return f"random start of seed {seed}"
+    return files_mark(origin.directory)
+
+
+def _adapter_of_reference(config: TrainingConfig, base: Path) -> dict[str, str]:
+    mark = adapter_mark(config, base) if _has_reference(config) else ""
+    return {"model.lora.path": mark} if mark else {}
+
+
+def adapter_mark(config: TrainingConfig, base: Path) -> str:
+    """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
+    lora = config.model.lora
+    if lora is None or lora.path is None:
+        return ""
+    files = sorted(locate(lora.path, config.model, base, weights=True).glob("*.safetensors"))
+    return hash_bytes("\n".join(hash_file(file) for file in files).encode())
+
+
+def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
+    """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
+    found = {}
+    for kind, values in now.items():
+        before = then.get(kind, {})
+        known = {what for what in {*before, *values} if what in before or not _is_new(what)}
+        changed = [what for what in sorted(known) if before.get(what) != values.get(what)]
+        if changed:
+            found[kind] = changed
+    return found
+
+
+def _is_new(what: str) -> bool:
+    return is_new(what) or what.startswith(_IMAGES)
+
+
+def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:
+    """Return the hashes of the user's files, of what they import from beside them, and of a template in place."""
+    hashes: dict[str, str] = {}
+    for key, name in _code_files(config):
+        hashes |= _code_hashes(key, name, base)
+    hashes |= filter_hashes(config, base)
+    for key in ("data.format", "data.chat_template"):
+        value = getattr(config.data, key.removeprefix("data."))
+        if value:
+            text = template_text(value, base, key)
+            hashes[f"{key} {'written in place' if text == value else value}"] = hash_bytes(text.encode())
+    return hashes
+
+
+def filter_hashes(config: TrainingConfig, base: Path) -> dict[str, str]:
+    """Return the hashes of the file that says which rows are taken, and of what it imports from beside it."""
+    return {} if config.data.filter is None else _code_hashes("data.filter", config.data.filter, base)
+
+
+def _code_hashes(key: str, name: str, base: Path) -> dict[str, str]:
+    """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
+    file = name.rpartition(":")[0]
+    found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if found is None:  # a class of an installed package lies in none
+        return {}
+    return {f"{key} {file}": hash_file(found)} | helper_hashes(f"{key} {file}", found)
+
+
+def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
+    """Return the keys that name code of the user's, but for the filter of rows, with what they name."""
+    named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
+    if isinstance(config, SFTConfig | GRPOConfig) and isinstance(config.objective, UserObjectiveConfig):
+        named.append(("objective.path", config.objective.path))
+    if isinstance(config, DPOConfig):
+        named += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
+    if isinstance(config, GRPOConfig):
+        named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
+    if isinstance(config.optim, UserOptimizerConfig):
+        named.append(("optim.path", config.optim.path))
+    return named
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Return the hash of a tokenizer's words, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
+    special = json.dumps({key: str(value) for key, value in tokenizer.special_tokens_map.items()}, sort_keys=True)
+    return hash_bytes("\n".join((words, template, special)).encode())
+
+
+def mark_once(directory: Path | None, exchange: ProcessExchange) -> None:
+    """Have `files_mark` answer at once on every rank; all ranks call this together."""
+    if directory is None:
+        return
+    first = exchange.rank == 0
+    with exchange.together():
+        mark = files_mark(directory) if first else ""
+    mark = exchange.agree(mark)
+    if not first:
+        tell_mark(directory, mark)
+
+
+def mark_base_of_adapters(config: TrainingConfig, base: Path, exchange: ProcessExchange) -> None:
+    """Mark the weights that adapters of a file will be laid beside, before every rank compares their marks.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    section = config.model
+    if section.path is None or section.lora is None or section.lora.path is None or section.lora.any_base:
+        return
+    name = section.path
+    mark_once(first_rank_first(exchange, lambda: locate(name, section, base, weights=True)), exchange)
+
+
+def mark_reward_models(config: TrainingConfig, base: Path, exchange: ProcessExchange) -> None:
+    """Mark the models that score; all ranks call this together."""
+    for directory in together(exchange, lambda: reward_models(config, base)).values():
+        mark_once(directory, exchange)
+
+
+def is_marked(config: TrainingConfig) -> bool:
+    """Return whether checkpoints or exports of a run keep the mark of the weights it began with."""
+    compares = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.kl.coefficient > 0)
+    return config.model.lora is not None or config.checkpoint.frozen == "skip" or compares
+
+
+def with_marks_of_now(then: Identity, now: Identity) -> Identity:
+    """Return a checkpoint's identity with marks of an earlier version written as new ones, where they fit those."""
+    return {
+        kind: {
+            what: now[kind][what] if what in now.get(kind, {}) and same_files(value, now[kind][what]) else value
+            for what, value in values.items()
+        }
+        for kind, values in then.items()
+    }

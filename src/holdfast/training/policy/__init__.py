@@ -1,0 +1,1 @@
+"""Policy optimisation: rollouts, rewards, groups, advantages, critics, what is recorded."""

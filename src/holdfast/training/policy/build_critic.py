@@ -1,0 +1,125 @@
+"""Build a policy's critic: a run of its own with the same rows, planned, sharded and checked like the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.verbs.critic import CriticConfig, critic_training
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import ConfigError, ModelError, PlanError
+from holdfast.models.build import Blueprint, blueprint
+from holdfast.objectives.value import ValueLoss
+from holdfast.optim.unfreezing import Unfreezing
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.build.begin import Live
+from holdfast.training.build.model import build_policy
+from holdfast.training.build.optimizers import optimizer_of
+from holdfast.training.policy.run import CRITIC, PolicyRun
+from holdfast.training.run import Run
+from holdfast.training.together import first_rank_first, together
+
+
+def add_critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> None:
+    """Give a policy's run the critic that its configuration asks for.
+
+    Raises:
+        ConfigError, ModelError, PlanError: The critic cannot be built, or reads other tokens than the policy writes;
+            the same on all ranks.
+    """
+    with _named():
+        critic = _critic(run, section, base, live)
+    run.companions[CRITIC] = critic
+    run.state.companions[CRITIC] = critic.state
+
+
+def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Run:
+    config, exchange = critic_training(run.config, section), run.exchange
+    _refuse_unread(run, section, live)
+    own = section.path is not None
+    origin = first_rank_first(
+        exchange,
+        lambda: blueprint(
+            config.model, base, seed=config.seed, tokenizer=None if own else run.origin.tokenizer, scorer=True
+        ),
+    )
+    together(exchange, lambda: _check_tokens(run.origin, origin))
+    if run.policy.padded:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
+    if run.world.is_first:
+        print("critic: its plan:", flush=True)
+    model, plan = build_policy(config, origin, run.world, exchange)
+    if model.padded and not run.policy.padded:
+        raise ConfigError(
+            f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "
+            "policy's are packed. Set data.packing: none."
+        )
+    parameters = sharded_parameters(model)
+    optimizer = optimizer_of(section.optim, base, parameters, exchange, model)
+    return Run(
+        config=config,
+        world=run.world,
+        exchange=exchange,
+        origin=origin,
+        plan=plan,
+        policy=model,
+        objective=ValueLoss(section.value_clip),
+        evaluation_sets=(),
+        directory=run.directory,
+        optimizer=optimizer,
+        unfreezing=Unfreezing((), optimizer, parameters),
+        averages=None,
+        stream=run.stream,
+        total_steps=run.total_steps,
+        cost=run.cost,
+        peak_flops=run.peak_flops,
+        source_names=(),
+        observers=(),
+        identity={},
+        residency=run.residency,
+    )
+
+
+def _refuse_unread(run: PolicyRun, section: CriticConfig, live: Live) -> None:
+    if live.model is not None and section.path is None:
+        raise ConfigError(
+            "the policy was given in Python (model=), and there are no files of it to start from. Name a directory in "
+            "critic.path, such as the one the policy was loaded from."
+        )
+    if isinstance(run.images, ImageSide):
+        raise ConfigError(
+            f"{run.origin.family.name} sees images, and a critic reads text alone. Use an advantage that compares "
+            "completions with each other, such as advantage: grpo."
+        )
+
+
+def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
+    """Compare what each token is called.
+
+    Raises:
+        ModelError: Critic and policy disagree on a token.
+    """
+    one, two = ({number: word for word, number in each.tokenizer.get_vocab().items()} for each in (policy, critic))
+    differ = [number for number in sorted({*one, *two}) if one.get(number) != two.get(number)]
+    if differ:
+        first = differ[0]
+        raise ModelError(
+            f"its tokenizer is not the policy's: they differ in {len(differ)} tokens, the first of them {first}, which "
+            f"is {_word(one, first)} to the policy and {_word(two, first)} to the critic. A critic reads the policy's "
+            "tokens as they are. Name a model with the policy's tokenizer in critic.path, or leave it out."
+        )
+
+
+def _word(words: dict[int, Any], number: int) -> str:
+    return repr(words[number]) if number in words else "none"
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Say of an error that it is about the critic: its keys have other names than the policy's."""
+    try:
+        yield
+    except (ConfigError, ModelError, PlanError) as error:
+        raise type(error)(f"The critic (section critic) cannot be built: {error}") from error

@@ -1,0 +1,188 @@
+"""What a policy's step does with its critic: rewards on tokens, values, advantages, and the critic's own updates.
+
+A critic is a run of its own inside the policy's run: it has a model, a plan, an optimizer and a state, and `train_step`
+updates it like any other. Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
+from holdfast.config.sections.policy import GAEAdvantageConfig
+from holdfast.errors import RunStopped
+from holdfast.objectives.kl import kl_estimate
+from holdfast.objectives.policy import PolicyGradient
+from holdfast.training.policy.metrics import of_several_updates
+from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.run import PolicyRun
+from holdfast.training.run import Run
+from holdfast.training.scorers.scoring import on_tokens, scored
+from holdfast.training.step import train_step
+from holdfast.training.unfreezing import unfreeze
+from holdfast.types import Batch, MiniBatch, Trajectory
+
+Numbers = NDArray[np.float64]
+
+
+class _Judged(NamedTuple):
+    """What the critic makes of the chosen tokens of a micro-batch, [N] each."""
+
+    advantages: Numbers
+    returns: Numbers
+    values: Numbers
+    sequence: NDArray[np.int64]
+
+
+def with_rewards(rollout: Rollout, exact: type[np.floating[Any]]) -> Rollout:
+    """Return the rollout with every completion's reward on its last token, and advantages that are still to come."""
+
+    def rewarded(trajectory: Trajectory) -> Trajectory:
+        rewards = np.zeros(trajectory.tokens.size, exact)
+        chosen = np.flatnonzero(trajectory.loss_mask)
+        if chosen.size and trajectory.reward is not None:
+            rewards[chosen[-1]] = trajectory.reward
+        carried = {**trajectory.per_token, "rewards": rewards}
+        return replace(trajectory, advantages=np.zeros_like(rewards), per_token=carried)
+
+    groups = [
+        replace(group, trajectories=tuple(rewarded(trajectory) for trajectory in group.trajectories))
+        for group in rollout.groups
+    ]
+    return replace(rollout, groups=tuple(groups))
+
+
+def with_values(
+    run: PolicyRun, critic: Run, rollout: Rollout, mini_batches: Sequence[MiniBatch]
+) -> tuple[Rollout, list[MiniBatch], dict[str, float]]:
+    """Add value, return and advantage of every token, as they are before the first update; all ranks call this.
+
+    Returns:
+        The rollout with the mean advantage of each completion, for those who look at it; the mini-batches; metrics.
+    """
+    section = run.config.advantage
+    assert isinstance(section, GAEAdvantageConfig)
+    with run.phase("values"):
+        valued = [scored(run, critic.policy, part, "values") for part in mini_batches]
+    with run.phase("advantage"):
+        batches = [batch for part in valued for batch in part.micro_batches]
+        judged = [_judged(run, section, batch) for batch in batches]
+        metrics = _metrics(run, judged)
+        if section.whiten:
+            of_all = spread_of(np.concatenate([part.advantages for part in judged]), run.exchange.gather)
+            judged = [part._replace(advantages=whitened(part.advantages, of_all, section.epsilon)) for part in judged]
+        keeps_proximal = run.config.updates.count > 1
+        done = iter([_carried(batch, part, keeps_proximal) for batch, part in zip(batches, judged, strict=True)])
+        result = [replace(part, micro_batches=tuple(next(done) for _ in part.micro_batches)) for part in valued]
+        return _with_means(run, rollout, batches, judged), result, metrics
+
+
+def _metrics(run: PolicyRun, judged: Sequence[_Judged]) -> dict[str, float]:
+    """Return how well the critic knew what was to come; without the share it explains where all returns are alike."""
+    returns, values = (np.concatenate([getattr(part, name) for part in judged]) for name in ("returns", "values"))
+    of_returns, errors = (spread_of(numbers, run.exchange.gather) for numbers in (returns, returns - values))
+    metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
+    explained = explained_variance(of_returns, errors)
+    return metrics if explained is None else {**metrics, "value/explained_variance": explained}
+
+
+def train_critic(run: PolicyRun, critic: Run, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    """Make the critic's updates of a step, as many as the policy's, and return its metrics as value/*.
+
+    Raises:
+        RunStopped: Too many updates in a row were skipped.
+    """
+    # Its schedule follows the policy's steps; and until the policy's step ends, the critic is of no whole step.
+    critic.state.step, critic.updating = run.state.step, False
+    lines, sums = [], []
+    with run.phase("critic"):
+        for mini_batch in [*mini_batches] * run.config.updates.passes:
+            try:
+                line = train_step(critic, mini_batch, ends_step=False)
+            except RunStopped as error:
+                raise RunStopped(f"The critic (section critic): {error}") from error
+            lines.append({name: value for name, value in line.items() if name not in mini_batch.metrics})
+            sums.append(critic.sums)
+    told = of_several_updates(lines, sums)
+    return {f"value/{name.removeprefix('optim/')}": value for name, value in told.items() if name != "num_tokens"}
+
+
+def is_warming_up(run: PolicyRun) -> bool:
+    """Whether the critic alone learns in this step."""
+    return run.config.critic is not None and run.state.step < run.config.critic.warmup_steps
+
+
+def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+    """End a step without an update of the policy, and return what the step says of its data."""
+    state = run.state
+    state.step += 1
+    unfreeze(run, state.step)
+    state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
+    state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
+    still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}
+    told = of_several_updates([mini_batch.metrics for mini_batch in mini_batches], [{}])
+    return {**told, **still, "num_tokens": float(state.tokens)}
+
+
+def _judged(run: PolicyRun, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
+    values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(run, batch)))
+    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
+    return _Judged(advantages, advantages + values, values, sequence)
+
+
+def _token_rewards(run: PolicyRun, batch: Batch) -> Tensor:
+    """Return [N] rewards, less the KL divergence of each token where that is charged to rewards."""
+    rewards, objective = _at(batch, "rewards"), run.objective
+    if not isinstance(objective, PolicyGradient) or not objective.charged_to_rewards:
+        return rewards
+    proximal, reference = _at(batch, "proximal_logprobs"), _at(batch, "reference_logprobs")
+    return rewards - objective.kl.coefficient * kl_estimate(objective.kl.estimator, proximal, reference)
+
+
+def _at(batch: Batch, name: str) -> Tensor:
+    """Return [N] values of the chosen tokens in float64."""
+    return batch.per_token[name].flatten()[batch.scored].to(torch.float64)
+
+
+def _numbers(values: Tensor) -> Numbers:
+    found: Numbers = values.cpu().numpy()
+    return found
+
+
+def _carried(batch: Batch, judged: _Judged, keeps_proximal: bool) -> Batch:
+    """Return the batch with advantages and returns, without what they were made of and no loss reads."""
+    left_out = {"rewards"} if keeps_proximal else {"rewards", "proximal_logprobs"}
+    kept = {name: values for name, values in batch.per_token.items() if name not in left_out}
+    for name, values, like in (
+        ("advantages", judged.advantages, batch.per_token["advantages"]),
+        ("returns", judged.returns, batch.per_token["values"]),
+    ):
+        kept[name] = on_tokens(batch, torch.as_tensor(values, dtype=like.dtype, device=like.device))
+    return replace(batch, per_token=kept)
+
+
+def _with_means(run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], judged: Sequence[_Judged]) -> Rollout:
+    mine: dict[int, float] = {}
+    for batch, part in zip(batches, judged, strict=True):
+        for place in np.unique(part.sequence):
+            mine[batch.sample_ids[place]] = float(part.advantages[part.sequence == place].mean())
+    means = {sample: mean for told in run.exchange.gather(mine) for sample, mean in told.items()}
+    groups = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(each, advantages=np.where(each.loss_mask, means.get(each.sample_id, 0.0), 0.0))
+                for each in group.trajectories
+            ),
+        )
+        for group in rollout.groups
+    ]
+    return replace(rollout, groups=tuple(groups))

@@ -1,0 +1,156 @@
+"""Evaluate a policy by the rewards of its completions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.rollout.sampling import mixed
+from holdfast.training.directory import COMPLETIONS
+from holdfast.training.policy.groups import rewards_of, share_facts
+from holdfast.training.policy.metrics import fault_metrics, length_metrics, reward_metrics
+from holdfast.training.policy.rollouts import sample_groups, score_groups
+from holdfast.training.policy.run import PolicyEvaluation, PromptSet, rest
+from holdfast.training.run import StepAbandoned
+from holdfast.types import Group
+
+
+def evaluate_policy(
+    run: PolicyEvaluation, label: str | None = None, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Return eval/<set>/<metric> for every evaluation set; all ranks call this together.
+
+    Completions are written to completions/<label>.<set>.jsonl; the label is the step by default. `interrupted` is asked
+    before every set, the same on all ranks; only finished sets are returned.
+    """
+    label = label or f"step-{run.state.step:08d}"
+    metrics: dict[str, float] = {}
+    for prompts in run.prompt_sets:
+        if interrupted():
+            break
+        try:
+            with run.phase("evaluation"):
+                found, groups = _evaluate_set(run, prompts)
+                everyone = run.exchange.gather([_told(group) for group in groups])
+        except StepAbandoned:
+            break
+        if run.world.is_first:
+            name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
+            flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
+            write_groups(run.directory / COMPLETIONS / name, flat)
+        metrics |= {f"eval/{prompts.name}/{name}": value for name, value in found.items()}
+    rest(run)
+    return metrics
+
+
+def evaluation_sampling(run: PolicyEvaluation) -> SamplingConfig:
+    """Return how evaluations sample."""
+    given = run.config.evaluation.sampling
+    values = given.model_dump()
+    if given.max_new_tokens is None:
+        values["max_new_tokens"] = run.config.rollout.max_new_tokens
+    return SamplingConfig(**values)
+
+
+def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, float], list[Group]]:
+    options = run.config.evaluation
+    mine = prompts.prompts
+    seeds = {
+        prompt.prompt_id: tuple(
+            mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)
+        )
+        for prompt in mine
+    }
+    groups = sample_groups(run, mine, evaluation_sampling(run), seeds)
+    groups, scored = score_groups(run, groups)
+    facts = share_facts(run, groups, scored)
+    faults = fault_metrics(facts)
+    reasons = run.exchange.gather(next((item.message for item in scored if item.message), ""))
+    if any(faults.values()):
+        run.said.append(_failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons))
+    solved = solved_metrics(rewards_of(facts), options.success)
+    return {**reward_metrics(facts), **length_metrics(facts), **faults, **solved}, groups
+
+
+def _failed(name: str, faults: Mapping[str, float], completions: int, reasons: Sequence[str]) -> str:
+    """Say how many completions of a set could not be scored, and why the first one could not."""
+    counts = ", ".join(f"{kind.removeprefix('reward/')} {count:g}" for kind, count in faults.items() if count)
+    return (
+        f"warning: evaluation set {name}: scoring failed for {sum(faults.values()):g} of {completions} completions "
+        f"({counts}); the first: {next(filter(None, reasons))}"
+    )
+
+
+def solved_metrics(rewards: NDArray[np.float64], success: float) -> dict[str, float]:
+    """Return accuracy, avg@k and pass@k of scored completions; what none of them tells is left out.
+
+    A completion that was not scored is neither right nor wrong. A prompt with fewer than k scored completions says
+    nothing of pass@k.
+
+    Args:
+        rewards: [P, G]; NaN where a completion was not scored.
+        success: Reward from which a completion is right.
+    """
+    scored = np.isfinite(rewards)
+    if not scored.any():
+        return {}
+    counts, right = scored.sum(axis=1), (scored & (np.where(scored, rewards, -math.inf) >= success)).sum(axis=1)
+    metrics = {"accuracy": float(right.sum() / counts.sum())}
+    size = rewards.shape[1]
+    if size == 1:
+        return metrics
+    metrics[f"avg@{size}"] = float(rewards[scored].mean())
+    for k in _powers_of_two(size):
+        able = counts >= k
+        if able.any():
+            metrics[f"pass@{k}"] = pass_at(right[able], counts[able], k)
+    return metrics
+
+
+def _told(group: Group) -> Group:
+    """Return what is written of a group: texts and rewards, and no images."""
+    trajectories = tuple(replace(trajectory, model_inputs={}) for trajectory in group.trajectories)
+    return Group(replace(group.prompt, row={}, model_inputs={}, positions=None), trajectories)
+
+
+def pass_at(right: NDArray[np.int64], counts: NDArray[np.int64], k: int) -> float:
+    """Estimate without bias the probability that at least one of k completions solves a prompt.
+
+    Chen et al., "Evaluating large language models trained on code" (arXiv:2107.03374), eq. 1.
+
+    Args:
+        right: [P] completions that solve the prompt.
+        counts: [P] completions.
+        k: At most the least of the counts.
+    """
+    pairs = zip(right.tolist(), counts.tolist(), strict=True)
+    return 1.0 - float(np.mean([math.comb(total - solved, k) / math.comb(total, k) for solved, total in pairs]))
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return sorted({2**power for power in range(largest.bit_length()) if 2**power <= largest} | {largest})
+
+
+def write_groups(path: Path, groups: Sequence[Group]) -> None:
+    """Write one JSON object per completion."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Half an emoji, which UTF-8 cannot hold, is written as JSON's own escape of it.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for group in groups:
+            for trajectory in group.trajectories:
+                line = {
+                    "sample_id": trajectory.sample_id,
+                    "prompt": group.prompt.text,
+                    "completion": trajectory.completion,
+                    "reward": trajectory.reward,
+                    "rewards": dict(trajectory.rewards),
+                    "finish": trajectory.finish.value,
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,0 +1,168 @@
+"""From scored groups to mini-batches: advantages, packs, and the log-probabilities that a loss compares with.
+
+Advantages are computed on groups, before packing; nothing that packing reorders can change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.advantages.group import advantages
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.models.attention import pads_branches
+from holdfast.models.rotary import angles_by_length
+from holdfast.objectives.entropy import entropy_threshold
+from holdfast.objectives.policy import PolicyGradient
+from holdfast.training.build.begin import layout_of
+from holdfast.training.policy.critic import with_rewards
+from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
+from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.trajectories import example_of
+from holdfast.training.scorers.scoring import scored
+from holdfast.types import Example, MiniBatch, Prompt, Trajectory
+
+
+def columns_of(config: GRPOConfig) -> dict[str, Any]:
+    """Return what every token of a rollout carries, and its type: advantages are as exact as the policy's weights."""
+    exact = np.float64 if config.model.dtype == "float64" else np.float32
+    found = {"advantages": exact, "sampler_logprobs": np.float32}
+    return found if config.critic is None else {**found, "rewards": exact}
+
+
+def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
+    """Return the rollout with the advantage of every completion on each of its tokens; a critic's come later."""
+    if run.critic is not None:
+        return with_rewards(rollout, columns_of(run.config)["rewards"])
+    if not rollout.facts:
+        return rollout
+    with run.phase("advantage"):
+        found = batch_advantages(run.config, rollout.facts)
+        row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
+        groups = []
+        exact = columns_of(run.config)["advantages"]
+        for group in rollout.groups:
+            values = found[row[group.prompt.prompt_id]]
+            trajectories = tuple(
+                replace(trajectory, advantages=np.where(trajectory.loss_mask, value, 0.0).astype(exact))
+                for trajectory, value in zip(group.trajectories, values, strict=True)
+            )
+            groups.append(replace(group, trajectories=trajectories))
+    return replace(rollout, groups=tuple(groups))
+
+
+def batch_advantages(config: GRPOConfig, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+    """Return [P, G] advantages of all groups of a step, the same on every rank."""
+    parts = {section.label: parts_of(facts, section.label) for section in config.reward}
+    greedy = np.array([fact.greedy for fact in facts])
+    weights = {section.label: section.weight for section in config.reward}
+    return advantages(config.advantage, rewards_of(facts), parts, weights, greedy)
+
+
+def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
+    """Return the mini-batches of one pass, each over its own prompts; all ranks call this together.
+
+    Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks. None is
+    empty unless all are: with fewer prompts than mini-batches there are fewer updates.
+    """
+    count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
+    layout = replace(
+        layout_of(run, run.images),
+        columns=columns_of(run.config),
+        constant_length=run.config.rollout.max_new_tokens,
+        angles_of=angles_by_length(each.origin.skeleton.config for each in (run, *run.companions.values())),
+        shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
+        weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(run),
+    )
+    with run.phase("pack"):
+        edges = [number * len(rollout.facts) // count for number in range(count + 1)]
+        return [
+            _mini_batch(run, rollout, rollout.facts[start:end], layout)
+            for start, end in zip(edges[:-1], edges[1:], strict=True)
+        ]
+
+
+def _pads_branches(run: PolicyRun) -> bool:
+    if run.policy.padded:
+        return True
+    return pads_branches(run.origin.skeleton, run.world.device.type, getattr(torch, run.plan.compute_dtype))
+
+
+def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
+    wanted = {fact.prompt_id for fact in facts}
+    mine = {
+        (group.prompt.prompt_id, place): _example(trajectory, group.prompt, layout.pad_token, run.images)
+        for group in rollout.groups
+        if group.prompt.prompt_id in wanted
+        for place, trajectory in enumerate(group.trajectories)
+    }
+    groups = run.config.groups
+    known = [
+        Known(
+            fact.prompt_id,
+            place,
+            completion.tokens,
+            trained_tokens(completion, groups),
+            fact.owner,
+            completion.tokens - completion.length,
+            fact.has_inputs,
+        )
+        for fact in facts
+        for place, completion in enumerate(fact.completions)
+    ]
+    return assemble(Candidates(mine, known), run.exchange, run.config.data, layout)
+
+
+def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
+    assert trajectory.advantages is not None
+    tokens, chosen = trajectory.tokens, trajectory.tokens.size - prompt.tokens.size
+    if isinstance(images, ImageSide) and chosen and tokens[-1] in images.marks and not trajectory.loss_mask[-1]:
+        # Nobody trains this completion or reads its end, where a model that counts its images would miss one.
+        tokens = np.append(tokens[:-1], pad_token)
+    carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
+    return example_of(prompt, trajectory, tokens=tokens, per_token=carried)
+
+
+def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+    """Add the log-probabilities that the objective compares with, and no others; all ranks call this together.
+
+    On-policy without a KL term there is nothing to add, and no forward pass is made.
+    """
+    objective = run.objective
+    charged = isinstance(objective, PolicyGradient) and objective.charged_to_rewards
+    several = run.config.updates.count > 1 or charged
+    masked = isinstance(objective, PolicyGradient) and objective.needs_entropy_mask
+    result = list(mini_batches)
+    if several or masked:
+        with run.phase("proximal"):
+            result = [scored(run, run.policy, part, "proximal_logprobs", entropy=masked) for part in result]
+    if masked:
+        share = run.config.entropy.top_quantile
+        result = [_with_entropy_mask(run, part, share, keep_proximal=several) for part in result]
+    if run.reference is not None:
+        with run.phase("reference"):
+            result = [scored(run, run.reference, part, "reference_logprobs") for part in result]
+    return result
+
+
+def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, keep_proximal: bool) -> MiniBatch:
+    """Mark the tokens of highest entropy among all of the update's."""
+    mine = [batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches]
+    threshold = entropy_threshold(np.concatenate([part for told in run.exchange.gather(mine) for part in told]), share)
+    batches = []
+    for batch in mini_batch.micro_batches:
+        kept = {name: values for name, values in batch.per_token.items() if name != "entropy"}
+        if not keep_proximal:
+            del kept["proximal_logprobs"]
+        kept["entropy_mask"] = batch.per_token["entropy"] >= threshold
+        batches.append(replace(batch, per_token=kept))
+    return replace(mini_batch, micro_batches=tuple(batches))

@@ -1,0 +1,193 @@
+"""What all ranks know of a step's completions, whichever rank holds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.advantages.group import without_advantages
+from holdfast.config.sections.policy import AdvantageConfig
+from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
+from holdfast.rewards.base import Scored
+from holdfast.training.policy.run import PolicyEvaluation
+from holdfast.types import Finish, Group, Trajectory
+
+
+class CompletionFact(NamedTuple):
+    """What all ranks know of one completion."""
+
+    reward: float
+    """NaN if it was not scored."""
+    parts: Mapping[str, float | None]
+    length: int
+    tokens: int
+    """With its prompt."""
+    finish: Finish
+    fault: str | None
+    drop: str | None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What rewards told beside their numbers."""
+    nll: float = math.nan
+    """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
+
+
+class GroupFact(NamedTuple):
+    """What all ranks know of one group."""
+
+    prompt_id: int
+    owner: int
+    """The rank that holds it."""
+    completions: tuple[CompletionFact, ...]
+    greedy: float = math.nan
+    """Reward of the greedy completion, where the advantage needs one; NaN if it was not scored."""
+    greedy_fault: str | None = None
+    has_inputs: bool = False
+    """Whether its prompt brings inputs only the model understands."""
+
+
+def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
+    """Return what all ranks know of all groups, by prompt; the same on every rank."""
+    following = iter(scored)
+    mine = [
+        GroupFact(
+            group.prompt.prompt_id,
+            run.world.rank,
+            tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
+            has_inputs=bool(group.prompt.model_inputs),
+        )
+        for group in groups
+    ]
+    return sorted((fact for facts in run.exchange.gather(mine) for fact in facts), key=lambda fact: fact.prompt_id)
+
+
+def _fact(trajectory: Trajectory, scored: Scored) -> CompletionFact:
+    return CompletionFact(
+        math.nan if scored.reward is None else scored.reward,
+        dict(scored.parts),
+        trajectory.completion_length,
+        trajectory.tokens.size,
+        trajectory.finish,
+        scored.fault,
+        scored.drop,
+        dict(scored.metrics),
+        -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
+    )
+
+
+def rewards_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+    """Return the rewards of groups of one size, [P, G]; NaN where a completion was not scored."""
+    return np.array([[fact.reward for fact in group.completions] for group in facts], dtype=np.float64)
+
+
+def parts_of(facts: Sequence[GroupFact], label: str) -> NDArray[np.float64]:
+    """Return one reward of groups of one size, [P, G]; NaN where it gave none, or the completion does not count."""
+    return np.array(
+        [
+            [
+                math.nan if math.isnan(fact.reward) or fact.parts.get(label) is None else fact.parts[label]
+                for fact in group.completions
+            ]
+            for group in facts
+        ],
+        dtype=np.float64,
+    )
+
+
+def select(
+    facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig, weights: Mapping[str, float]
+) -> list[GroupFact]:
+    """Return the groups that are trained on: a pure function of what all ranks know.
+
+    Args:
+        facts: With rewards that count for no baseline already taken out.
+        config: Which groups.
+        advantage: Says what completions are compared by, and so which groups teach nothing.
+        weights: Of the rewards, by name.
+    """
+    eligible = [fact for fact in facts if _eligible(fact, config, advantage)]
+    if config.flat == "keep" or not eligible:
+        return eligible
+    parts = {label: parts_of(eligible, label) for label in weights}
+    trained = np.array([[trained_tokens(each, config) > 0 for each in fact.completions] for fact in eligible])
+    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights, trained)
+    return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
+
+
+def _eligible(fact: GroupFact, config: GroupsConfig, advantage: AdvantageConfig) -> bool:
+    # Without its baseline a group has nothing to be compared with, whether its completions were scored or not.
+    if advantage.needs_greedy and math.isnan(fact.greedy):
+        return False
+    dropped = any(completion.drop == "group" for completion in fact.completions)
+    return not dropped and (config.between is None or _between(fact, config.between))
+
+
+def trained_tokens(fact: CompletionFact, config: GroupsConfig) -> int:
+    """Return how many tokens of a completion are trained."""
+    return 0 if _is_cut(fact.finish, config) or math.isnan(fact.reward) else fact.length
+
+
+def _is_cut(finish: Finish, config: GroupsConfig) -> bool:
+    return finish is Finish.LENGTH and config.truncated != "keep"
+
+
+def _between(fact: GroupFact, between: BetweenConfig) -> bool:
+    values = [completion.parts.get(between.reward) for completion in fact.completions]
+    known = [value for value in values if value is not None]
+    if not known:
+        return False
+    mean = float(np.mean(known))
+    return (between.low is None or mean > between.low) and (between.high is None or mean < between.high)
+
+
+def with_baselines(facts: Sequence[GroupFact], greedy: Sequence[GroupFact], config: GroupsConfig) -> list[GroupFact]:
+    """Tell each group what its prompt's greedy completion earned; of one that counts for no baseline, NaN.
+
+    Args:
+        facts: The groups.
+        greedy: Of the same prompts, one completion each.
+        config: Says whether what was cut counts.
+    """
+    found = {fact.prompt_id: without_dropped(fact, config).completions[0] for fact in greedy}
+    return [
+        fact._replace(greedy=found[fact.prompt_id].reward, greedy_fault=found[fact.prompt_id].fault) for fact in facts
+    ]
+
+
+def without_dropped(fact: GroupFact, config: GroupsConfig) -> GroupFact:
+    """Take rewards that count for no baseline out of it."""
+    return fact._replace(
+        completions=tuple(
+            completion._replace(reward=math.nan)
+            if completion.drop is not None or (completion.finish is Finish.LENGTH and config.truncated == "drop")
+            else completion
+            for completion in fact.completions
+        )
+    )
+
+
+def trained_part(group: Group, config: GroupsConfig) -> Group:
+    """Mask completions that are not trained: those without a reward, and perhaps those that were cut."""
+
+    def masked(trajectory: Trajectory) -> Trajectory:
+        if trajectory.reward is not None and not _is_cut(trajectory.finish, config):
+            return trajectory
+        return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
+
+    return replace(group, trajectories=tuple(masked(trajectory) for trajectory in group.trajectories))
+
+
+def warn_of_unknown_reward(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
+    """Say so where groups are chosen by what no completion has; its first word alone is checked before step 1."""
+    known = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
+    if between is None or not known or between.reward in known:
+        return []
+    return [
+        f"warning: groups.between.reward: no completion of this step has {between.reward}, so every group is left out; "
+        f"they have {', '.join(known)}"
+    ]

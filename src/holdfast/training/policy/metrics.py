@@ -1,0 +1,150 @@
+"""What a rollout says in numbers: pure functions of facts that all ranks share, so all ranks get the same."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from holdfast.advantages.group import flat_groups
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.rewards.base import FAULTS
+from holdfast.training.policy.groups import GroupFact, rewards_of
+from holdfast.training.policy.rollouts import Rollout
+from holdfast.types import Finish
+
+_SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
+_LAST = {"learning_rate", "num_tokens", "optim/skipped_steps"}
+
+
+def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
+    """Return rewards, lengths and faults of a step's completions under TRL's names.
+
+    They speak of all completions that were sampled, also those that are not trained on.
+
+    - reward, reward_std: mean over completions; mean over groups of the standard deviation within a group.
+    - rewards/NAME/mean and rewards/NAME/std: of each reward and its parts, before weights.
+    - frac_reward_zero_std: share of groups whose rewards are all alike; left out where groups have one completion.
+    - completions/*: lengths in tokens; clipped_ratio is the share that was cut at the longest length, terminated are
+      the others (0 where there are none).
+    - reward/timeout, reward/error, reward/nan, reward/none: completions whose scoring failed that way, greedy ones that
+      others are compared with included.
+    - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
+    """
+    facts = rollout.sampled
+    metrics = {**reward_metrics(facts), **length_metrics(facts), **rollout.counted}
+    if any(len(group.completions) > 1 for group in facts):
+        metrics["frac_reward_zero_std"] = float(np.mean(flat_groups(rewards_of(facts), tolerance)))
+    metrics |= fault_metrics(facts)
+    metrics["rollout/completions"] = float(sum(len(group.completions) for group in facts))
+    metrics["rollout/groups"] = float(len(facts))
+    metrics["rollout/trained_groups"] = float(len(rollout.facts))
+    return metrics
+
+
+def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return means and standard deviations of rewards.
+
+    Completions without a reward are left out; where none has one, so are `reward` and `reward_std`.
+    """
+    rewards = rewards_of(facts) if facts else np.empty((0, 0))
+    scored = np.isfinite(rewards)
+    metrics = {"reward": float(rewards[scored].mean())} if scored.any() else {}
+    spreads = [float(np.std(row[kept], ddof=1)) for row, kept in zip(rewards, scored, strict=True) if kept.sum() > 1]
+    if scored.any():
+        metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
+    completions = [completion for group in facts for completion in group.completions]
+    for name, told in _by_name([completion.metrics for completion in completions]).items():
+        metrics[f"rewards/{name}"] = float(np.mean(told))
+    for name, values in _by_name([completion.parts for completion in completions]).items():
+        metrics[f"rewards/{name}/mean"] = float(np.mean(values))
+        metrics[f"rewards/{name}/std"] = float(np.std(values))
+    return metrics
+
+
+def fault_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return reward/<fault>: how many completions' scoring failed that way, greedy ones included."""
+    faults = Counter(completion.fault for group in facts for completion in group.completions)
+    faults.update(group.greedy_fault for group in facts)
+    return {f"reward/{kind}": float(faults[kind]) for kind in FAULTS}
+
+
+def _by_name(told: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return the numbers of each name, by name; None is no number."""
+    found: dict[str, list[float]] = {}
+    for values in told:
+        for name, value in values.items():
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return completions/* of a rollout or an evaluation."""
+    completions = [completion for group in facts for completion in group.completions]
+    if not completions:
+        return {}
+    lengths = [completion.length for completion in completions]
+    ended = [completion.length for completion in completions if completion.finish is Finish.STOP]
+    terminated = ended or [0]
+    return {
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": float(np.mean(terminated)),
+        "completions/min_terminated_length": float(min(terminated)),
+        "completions/max_terminated_length": float(max(terminated)),
+    }
+
+
+def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> dict[str, float]:
+    """Return entropy_estimate: the mean of -log p over all sampled tokens, in nats, which costs nothing.
+
+    The mean of -log p(token) over draws of the token is the entropy of its distribution, so over many tokens this is
+    `entropy` up to the noise of sampling. Left out where options restrict what is drawn, since p is then not the
+    policy's, and where an engine tells no log-probabilities.
+    """
+    completions = [completion for group in facts for completion in group.completions]
+    tokens, total = sum(each.length for each in completions), math.fsum(each.nll for each in completions)
+    return {} if sampling.biases() or not tokens or math.isnan(total) else {"entropy_estimate": total / tokens}
+
+
+def of_several_updates(
+    updates: Sequence[Mapping[str, float]], sums: Sequence[Mapping[str, tuple[float, float]]]
+) -> dict[str, float]:
+    """Return one line for the updates of a step.
+
+    What is a mean over tokens or sequences is their mean over all updates, and left out where there were none; the loss
+    is then 0. Of the rest, what was worked on is summed, the last of what counts on is kept, and others are averaged.
+    `data/order_hash` folds all of them, so it differs if any update differs. clip_ratio/low_min and clip_ratio/high_max
+    are the least and the most clipped update; TRL's are the extremes over processes, and depend on their number.
+
+    Args:
+        updates: What each update told.
+        sums: Total and denominator of each update's means.
+    """
+    joined = {name: _joined(name, values) for name, values in _by_name(updates).items() if name not in sums[0]}
+    for name in sums[0]:
+        total, denominator = (math.fsum(found[name][part] for found in sums) for part in (0, 1))
+        if denominator or name == "loss":
+            joined[name] = total / denominator if denominator else 0.0
+    return joined | _extreme_clipped(sums, "low", min) | _extreme_clipped(sums, "high", max)
+
+
+def _extreme_clipped(
+    sums: Sequence[Mapping[str, tuple[float, float]]], side: str, extreme: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    told = [found.get(f"clip_ratio/{side}_mean", (0.0, 0.0)) for found in sums]
+    shares = [total / denominator for total, denominator in told if denominator]
+    return {f"clip_ratio/{side}_{extreme.__name__}": extreme(shares)} if shares else {}
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name == "data/order_hash":
+        return float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
+    if name in _LAST or name.startswith("learning_rate/"):
+        return values[-1]
+    return math.fsum(values) if name in _SUMMED else math.fsum(values) / len(values)

@@ -1,0 +1,88 @@
+"""What of a policy's run rests in host memory while completions are sampled and scored (`residency`).
+
+Parameters rest from the moment at which the engine has its copy until the rollout has ended, however it ends; optimizer
+states, and averages of weights beside them, until the update that reads them. Between steps everything is awake, so
+saves, exports, evaluations and resumes know nothing of it; the thread that saves in an emergency says `stay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import ConfigError
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.policy.run import PolicyRun, publish
+from holdfast.training.run import Run
+
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+
+
+@contextmanager
+def resting(run: PolicyRun) -> Iterator[None]:
+    """Let what `residency` names rest within the block; the optimizer rests on behind it."""
+    section = run.config.residency
+    if section.parameters == section.optimizer == "stay":
+        yield
+        return
+    everyone = [run, *run.companions.values()]
+    try:
+        with run.phase("to_host"):  # before the engine's copy takes memory
+            if section.optimizer == "host":
+                for each in everyone:
+                    run.residency.rest(OPTIMIZER, _states(each), besides=sharded_parameters(each.policy).values())
+        with run.phase("rollout"):
+            publish(run)  # what rests cannot be gathered
+        with run.phase("to_host"):
+            if section.parameters == "host":
+                run.residency.rest(PARAMETERS, _own_parameters(run))
+                for each in run.companions.values():
+                    run.residency.rest(PARAMETERS, sharded_parameters(each.policy).values())
+        yield
+    finally:
+        run.wake(PARAMETERS)
+
+
+@contextmanager
+def awake_afterwards(run: Run) -> Iterator[None]:
+    """Bring back whatever still rests when the block ends, however it ends."""
+    try:
+        yield
+    finally:
+        run.wake()
+
+
+def check_residency(run: PolicyRun) -> None:
+    """Refuse parameters that shall rest where the engine reads them.
+
+    Raises:
+        ConfigError: It has no copy of any.
+    """
+    if run.config.residency.parameters == "host" and not _own_parameters(run):
+        raise ConfigError(
+            "residency.parameters: host, but the policy is not sharded, and what samples reads the very weights that "
+            f"are trained (one rank that computes in {run.plan.compute_dtype}, as it stores). Leave it out, or train "
+            "on several ranks."
+        )
+
+
+def _own_parameters(run: PolicyRun) -> list[Tensor]:
+    """Return the parameters that the engine has copies of: what is gathered, or cast."""
+    if not run.plan.sharded:
+        return []
+    computed: torch.dtype = getattr(torch, run.plan.compute_dtype)
+    replicated, gathered = set(run.plan.replicated), run.plan.shard > 1
+    return [
+        value
+        for name, value in sharded_parameters(run.policy).items()
+        if name not in replicated and (gathered or value.dtype != computed)
+    ]
+
+
+def _states(run: Run) -> list[Tensor]:
+    states = run.optimizer.state.values()
+    found = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return found + ([] if run.averages is None else list(run.averages.tensors.values()))

@@ -1,0 +1,192 @@
+"""Keep what a step was made of, so that one process can make it again.
+
+rollouts/step-N.jsonl.gz holds a line about the step and one for each of its groups: everything between sampling and
+the update, and nothing that follows from the weights.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.errors import ConfigError
+from holdfast.files import open_regular, parse_json
+from holdfast.models.expert_choices import COLUMN
+from holdfast.training.policy.groups import CompletionFact, GroupFact
+from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.run import PolicyRun
+from holdfast.types import Finish, Group, Prompt, Trajectory
+
+FOLDER = "rollouts"
+COMPARED = ("loss", "grad_norm")
+"""What a replay must reproduce."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as it was made."""
+
+    step: int
+    """Counted from 1, as in metrics.jsonl."""
+    base: Path
+    """Directory of the run's YAML."""
+    metrics: Mapping[str, float]
+    rollout: Rollout
+    compute_dtype: str | None
+    """What the run computed in; None in records of earlier versions."""
+
+
+def record_path(directory: Path, step: int) -> Path:
+    """Return where a step is kept."""
+    return directory / FOLDER / f"step-{step:08d}.jsonl.gz"
+
+
+def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> None:
+    """Write the step that was just made, if `rollout.record` asks for it; all ranks call this together."""
+    if not run.config.rollout.record:
+        return
+    everyone = run.exchange.gather([_group_line(group) for group in rollout.groups])
+    if not run.world.is_first:
+        return
+    lines = {line["prompt_id"]: line for part in everyone for line in part}
+    head = {
+        "step": run.state.step,
+        "base": str(run.base),
+        "metrics": {name: metrics[name] for name in COMPARED},
+        "compute_dtype": run.plan.compute_dtype,
+    }
+    path = record_path(run.directory, run.state.step)
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    with gzip.open(beside, "wt", encoding="utf-8", compresslevel=3) as file:
+        file.write(json.dumps(head) + "\n")
+        for fact in rollout.facts:
+            file.write(json.dumps(lines[fact.prompt_id] | {"facts": _fact_lines(fact)}) + "\n")
+    beside.replace(path)
+
+
+def what_is_deleted(config: GRPOConfig) -> str:
+    """Return which of the steps that are kept cannot be made again, since no checkpoint will be; "" if all can."""
+    section, keep = config.checkpoint, config.checkpoint.keep
+    whole = config.steps is not None and config.steps <= keep.last
+    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or whole)):
+        return ""
+    saved = "by the clock alone" if section.every_steps is None else f"every {section.every_steps} steps"
+    kept = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
+    return (
+        f"rollout.record: step N is made again from the checkpoint of step N-1; checkpoints are saved {saved}, and of "
+        f"them {kept} stay, so most steps cannot be replayed. Set checkpoint.every_steps and checkpoint.keep.every to "
+        "1, or to the distance of the steps that you may want."
+    )
+
+
+def _group_line(group: Group) -> dict[str, Any]:
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "prompt": group.prompt.tokens.tolist(),
+        "source": group.prompt.source,
+        "completions": [
+            {
+                "sample_id": trajectory.sample_id,
+                "seed": trajectory.seed,
+                "temperature": trajectory.temperature,
+                "tokens": trajectory.tokens[group.prompt.tokens.size :].tolist(),
+                "trained": bool(trajectory.loss_mask.any()),
+                "sampler_logprobs": [float(value) for value in trajectory.sampler_logprobs[group.prompt.tokens.size :]],
+                "weights_version": int(trajectory.weights_versions[-1]),
+                "text": trajectory.completion,
+                **{name: trajectory.per_token[name].tolist() for name in (COLUMN,) if name in trajectory.per_token},
+            }
+            for trajectory in group.trajectories
+        ],
+    }
+
+
+def _fact_lines(fact: GroupFact) -> dict[str, Any]:
+    return {
+        "greedy": None if math.isnan(fact.greedy) else fact.greedy,
+        "completions": [
+            {
+                "reward": None if math.isnan(completion.reward) else completion.reward,
+                "parts": dict(completion.parts),
+                "finish": completion.finish.value,
+            }
+            for completion in fact.completions
+        ],
+    }
+
+
+def read_record(directory: Path, step: int) -> Record:
+    """Read what `record` wrote.
+
+    Raises:
+        ConfigError: The step was not kept, and the message names those that were; or what was kept is damaged.
+    """
+    path = record_path(directory, step)
+    if not path.exists():
+        kept = sorted(int(found.name[5:13]) for found in (directory / FOLDER).glob("step-*.jsonl.gz"))
+        there = f"kept are steps {kept[0]} to {kept[-1]}" if kept else "none was kept; set rollout.record: true"
+        raise ConfigError(f"{path} does not exist: {there}.")
+    try:
+        with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
+            head, *lines = (parse_json(line) for line in file)
+        groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
+        rollout = Rollout(groups, facts, facts, {}, ())
+        return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head.get("compute_dtype"))
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({type(error).__name__}: {error}), so step {step} cannot be made again."
+        ) from error
+
+
+def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
+    tokens = np.asarray(line["prompt"], np.int64)
+    prompt = Prompt(line["prompt_id"], tokens, "", {}, line["source"])
+    told = line["facts"]["completions"]
+    trajectories = tuple(_trajectory(prompt, one, fact) for one, fact in zip(line["completions"], told, strict=True))
+    completions = tuple(
+        CompletionFact(
+            _number(fact["reward"]),
+            fact["parts"],
+            len(one["tokens"]),
+            tokens.size + len(one["tokens"]),
+            Finish(fact["finish"]),
+            None,
+            None,
+        )
+        for one, fact in zip(line["completions"], told, strict=True)
+    )
+    return Group(prompt, trajectories), GroupFact(prompt.prompt_id, 0, completions, _number(line["facts"]["greedy"]))
+
+
+def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
+    size, chosen = prompt.tokens.size, np.asarray(one["tokens"], np.int64)
+    own = np.arange(size + chosen.size) >= size
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sample_id=one["sample_id"],
+        seed=one["seed"],
+        temperature=one["temperature"],
+        tokens=np.concatenate([prompt.tokens, chosen]),
+        loss_mask=own & one["trained"],
+        sampler_logprobs=np.concatenate([np.zeros(size, np.float32), np.asarray(one["sampler_logprobs"], np.float32)]),
+        weights_versions=np.where(own, one["weights_version"], -1).astype(np.int32),
+        finish=Finish(fact["finish"]),
+        completion=one["text"],
+        reward=fact["reward"],
+        rewards=fact["parts"],
+        per_token={name: np.asarray(one[name], np.int16) for name in (COLUMN,) if name in one},
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

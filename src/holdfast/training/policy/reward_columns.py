@@ -1,0 +1,109 @@
+"""Refuse rewards that look at columns which are not there, or at answers that they cannot read, before step 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from holdfast.errors import ConfigError, DataError
+from holdfast.training.policy.run import PolicyEvaluation, PolicyRun
+from holdfast.types import Prompt
+
+_FIRST = "the first batch"
+_SHOWN = 60
+
+
+def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) -> None:
+    """Look for every column that rewards need in the first batch and in the evaluation sets; all ranks together.
+
+    Rows of several sources may differ, so a column counts as there if one of the rows has it, and a first batch of
+    several sources only lets the run warn: the rows that have it may come later.
+
+    Args:
+        run: Before its first step.
+        wanted: Columns by the name of the reward.
+
+    Raises:
+        DataError: No row has a column; the same on all ranks.
+    """
+    if not any(wanted.values()):
+        return
+    for place, prompts in _read(run):
+        there = _columns(run, prompts)
+        absent = _absent(wanted, there) if there else {}
+        if place == _FIRST and isinstance(run, PolicyRun) and len(run.source_names) > 1:
+            run.said += [
+                f"warning: reward {reward} needs column {absent[reward]}, and no row of {place} has one."
+                for reward in absent
+            ]
+        elif absent:
+            reward = next(iter(absent))
+            raise DataError(
+                f"reward {reward}: it needs column {absent[reward]}, and no row of {place} has one; their columns are "
+                f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
+                "the parameter of a function of your own a default."
+            )
+
+
+def check_answers(
+    run: PolicyEvaluation, wanted: Mapping[str, str], unreadable: Callable[[str, Sequence[str]], list[str]]
+) -> None:
+    """Count the answers of the first batch and the evaluation sets that a reward cannot read; all ranks together.
+
+    Some are a warning of the run: completions of their prompts have no score. Where it is all of a place, the column
+    is the wrong one; a first batch of several sources only lets the run warn.
+
+    Args:
+        run: Before its first step.
+        wanted: The column of answers, by the name of the reward.
+        unreadable: As `Rewards` has it.
+
+    Raises:
+        ConfigError: Not one answer of a place can be read; the same on all ranks.
+    """
+    for reward, column in wanted.items():
+        for place, prompts in _read(run):
+            with run.exchange.together():
+                mine = [
+                    "" if each.row[column] is None else str(each.row[column]) for each in prompts if column in each.row
+                ]
+                bad = set(unreadable(reward, list(dict.fromkeys(mine))))
+            everyone = run.exchange.gather((len(mine), [answer for answer in mine if answer in bad]))
+            _tell_unreadable(run, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
+
+
+def _tell_unreadable(
+    run: PolicyEvaluation, place: str, reward: str, everyone: Sequence[tuple[int, list[str]]], *, is_first: bool
+) -> None:
+    """Refuse a place without a readable answer; warn of one with some; everyone has (answers, those unreadable)."""
+    count, lost = sum(number for number, _ in everyone), [answer for _, answers in everyone for answer in answers]
+    if not lost:
+        return
+    shown = ", ".join(repr(answer[:_SHOWN]) for answer in list(dict.fromkeys(lost))[:3])
+    words = f"reward {reward} cannot read {len(lost)} of {count} answers of {place}: {shown}"
+    several = is_first and isinstance(run, PolicyRun) and len(run.source_names) > 1
+    if len(lost) == count and not several:
+        raise ConfigError(
+            f"{words}. Name the column of the right answers in the reward, or bring them there by data.columns."
+        )
+    run.said.append(f"warning: {words}. It scores no completion of these prompts; mend them or leave them out.")
+
+
+def _columns(run: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the columns of what all ranks read."""
+    everyone = run.exchange.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
+    return list(dict.fromkeys(column for columns in everyone for column in columns))
+
+
+def _absent(wanted: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:
+    """Return a column that is not there, for each reward that needs one."""
+    lacking = {reward: [column for column in columns if column not in there] for reward, columns in wanted.items()}
+    return {reward: columns[0] for reward, columns in lacking.items() if columns}
+
+
+def _read(run: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
+    """Yield what was read: where from, and this rank's share."""
+    if isinstance(run, PolicyRun):
+        batch = run.stream.read_ahead(run.state.step)
+        yield _FIRST, () if batch is None else batch.mine
+    for prompts in run.prompt_sets:
+        yield f"evaluation set {prompts.name}", prompts.prompts

@@ -1,0 +1,200 @@
+"""Build a reward of kind model where its configuration puts it: whole, or a scorer in shards like the policy.
+
+A sharded one is a model that all ranks run together. So every rank makes as many forward passes as the one with the
+most texts, with empty batches if need be, and nothing that one rank can meet alone comes between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.reward_scoring import RewardScoring, reward_scoring
+from holdfast.data.batches.packing import pack, to_device
+from holdfast.data.batches.weights import Share
+from holdfast.errors import ConfigError, ModelError, PlanError
+from holdfast.files import size_words
+from holdfast.models.build import Blueprint
+from holdfast.models.policy import PolicyModel
+from holdfast.models.positions import positions_of
+from holdfast.models.reward_model import Reading, RewardModel, Row, TextScorer, batches_of, bytes_of, scores_of
+from holdfast.models.scorer import place_of_score
+from holdfast.models.stored_scorer import stored_scorer
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.mesh import World
+from holdfast.training.build.model import build_policy
+from holdfast.training.copies import free_bytes, free_host_bytes
+from holdfast.training.scorers.reference import check_place
+from holdfast.training.together import first_rank_first, together
+from holdfast.types import Batch, Example, Scores
+
+
+class SharedRewardModel:
+    """A reward model of which every rank holds a part.
+
+    Args:
+        model: Built and frozen.
+        reading: How it reads.
+        world: Where its batches go.
+        exchange: Between the ranks that hold it; nobody else's.
+    """
+
+    def __init__(self, model: PolicyModel, reading: Reading, world: World, exchange: ProcessExchange) -> None:
+        self.model, self.reading = model, reading
+        self._device, self._exchange = world.device, exchange
+
+    def scores(self, rows: Sequence[Row]) -> list[float]:
+        """Return one number per row; all ranks call this together, each with its own rows, or with none."""
+        batches = batches_of(rows, self.reading.batch_size)
+        idle: list[list[int]] = [[]] * (max(self._exchange.gather(len(batches))) - len(batches))
+        return scores_of(rows, [*batches, *idle], self._numbers)
+
+    @torch.no_grad()
+    def _numbers(self, rows: list[Row]) -> list[float]:
+        batch = _batch(rows, self.reading.pad, padded=self.model.padded)
+        scores = self.model(to_device(batch, self._device))
+        assert isinstance(scores, Scores)
+        return self.reading.numbers(scores.logprobs)
+
+
+def _batch(rows: Sequence[Row], pad: int | None, *, padded: bool) -> Batch:
+    """Return texts as a batch in which each is scored where transformers reads its score."""
+    examples = [
+        Example(number, number, np.array(row, np.int64), np.zeros(len(row), np.bool_))
+        for number, row in enumerate(rows)
+    ]
+    batch = pack(examples, [Share(0.0, 0.0)] * len(rows), padded=padded)
+    width = batch.tokens.shape[1]
+    starts = range(0, width * len(rows), width) if padded else accumulate((len(row) for row in rows[:-1]), initial=0)
+    places = [start + place_of_score(row, pad) for start, row in zip(starts, rows, strict=False)]
+    return replace(batch, scored=torch.tensor(places, dtype=torch.int64))
+
+
+def open_reward_model(
+    section: ModelRewardConfig, config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange
+) -> TextScorer:
+    """Load a reward model, if it has room, and say what a user should know of it; all ranks call this together.
+
+    Args:
+        section: Which, and where it lies.
+        config: The run's, which says how a sharded one is split.
+        base: The YAML's directory.
+        world: The ranks.
+        exchange: Between them, for as long as a sharded model scores.
+
+    Raises:
+        UserError: It cannot be loaded, cannot be sharded, takes more memory than there is now, or would read longer
+            texts than it has positions for; the same on all ranks.
+    """
+    with _named(f"reward {section.label}: "):
+        needed = first_rank_first(exchange, lambda: _check_room(section, config, base, world))
+        if section.place == "whole":
+            whole = together(exchange, lambda: RewardModel(section, base, world.device))
+            note, what = whole.reading.note, f"{size_words(needed)} of weights in {section.dtype}, on every rank"
+            found: TextScorer = whole
+        else:
+            found, held = _shared(section, reward_scoring(config, section), base, world, exchange)
+            note, what = found.reading.note, f"{size_words(held)} of weights in {section.dtype} per rank"
+    if world.is_first:
+        print(f"reward {section.label}: {what}", flush=True)
+        if note is not None:
+            print(note, flush=True)
+    return found
+
+
+def _shared(
+    section: ModelRewardConfig, config: RewardScoring, base: Path, world: World, exchange: ProcessExchange
+) -> tuple[SharedRewardModel, int]:
+    """Return a sharded model, and the bytes of it that each rank holds."""
+    origin = first_rank_first(exchange, lambda: stored_scorer(config.model, base))
+    reading = together(exchange, lambda: _reading(section, origin))
+    if world.is_first:
+        where = "in host memory" if config.parallel.cpu_offload else "sharded like the policy"
+        print(f"reward {section.label}: {where}; its plan:", flush=True)
+    with _named("", " place: whole leaves this model to transformers, on every rank."):
+        model, plan = build_policy(config, origin, world, exchange, trained=False)
+    model.eval()
+    with exchange.together():
+        check_place(model, plan, world.device, "reward model")
+    return SharedRewardModel(model, reading, world, exchange), plan.shard_bytes
+
+
+def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:
+    """Return how it reads.
+
+    Raises:
+        ModelError: It has several outputs and none is chosen.
+        ConfigError: Texts may be longer than it has positions for: one rank alone would meet such a text.
+    """
+    assert origin.directory is not None
+    positions = positions_of(origin.skeleton)
+    if positions is not None and positions.in_a_table and section.max_length > positions.count:
+        raise ConfigError(
+            f"reward {section.label}: max_length={section.max_length} allows texts that are longer than the "
+            f"{positions.count} positions of {origin.family.name} (max_position_embeddings). Lower max_length to "
+            f"{positions.count}."
+        )
+    return Reading(section, origin.tokenizer, origin.original_config, origin.directory)
+
+
+def _check_room(section: ModelRewardConfig, config: GRPOConfig, base: Path, world: World) -> int:
+    """Return the bytes of a model's weights.
+
+    Raises:
+        ModelError: There is no such model.
+        ConfigError: They, or this rank's share of them, take more memory than there is now.
+    """
+    needed = bytes_of(section, base)
+    device, host = (free_bytes(world), "its device"), (free_host_bytes(world), "its share of the machine's memory")
+    parts = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
+    match section.place, config.parallel.cpu_offload:
+        case "whole", _:
+            places = [device, host]  # transformers reads it into the machine's memory first
+        case "sharded", False:
+            places = [device]
+        case _:
+            places = [host]
+    share = -(-needed // parts)
+    for free, place in places:
+        if share > free:
+            each = "whole on every rank" if parts == 1 else f"and each of {parts} ranks holds {size_words(share)}"
+            raise ConfigError(
+                f"reward {section.label}: its weights take {size_words(needed)} in {section.dtype}, {each}, and rank "
+                f"{world.rank} has {size_words(free)} free in {place}. {_ways_out(section, config, world)}"
+            )
+    return needed
+
+
+def _ways_out(section: ModelRewardConfig, config: GRPOConfig, world: World) -> str:
+    """Return what to do where there is no room."""
+    ways = []
+    parts = world.size // config.parallel.replicate
+    if section.place == "whole" and parts > 1:
+        ways.append(f"place: sharded, which leaves each rank a share of 1/{parts}")
+    if section.place != "offloaded" and world.device.type == "cuda":
+        ways.append("place: offloaded, which keeps the shares in host memory")
+    ways.append("a smaller model")
+    if section.dtype != "bfloat16":
+        ways.append("dtype: bfloat16")
+    if world.device.type == "cuda":
+        ways.append("ranks with more memory")
+    else:
+        ways.append("fewer ranks on a machine" if section.place == "whole" else "more machines")
+    return f"Use {', '.join(ways)}, or serve it and ask it by a reward of kind path or judge."
+
+
+@contextmanager
+def _named(what: str, advice: str = "") -> Iterator[None]:
+    """Say of an error that it is about this model, and what else to do: its keys have other names than the policy's."""
+    try:
+        yield
+    except (ModelError, PlanError) as error:
+        raise type(error)(f"{what}{error}{advice}") from error

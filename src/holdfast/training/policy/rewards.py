@@ -1,0 +1,187 @@
+"""Open what scores completions, for the length of a run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Reward, RewardPoolConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.models.reward_model import Reading, TextScorer
+from holdfast.parallel.mesh import World
+from holdfast.rewards.base import Outcome, Sample, Scored, is_number
+from holdfast.rewards.combine import combine
+from holdfast.rewards.here import RewardsHere
+from holdfast.rewards.outcome import outcome_of_exception
+from holdfast.rewards.pool import RewardPool
+from holdfast.training.build.begin import Live
+from holdfast.training.directory import run_directory
+from holdfast.training.policy.reward_model import open_reward_model
+from holdfast.training.policy.run import Score
+from holdfast.training.together import open_exchange, together
+
+_MOST_WORKERS = 4
+_SHARE_OF_WAIT = 0.75
+"""Of the longest wait for another rank: what rewards may take of it."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What scores completions, ready for its first."""
+
+    score: Score
+    columns: Mapping[str, Sequence[str]]
+    """Columns of the row without which a reward scores nothing, by its name."""
+    answers: Mapping[str, str] = field(default_factory=dict)
+    """Columns of answers that may not be readable, by the name of the reward."""
+    unreadable: Callable[[str, Sequence[str]], list[str]] = lambda _, __: []
+    """From the name of such a reward and answers to those that it cannot read; no conversation of ranks."""
+
+
+@contextmanager
+def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Iterator[Rewards]:
+    """Load reward models and start this rank's reward workers, which end with the block; live rewards need neither.
+
+    Raises:
+        ConfigError: A reward cannot work; the same on all ranks.
+        ModelError, PlanError: A reward model cannot be built; likewise.
+    """
+    section = config.rewards
+    if live is not None and live.rewards:
+        exchange = open_exchange(config)
+        functions = live.rewards
+        here = together(exchange, lambda: RewardsHere(functions, config.reward, section))
+        exchange.close()
+        yield Rewards(here.score, here.columns)
+        return
+    if section.workers == "auto":
+        cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
+        section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
+    if section.step_timeout_seconds == "auto" and world.size > 1:
+        longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
+        section = section.model_copy(update={"step_timeout_seconds": longest})
+    exchange = open_exchange(config)
+    named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
+    # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
+    models = {reward.label: open_reward_model(reward, config, base, world, exchange) for reward in named}
+    scorer = together(exchange, lambda: Scorer(config.reward, section, base, models, _logs(config, world)))
+    try:
+        with exchange.together():
+            scorer.start()
+        if all(reward.place == "whole" for reward in named):
+            exchange.close()
+        answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}
+        yield Rewards(scorer.score, scorer.columns, answers, scorer.unreadable)
+        exchange.close()
+    finally:
+        scorer.close()
+
+
+class Scorer:
+    """Rewards of both kinds: functions in processes of their own, and models in this one.
+
+    Args:
+        rewards: The sections.
+        config: The processes, and what a fault does.
+        base: The YAML's directory.
+        models: Those that the sections name, by their labels.
+        logs: Where functions print.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        config: RewardPoolConfig,
+        base: Path,
+        models: Mapping[str, TextScorer],
+        logs: Path,
+    ) -> None:
+        functions = [reward for reward in rewards if not isinstance(reward, ModelRewardConfig)]
+        self._models = models
+        self._pool = RewardPool(functions, config, base, logs) if functions else None
+        self._functions = [reward.label for reward in functions]
+        self._rewards, self._config = tuple(rewards), config
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """As `Rewards` has them; known once started."""
+        return {} if self._pool is None else self._pool.columns
+
+    def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            ConfigError: A function cannot work.
+        """
+        if self._pool is not None:
+            self._pool.start()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def unreadable(self, label: str, answers: Sequence[str]) -> list[str]:
+        """Return the answers that a reward of `kind: math` cannot read, or not in time.
+
+        Raises:
+            RunStopped: As `score`.
+        """
+        assert self._pool is not None
+        (column,) = self._pool.columns[label]
+        asked = [Sample(place, "", "", [], [], "stop", {column: answer}) for place, answer in enumerate(answers)]
+        (outcomes,) = self._pool.outcomes(asked, only=[label])
+        return [answer for answer, outcome in zip(answers, outcomes, strict=True) if outcome.fault is not None]
+
+    def score(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Return the reward of each sample, in their order; all ranks call this together, some without samples.
+
+        Raises:
+            RunStopped: The processes of this rank died, or hang.
+        """
+        # Models come first: all ranks run the passes of a sharded one, and one whose processes died would not.
+        by_label = {label: _outcomes(model, samples) for label, model in self._models.items()}
+        if self._pool is not None:
+            by_label |= zip(self._functions, self._pool.outcomes(samples), strict=True)
+        return [
+            combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
+            for place, sample in enumerate(samples)
+        ]
+
+
+def _outcomes(model: TextScorer, samples: Sequence[Sample]) -> list[Outcome]:
+    """Return what a model says of each sample; one that it cannot be shown is an error of its own."""
+    rows = [_read(model.reading, sample) for sample in samples]
+    scores = iter(model.scores([row for row in rows if not isinstance(row, Outcome)]))
+    return [row if isinstance(row, Outcome) else _outcome(next(scores)) for row in rows]
+
+
+def _read(reading: Reading, sample: Sample) -> list[int] | Outcome:
+    try:
+        tokens = reading.tokens(reading.text(sample.prompt, sample.completion, sample.row))
+    except Exception as error:  # noqa: BLE001 - a template of somebody else's, over a row
+        return outcome_of_exception(error)
+    return tokens or Outcome(fault="error", message="has no text to read")
+
+
+def _outcome(score: float) -> Outcome:
+    if is_number(score):
+        return Outcome(score)
+    return Outcome(fault="nan", message=f"gave {score}")
+
+
+def _logs(config: GRPOConfig, world: World) -> Path:
+    """Return where reward functions print: the run's logs, or where they wait until there is a run directory.
+
+    A run that is refused before its first step must leave nothing, so no directory is made for it here.
+    """
+    launched: Path | None = world.failure.directory
+    places = [run_directory(config), *([] if launched is None else [launched])]
+    for place in places:
+        if (place / "logs").is_dir():
+            return place / "logs"
+    return Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))

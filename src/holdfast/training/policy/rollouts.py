@@ -1,0 +1,280 @@
+"""From prompts to scored groups.
+
+A completion's seed is made of the run's seed, the step, the prompt and its place in the group, so a rollout that was
+broken off is sampled again exactly. What all ranks know of all groups, and which of them are trained on, is in
+`training/policy/groups.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.batches.prompts import PromptBatch
+from holdfast.errors import RunStopped
+from holdfast.rewards.base import Progress, Sample, Scored
+from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.sampling import mixed
+from holdfast.training.policy.groups import (
+    GroupFact,
+    select,
+    share_facts,
+    trained_part,
+    warn_of_unknown_reward,
+    with_baselines,
+    without_dropped,
+)
+from holdfast.training.policy.offload import resting
+from holdfast.training.policy.run import (
+    PolicyEvaluation,
+    PolicyRun,
+    SamplingEvaluation,
+    progress_of,
+    publish,
+    rest,
+)
+from holdfast.training.policy.trajectories import trajectory_of
+from holdfast.training.run import StepAbandoned
+from holdfast.types import Finish, Group, Prompt, Trajectory
+
+_MESSAGES = 3
+"""Failed rewards that are named per step; all are counted."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups of a step that are trained on."""
+
+    groups: tuple[Group, ...]
+    """This rank's."""
+    facts: tuple[GroupFact, ...]
+    """Of all ranks' groups, by prompt."""
+    sampled: tuple[GroupFact, ...]
+    """Likewise, those that were left out included."""
+    counted: Mapping[str, float]
+    """What reading the prompts counted."""
+    messages: tuple[str, ...]
+    """What went wrong with rewards, over all ranks."""
+    left_out: tuple[Group, ...] = ()
+    """This rank's that are not trained on."""
+
+
+def next_rollout(run: PolicyRun) -> Rollout | None:
+    """Sample and score the groups of the next step; None when the prompts have ended.
+
+    Raises:
+        StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
+    """
+    with resting(run):
+        found = _rounds(run)
+        rest(run)
+    if not found:
+        return None
+    groups_config, wanted = run.config.groups, run.config.data.batch_size
+    rollout = _joined(found, wanted)
+    run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    run.said += warn_of_unknown_reward(rollout.sampled, groups_config.between)
+    run.said += _plain_prompts(run, rollout)
+    _refuse_unscored(run, rollout)
+    return rollout
+
+
+def _rounds(run: PolicyRun) -> list[Rollout]:
+    groups_config, wanted = run.config.groups, run.config.data.batch_size
+    before = run.stream.state()
+    found: list[Rollout] = []
+    kept = 0
+    try:
+        rounds, excess = 1, 1.0
+        if groups_config.flat == "resample":
+            rounds, excess = groups_config.max_rounds, groups_config.oversample
+        for _ in range(rounds):
+            rows = math.ceil(round((wanted - kept) * excess, 6))  # 10 * 1.1 is a little more than 11
+            with run.phase("data"):
+                batch: PromptBatch | None = run.stream.next(run.state.step, rows)
+            if batch is None:
+                break
+            found.append(_one_round(run, batch))
+            kept += len(found[-1].facts)
+            if kept >= wanted:
+                break
+    except StepAbandoned:
+        run.stream.load_state(before)
+        raise
+    return found
+
+
+def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
+    """Say once that a chat model is asked in plain text: its reward may stay low for no other reason."""
+    plain = rollout.counted.get("data/without_chat_template", 0)
+    if run.state.step > 0 or not plain:
+        return []
+    return [
+        f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
+        "template. To ask a model that follows instructions, set data.columns: {instruction: prompt}, or write "
+        "prompts as messages; `holdfast data preview` shows what is asked"
+    ]
+
+
+def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
+    """Stop a run whose rewards say nothing at all, step after step: it would end as it began, and seem to have trained.
+
+    Raises:
+        RunStopped: The same on all ranks.
+    """
+    scored = any(math.isfinite(completion.reward) for fact in rollout.sampled for completion in fact.completions)
+    run.state.unscored_in_a_row = 0 if scored else run.state.unscored_in_a_row + 1
+    if run.state.unscored_in_a_row >= run.config.rewards.max_unscored_steps:
+        why = f" The last reason: {rollout.messages[0]}" if rollout.messages else ""
+        raise RunStopped(
+            f"Not one completion could be scored in {run.state.unscored_in_a_row} steps in a row, the last of them "
+            f"step {run.state.step + 1}, so nothing was learned.{why} Mend the reward; rewards.max_unscored_steps is "
+            "how long a run waits."
+        )
+
+
+def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
+    config = run.config
+    seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in batch.mine}
+    groups = sample_groups(run, batch.mine, config.rollout, seeds)
+    groups, scored = score_groups(run, groups)
+    facts = share_facts(run, groups, scored)
+    if config.advantage.needs_greedy:
+        facts, scored = _with_greedy(run, batch.mine, facts, scored)
+    trimmed = [without_dropped(fact, config.groups) for fact in facts]
+    weights = {reward.label: reward.weight for reward in config.reward}
+    kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
+    trimmed = [fact for fact in trimmed if fact.prompt_id in kept]
+    mine = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
+    left_out = tuple(group for group in groups if group.prompt.prompt_id not in kept)
+    told = run.exchange.gather([item.message for item in scored if item.message][:8])
+    messages = tuple(line for lines in told for line in lines)
+    return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
+
+
+def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
+    """Return the seed of each completion of a prompt, at any number of ranks the same."""
+    config = run.config.rollout
+    seed = run.config.seed if config.seed is None else config.seed
+    return tuple(mixed(seed, run.state.step, prompt_id, place) for place in range(config.group_size))
+
+
+def _with_greedy(
+    run: PolicyRun, prompts: Sequence[Prompt], facts: Sequence[GroupFact], scored: Sequence[Scored]
+) -> tuple[list[GroupFact], list[Scored]]:
+    """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
+    sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
+    groups = sample_groups(run, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
+    rewarded, told = score_groups(run, groups)
+    known = with_baselines(facts, share_facts(run, rewarded, told), run.config.groups)
+    return known, [*scored, *told]
+
+
+def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
+    """Return the first `wanted` groups of all rounds; those in excess are left out."""
+    facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:wanted]
+    kept = {fact.prompt_id for fact in facts}
+    groups = [group for part in rounds for group in (*part.groups, *part.left_out)]
+    return Rollout(
+        tuple(group for group in groups if group.prompt.prompt_id in kept),
+        tuple(facts),
+        tuple(sorted((fact for part in rounds for fact in part.sampled), key=lambda fact: fact.prompt_id)),
+        _counted(rounds),
+        tuple(line for part in rounds for line in part.messages),
+        tuple(group for group in groups if group.prompt.prompt_id not in kept),
+    )
+
+
+def _counted(rounds: Sequence[Rollout]) -> dict[str, float]:
+    counted: dict[str, float] = {}
+    for part in rounds:
+        for name, value in part.counted.items():
+            counted[name] = counted.get(name, 0.0) + value
+    return counted | {"rollout/rounds": float(len(rounds))}
+
+
+def sample_groups(
+    run: SamplingEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Mapping[int, tuple[int, ...]]
+) -> list[Group]:
+    """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
+
+    Args:
+        run: The policy.
+        prompts: To complete.
+        sampling: How.
+        seeds: By prompt id, one per completion.
+
+    Raises:
+        StepAbandoned: A rank was asked to stop; the same on all ranks.
+    """
+    with run.phase("rollout"):
+        publish(run)
+        requests = [
+            Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
+            for prompt in prompts
+        ]
+        sampled = generate(run.engine, requests, sampling, run.interrupted)
+        aborted = any(completion.finish is Finish.ABORT for completion in sampled)
+        if any(run.exchange.gather(aborted)):
+            raise StepAbandoned
+        _refuse_nan(run, sampled)
+        by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
+        of_id = {prompt.prompt_id: prompt for prompt in prompts}
+        for completion in sampled:
+            prompt = of_id[completion.request_id]
+            seed = seeds[prompt.prompt_id][completion.place]
+            trajectory = trajectory_of(prompt, completion, seed, sampling, run.origin.tokenizer)
+            by_prompt[prompt.prompt_id].append(trajectory)
+    return [Group(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
+
+
+def _refuse_nan(run: SamplingEvaluation, sampled: Sequence[Sampled]) -> None:
+    """Stop a run whose policy gives no numbers: what is drawn from them is no sample of anything.
+
+    Raises:
+        RunStopped: The same on all ranks.
+    """
+    broken = {completion.request_id for completion in sampled if np.isnan(completion.logprobs).any()}
+    ids = sorted(number for part in run.exchange.gather(broken) for number in part)
+    if ids:
+        raise RunStopped(
+            f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {run.state.step + 1}, the first "
+            f"one prompt {ids[0]}, so nothing can be sampled from it. Its weights are as the last step left them: look "
+            "at grad_norm and loss in metrics.jsonl, and go on from an earlier checkpoint with a lower optim.lr, or "
+            "with parallel.compute_dtype: float32."
+        )
+
+
+def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
+    """Return this rank's groups with their rewards, and what scoring said of each completion."""
+    with run.phase("reward"):
+        now = progress_of(run)
+        samples = [_sample_of(group.prompt, trajectory, now) for group in groups for trajectory in group.trajectories]
+        with run.exchange.together():  # what ends the reward processes of one rank ends the run on all
+            scored = run.score(samples)
+    following = iter(scored)
+    rewarded = []
+    for group in groups:
+        found = [(trajectory, next(following)) for trajectory in group.trajectories]
+        trajectories = tuple(
+            replace(trajectory, reward=item.reward, rewards=dict(item.parts)) for trajectory, item in found
+        )
+        rewarded.append(replace(group, trajectories=trajectories))
+    return rewarded, scored
+
+
+def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: Progress) -> Sample:
+    return Sample(
+        sample_id=trajectory.sample_id,
+        prompt=prompt.text,
+        completion=trajectory.completion,
+        prompt_tokens=prompt.tokens.tolist(),
+        completion_tokens=trajectory.tokens[trajectory.loss_mask].tolist(),
+        finish=trajectory.finish.value,
+        row=prompt.row,
+        progress=progress,
+    )

@@ -1,0 +1,1 @@
+"""Pairs of answers: DPO and its kin."""

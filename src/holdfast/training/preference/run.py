@@ -1,0 +1,92 @@
+"""The built parts of a run on preferences, and what its losses compare the policy with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.data.batches.assembly import Layout
+from holdfast.training.evaluate import evaluate
+from holdfast.training.preference.kto import answered_by_next_rows, divergence
+from holdfast.training.run import Evaluation, Run
+from holdfast.training.scorers.reference import Reference
+from holdfast.training.scorers.scoring import scored
+from holdfast.types import MiniBatch
+
+
+@dataclass(kw_only=True)
+class PreferenceEvaluation(Evaluation):
+    """A policy, and what its answers are compared with."""
+
+    config: DPOConfig
+    layout: Layout
+    """How its batches are packed."""
+    reference: Reference | None
+    """The policy as it was at the start of the run, frozen; None where no loss asks for it, or where rows carry what it
+    said."""
+
+
+@dataclass(kw_only=True)
+class PreferenceRun(PreferenceEvaluation, Run):
+    """Everything a step touches."""
+
+
+def compared(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+    """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
+    if run.layout.brings_other_answers:
+        with run.phase("divergence"):
+            return _with_divergence(mini_batch, divergence(run, mini_batch.other_answers))
+    if run.reference is None:
+        return mini_batch
+    with run.phase("reference"):
+        result = scored(run, run.reference, mini_batch, "reference_logprobs")
+    if run.config.preference.takes_pairs:
+        return result
+    with run.phase("divergence"):
+        others = answered_by_next_rows(run, run.reference, mini_batch, run.layout)
+        return _with_divergence(result, divergence(run, others))
+
+
+def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
+    """Let every token carry z0."""
+    return replace(
+        mini_batch,
+        micro_batches=tuple(
+            replace(
+                batch,
+                per_token={**batch.per_token, "kl": torch.full_like(batch.weights, kl, dtype=torch.float64)},
+            )
+            for batch in mini_batch.micro_batches
+        ),
+    )
+
+
+def evaluate_preferences(
+    run: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Return eval/<set>/<metric>, as `evaluate`; a loss is compared there with what it is compared with in training."""
+    return with_margins(evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch)))
+
+
+def with_margins(metrics: dict[str, float]) -> dict[str, float]:
+    """Add rewards/margins where single answers gave rewards of both kinds; leave out what speaks of no answer."""
+    found = {name: value for name, value in metrics.items() if name not in _of_nothing(metrics)}
+    for name in list(found):
+        side = name.removesuffix("rewards/chosen")
+        if name != side and f"{side}rewards/rejected" in found and f"{side}rewards/margins" not in found:
+            found[f"{side}rewards/margins"] = found[name] - found[f"{side}rewards/rejected"]
+    return found
+
+
+def _of_nothing(metrics: dict[str, float]) -> set[str]:
+    """Return the means over the other side's answers where all are desirable, or none is."""
+    empty = {1.0: "rejected", 0.0: "chosen"}
+    return {
+        f"{name.removesuffix('kto/desirable')}{what}/{empty[share]}"
+        for name, share in metrics.items()
+        if name.endswith("kto/desirable") and share in empty
+        for what in ("rewards", "logps")
+    }

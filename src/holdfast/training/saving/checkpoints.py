@@ -1,0 +1,384 @@
+"""A run's checkpoints while it goes on: what is saved when, and what becomes of a save."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from holdfast.checkpoint.errors import CheckpointError
+from holdfast.checkpoint.export.model import clean_exports
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import TRAINED
+from holdfast.checkpoint.keep.retention import clean, wait_for_deletions
+from holdfast.checkpoint.keep.retention_record import retention_of
+from holdfast.checkpoint.place.layout import step_name
+from holdfast.checkpoint.place.storage import open_storage
+from holdfast.checkpoint.session import Saved, Session
+from holdfast.config.versions import versions
+from holdfast.errors import UserError
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.training import directory
+from holdfast.training.control import StopRequests
+from holdfast.training.run import Run
+from holdfast.training.saving.emergency import Emergency, Moment
+from holdfast.training.saving.exports import EXPORTS
+from holdfast.training.saving.leases import Places
+from holdfast.training.saving.parents import parent_of
+from holdfast.training.saving.rehearsals import Rehearsals
+from holdfast.training.saving.resume import go_on, say, start_from
+from holdfast.training.saving.run_snapshot import Contents, checked_assets
+from holdfast.training.saving.save_in_flight import collect_together, meet_again, wait_for_all
+
+_LOOK_SECONDS = 0.01
+_DELETION_SECONDS = 10.0
+"""A run that has ended leaves the deletion of older checkpoints so long."""
+
+
+class Checkpoints:
+    """Holds a run's directory for the length of a block; every rank enters and calls each method together."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._config = run.config.checkpoint
+        self._stack = ExitStack()
+        self._storage = open_storage(directory.checkpoint_place(run.directory, run.config))
+        self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
+        self._session: Session | None = None
+        self._places = Places(run.directory, self._storage, lambda words: say(run, words))
+        self._deviations: tuple[str, ...] = ()
+        self._failures = 0
+        self._patience = 60 * self._config.timeout_minutes
+
+    def __enter__(self) -> Checkpoints:
+        """Take the directory, and put the run where its newest verified checkpoint left it.
+
+        Nothing is written before the rows of the first batch were read.
+
+        Raises:
+            UserError: The directory is taken, no checkpoint is whole, or the newest does not fit this run.
+        """
+        run = self._run
+        if run.config.dry_run and run.world.is_first:
+            directory.remove(run.directory)  # what an interrupted dry run left behind
+        with run.exchange.together():
+            known = self._places.has_any() if run.world.is_first else False
+            checked_assets(run)  # what cannot be written fails here, on all ranks alike
+        known = self._ranks.agree(known)
+        self._is_new_run = run.world.is_first and not self._places.has_run()
+        if not known:
+            run.stream.read_ahead(run.state.step)
+        try:
+            run_id, known = self._take_directory()
+        except BaseException:
+            self._stack.close()
+            raise
+        try:
+            self._hold(run_id)
+            self._start(known=known)
+            if run.world.is_first:  # now that nothing can be refused any more
+                directory.create(run.directory, run.config, run.config.verb)
+                clean(self._storage)
+                clean_exports(run.directory / EXPORTS)
+            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
+            self._emergency.start()
+            self._stack.callback(self._emergency.stop)
+        except BaseException as error:
+            self._leave_nothing(error)  # while nobody else can have taken it
+            self._stack.close()
+            raise
+        return self
+
+    def _hold(self, run_id: str) -> None:
+        run = self._run
+        self._session = Session(
+            self._storage,
+            self._ranks,
+            run_id,
+            retention_of(self._config.keep),
+            background=self._config.background,
+            read_back=self._config.read_back,
+            reached=self._reached,
+            late=run.world.failure.late_in_background,
+            patience=self._wait_for_save,
+        )
+        self._contents = Contents(run)
+        self._rehearsals = Rehearsals(run, self.session, self._contents)
+
+    def _take_directory(self) -> tuple[str, bool]:
+        """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
+        run = self._run
+        found: list[tuple[str, bool]] = []
+        with run.exchange.together():
+            if run.world.is_first:
+                self._places.take(self._stack)
+                # The job that was waited for may have made this a run, and saved.
+                self._is_new_run, known = not self._places.has_run(), self._places.has_any()
+                lost = self._places.lost_identity()
+                if lost is not None or not directory.is_run(run.directory):
+                    directory.create(run.directory, run.config, run.config.verb, lost, parent_of(run))
+                found.append((directory.run_id(run.directory), known))
+        return run.exchange.agree(found[0] if found else ("", False))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for a save in flight, and give the directory back."""
+        hangs = False
+        try:
+            if kind is None:
+                self.collect()
+                wait_for_deletions(_DELETION_SECONDS)
+            elif issubclass(kind, Exception):
+                # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
+                lost = error is not None and self._run.world.failure.broken_by_peer(error)
+                hangs = not self._collect_before_leaving(self._config.grace_seconds if lost else self._patience)
+        finally:
+            self._leave_nothing(error)  # while nobody else can have taken it
+            self._stack.close()
+            if self.session.status != "running" and not hangs:
+                self._ranks.close()
+
+    def _collect_before_leaving(self, patience: float) -> bool:
+        """Wait for the save in flight on this rank alone, as long as anything of it moves; return whether it ended.
+
+        What became of it matters no more, but for a start that would not find it: the error that ends the run counts.
+
+        Args:
+            patience: Seconds in which nothing of it moves.
+        """
+        session = self.session
+        seen: tuple[str, int] | None = None
+        deadline = time.monotonic() + patience
+        while session.status == "running":
+            place = (session.phase, session.storage.moved_bytes)
+            if place != seen:
+                seen, deadline = place, time.monotonic() + patience
+            if time.monotonic() > deadline:
+                session.abandon()
+                print(f"warning: the save in flight hangs in phase {session.phase!r} and is given up", flush=True)
+                return False
+            time.sleep(_LOOK_SECONDS)
+        with suppress(CheckpointError):
+            saved = session.collect()
+            if saved is not None:
+                self._note(saved.manifest.step)
+        return True
+
+    def _note(self, step: int) -> None:
+        """Leave word of a save that the journal does not hear of: a start that finds it gone must know."""
+        if self._run.world.is_first:
+            with suppress(OSError):
+                directory.note_saved(self._run.directory, step)
+
+    def _leave_nothing(self, error: BaseException | None) -> None:
+        """Remove the directory of a new run that was refused before its first step."""
+        run = self._run
+        if isinstance(error, UserError) and self._is_new_run and run.state.step == 0:
+            self._places.remove()
+
+    @property
+    def session(self) -> Session:
+        """The saves of this run."""
+        assert self._session is not None
+        return self._session
+
+    def _start(self, *, known: bool) -> None:
+        run = self._run
+        found = go_on(run, self._storage, self._ranks, self.session.run_id) if known else None
+        if found is not None:
+            self.session.resumed = found.manifest
+            # Retention deletes the checkpoints that recorded them first.
+            self._deviations = tuple(dict.fromkeys((*found.manifest.deviations, *found.deviations)))
+            with run.exchange.together():
+                if run.world.is_first:
+                    self._places.check_names_free(run.state.step, run.total_steps)
+            if not run.finished:
+                run.stream.read_ahead(run.state.step)
+            return
+        lost = run.exchange.agree(directory.last_saved(run.directory) if run.world.is_first else None)
+        if lost is not None:
+            raise self._places.gone(lost)
+        if self._config.init_from is not None:
+            self._deviations = start_from(run, self._config.init_from, self._ranks)
+
+    def rehearse(self, requests: StopRequests) -> None:
+        """Save, verify and load once before anything is trained (`training/saving/rehearsals.py`).
+
+        Raises:
+            RehearsalFailed: A checkpoint could not be made; nothing was trained.
+        """
+        self._rehearsals.before_first_step(requests)
+
+    def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
+        """Rehearse again what the first step, counted from 0, or the first that trains more, made other.
+
+        Returns:
+            The save that this had to wait for.
+
+        Raises:
+            RehearsalFailed: As `rehearse`.
+        """
+        return self._rehearsals.after_step(step, requests, self.collect)
+
+    @property
+    def export_command(self) -> str | None:
+        """The command that makes a model of the newest checkpoint; None if there is no checkpoint."""
+        newest = self.session.newest
+        if newest is None:
+            return None
+        name, options = step_name(newest.step), ["--adapter"] if TRAINED in newest.contents else []
+        options += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        place = self._run.directory / EXPORTS / name
+        return shlex.join(
+            ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(place)]
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run stands at a step that has no checkpoint yet."""
+        newest = self.session.newest
+        return newest is None or newest.step != self._run.state.step
+
+    def save(self, metrics: Mapping[str, float]) -> list[Saved]:
+        """Save the run as it stands; return what was committed meanwhile: the save before, as a rule.
+
+        Args:
+            metrics: Of this step.
+
+        Raises:
+            CheckpointError: The save before failed, and so did too many before it.
+        """
+        before = self.collect()
+        if self.is_new:
+            self._begin(metrics, wait=False)
+        return before
+
+    def save_last(self, metrics: Mapping[str, float]) -> list[Saved]:
+        """Save the run as it stands, and return when that is on disk; return what was committed meanwhile.
+
+        A save that fails is tried again, as often as `checkpoint.max_failures` allows: no later one makes up for it.
+
+        Args:
+            metrics: Of this step.
+
+        Raises:
+            CheckpointError: It failed too often.
+        """
+        saved = self.collect()
+        while self.is_new:
+            self._begin(metrics, wait=True)
+            saved += self.collect("It is tried again")
+        return saved
+
+    def _begin(self, metrics: Mapping[str, float], *, wait: bool) -> None:
+        run = self._run
+        with run.phase("save"):
+            self._check_place()
+            run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
+            plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            snapshot = self._contents.snapshot(Moment.now(run))
+            self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
+
+    def _about(self) -> dict[str, Any]:
+        run = self._run
+        return {
+            "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
+            "versions": versions(),
+            "fingerprints": run.identity,
+            "deviations": self._deviations,
+        }
+
+    def _check_place(self) -> None:
+        """Make sure that the run's directory is the one it was, and nobody else's.
+
+        Raises:
+            SaveFailed: It is not; on all ranks.
+        """
+        with self._run.exchange.together():
+            self._places.check()
+
+    def _reached(self, phase: str) -> None:
+        self._run.world.failure.in_background(phase)
+        self._before_publishing(phase)
+
+    def _before_publishing(self, phase: str) -> None:
+        if phase == "publish":
+            self._places.check_now()
+
+    def mark(self) -> None:
+        """Note that the run stands between two steps."""
+        self._emergency.mark()
+
+    def save_before_leaving(self) -> Manifest | None:
+        """Save the last whole step because this rank is about to fail; the others take part, whatever they do.
+
+        Returns:
+            The checkpoint; None if there could be none.
+        """
+        return self._emergency.save()
+
+    def _save_in_emergency(self, moment: Moment, ranks: ProcessExchange) -> Manifest | None:
+        self._run.residency.stay()  # the main thread may be in a rollout, and go on with it
+        if not self._collect_before_leaving(self._patience):
+            return None  # it would hang where that one does
+        newest = self.session.newest
+        if moment.step == 0 or (newest is not None and newest.step == moment.step):
+            return None
+        with ranks.together():
+            self._places.check()
+        observers = ranks.agree(moment.state["observers"])
+        snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}))
+        manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
+        self._note(manifest.step)
+        return manifest
+
+    def _wait_for_save(self) -> None:
+        wait_for_all(self._run.exchange, self.session, self._config.timeout_minutes)
+
+    def collect(self, then: str = "Training goes on") -> list[Saved]:
+        """Wait for the save in flight, and return it; nothing if there was none.
+
+        Args:
+            then: What follows a failure that is allowed, in words.
+
+        Raises:
+            CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
+        """
+        try:
+            self._wait_for_save()
+            saved = collect_together(self._run, self.session)
+        except CheckpointError as error:
+            if not self._config.background:
+                self._run.residency.stay()  # a thread that was given up may still read what it was to save
+            self._ranks = meet_again(self._run, self.session)
+            self._check_place()  # that it is gone is the reason of whatever went wrong
+            self._failures += 1
+            if self._failures > self._config.max_failures:
+                raise
+            left = self._config.max_failures - self._failures
+            say(self._run, f"warning: {error} {then}; {left} more failures in a row are allowed.")
+            return []
+        if saved is None:
+            return []
+        self._failures = 0
+        say(self._run, *(f"warning: {note}" for note in saved.notes))
+        return [saved]
+
+    def check_grace(self, requests: StopRequests) -> None:
+        """Tell the user if the last save came later than promised."""
+        if requests.asked_at is None:
+            return
+        seconds = time.monotonic() - requests.asked_at
+        if seconds > self._config.grace_seconds:
+            say(
+                self._run,
+                f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
+                f"checkpoint.grace_seconds={self._config.grace_seconds:g}",
+            )

@@ -1,0 +1,130 @@
+"""Save the last whole step when something raises, on one rank or on all.
+
+The other ranks wait for the one that raised, inside collectives that nothing can interrupt. Their shards are whole all
+the same: no update is made without a sum over all ranks. So a thread of theirs takes part in the save, over a process
+group of its own, while the main thread waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import RandomState, random_state
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.training.run import Run
+
+_LOOK_SECONDS = 0.5
+_RETRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step that is whole on this rank: what besides tensors belongs to it."""
+
+    step: int
+    state: Mapping[str, Any]
+    stream: Mapping[str, Any]
+    random: RandomState
+
+    @classmethod
+    def now(cls, run: Run) -> Moment:
+        """Describe the run as it stands between two steps."""
+        return cls(run.state.step, run.state.as_plain(), run.stream.state(), random_state())
+
+
+Write = Callable[[Moment, ProcessExchange], Manifest | None]
+"""Commits a moment; every rank calls it. None if that step is on disk already."""
+
+
+class Emergency:
+    """Watches for a rank that raised, for the length of a block.
+
+    Args:
+        run: The run.
+        write: Makes the checkpoint.
+        grace_seconds: Longest time a rank waits for another one.
+        patience_seconds: Longest time it waits for its own watching thread, which may be writing already.
+    """
+
+    def __init__(self, run: Run, write: Write, grace_seconds: float, patience_seconds: float) -> None:
+        self._run = run
+        self._patience = patience_seconds
+        self._made: Manifest | None = None
+        self._write = write
+        self._grace = grace_seconds
+        self._ranks = ProcessExchange(timedelta(seconds=grace_seconds))
+        self._name = run.exchange.agree(uuid.uuid4().hex[:8])
+        self._moment = Moment.now(run)
+        self._taken = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="holdfast-emergency", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        # A thread cannot copy from a GPU whose stream waits in a collective: there, all ranks must raise.
+        if self._run.world.size > 1 and self._run.world.device.type == "cpu":
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=self._patience if self._taken.locked() else 1.0)
+        if not self._thread.is_alive():
+            self._ranks.close()
+
+    def mark(self) -> None:
+        """Note that the run stands between two steps."""
+        self._moment = Moment.now(self._run)
+
+    def save(self) -> Manifest | None:
+        """Save the last whole step together with all other ranks, whatever they are doing.
+
+        Returns:
+            The manifest; None if ranks stand at different steps, one is gone, or the step is on disk already.
+        """
+        self._run.world.failure.ask_for_save(self._name)
+        if self._taken.acquire(blocking=False):
+            self._save()
+        elif self._thread.ident is not None:  # another rank was faster, and the watching thread is at it
+            self._thread.join(self._patience)
+        return self._made
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            if self._run.world.failure.save_is_asked_for(self._name):
+                if self._taken.acquire(blocking=False):  # else the main thread raised too, and is at it
+                    self._save()
+                return
+
+    def _save(self) -> None:
+        try:
+            moment = self._agreed_moment()
+            self._made = None if moment is None else self._write(moment, self._ranks)
+        except Exception as error:  # noqa: BLE001 - the error that is being raised counts, not this one
+            print(f"the last whole step could not be saved before the error: {error}", flush=True)
+
+    def _agreed_moment(self) -> Moment | None:
+        """Wait until all ranks stand at the same whole step; None if they do not come to."""
+        deadline = time.monotonic() + self._grace / 2
+        while True:
+            moment = self._whole_moment()
+            told = self._ranks.gather((None if moment is None else moment.step, time.monotonic() > deadline))
+            if None not in {step for step, _ in told} and len({step for step, _ in told}) == 1:
+                return moment
+            if told[0][1]:
+                return None
+            time.sleep(_RETRY_SECONDS)
+
+    def _whole_moment(self) -> Moment | None:
+        run = self._run
+        if not run.is_whole:
+            return None  # an update that was broken off leaves some tensors new and some old
+        return self._moment if run.state.step == self._moment.step else Moment.now(run)

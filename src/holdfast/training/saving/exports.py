@@ -1,0 +1,203 @@
+"""Exports of a run: when it ends, every so many steps, and whenever it got better."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from holdfast.checkpoint.export.about import NAME as ABOUT
+from holdfast.checkpoint.export.about import Exported, read
+from holdfast.checkpoint.export.adapters import Description, export_adapters
+from holdfast.checkpoint.export.model import EXPORTED_CONFIG, check_names, export, sync_directory
+from holdfast.checkpoint.place.layout import TRASH, fresh, step_name
+from holdfast.errors import ModelError
+from holdfast.files import read_json
+from holdfast.models.adapter_files import peft_settings
+from holdfast.models.adapters import adapters_of
+from holdfast.models.origin import files_mark
+from holdfast.models.whole_modules import whole_modules
+from holdfast.training import directory
+from holdfast.training.run import Run
+
+EXPORTS, BEST = "exports", "best"
+FINAL = "final"
+RATING = "holdfast_rating.json"
+"""Beside the weights of a best export of earlier versions: its metric, value and step."""
+_KINDS = ("-adapter", "-ema-adapter", "-ema", "")
+"""What ends the names of exports that are made together; the last one tells that all are there."""
+
+
+def check_export(run: Run) -> None:
+    """Plan an export without a tensor: names and shapes of the model directory, and the settings of adapters.
+
+    Raises:
+        ModelError: A parameter has no place in it.
+    """
+    check_names(run.policy, run.origin, _dtype(run))
+    describe_adapters(run)
+
+
+def describe_adapters(run: Run) -> Description | None:
+    """Return what is written of a run's adapters beside their tensors; None of a run that exports none."""
+    lora = run.config.model.lora
+    whole = None if lora is None else whole_modules(run.policy)
+    if lora is None or whole is None:  # peft's two files would lack part of what is trained
+        return None
+    base = run.config.model.path or ""
+    settings = peft_settings(adapters_of(run.policy), lora, base, list(whole), scorer=run.config.scores)
+    directory = run.origin.directory
+    return Description(settings, None if directory is None else files_mark(directory))
+
+
+def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) -> str:
+    """Write exports/<name> and return the path; all ranks call this together.
+
+    Args:
+        run: The run.
+        name: Of the export.
+        metrics: Of this step; what a best export is the best of stands in it.
+
+    Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
+    Averages of the weights go to exports/<name>-ema, or in the place of the weights. exports/<name> comes last:
+    where a kill leaves it out, the next start makes all of them again.
+    """
+    ema, best, rating = run.config.optim.ema, run.config.checkpoint.export_best, None
+    if name == BEST and best is not None and metrics is not None:
+        rating = {"metric": best.metric, "value": run.exchange.agree(metrics.get(best.metric))}
+    with run.exchange.together():
+        about = Exported("", run.config.run.name, run.state.step, rating=rating)
+        # Who writes; and a run that somebody builds in Python, without the loop around it, has no directory.
+        if run.world.is_first and directory.is_run(run.directory):
+            parent = directory.parent(run.directory)
+            about = replace(about, run_id=directory.run_id(run.directory), parent=parent)
+    if ema is not None and ema.export != "none":
+        with run.averaged():
+            averages = replace(about, weights="averages")
+            place = _export(run, name if ema.export == "instead" else f"{name}-ema", averages)
+        if ema.export == "instead":
+            return place
+    return _export(run, name, about)
+
+
+def _export(run: Run, name: str, exported: Exported) -> str:
+    place = run.directory / EXPORTS / name
+    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config), ABOUT: exported.text()}
+    with run.phase("export"):
+        about = describe_adapters(run)
+        if about is not None:
+            export_adapters(
+                run.policy,
+                about,
+                place.with_name(f"{name}-adapter"),
+                run.exchange,
+                texts,
+                reached=lambda name: run.world.failure.phase(f"adapter export: {name}"),
+            )
+        export(
+            run.policy,
+            run.origin,
+            place,
+            run.exchange,
+            dtype=_dtype(run),
+            largest_file_bytes=run.config.checkpoint.export_shard_bytes,
+            extra_files=texts,
+            reached=lambda name: run.world.failure.phase(f"export: {name}"),
+        )
+    return str(place)
+
+
+def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of exports that follow a step, the same on every rank.
+
+    Times and memory differ between ranks, so rank 0's metrics decide.
+    """
+    config = run.config.checkpoint
+    if config.export_every is None and config.export_best is None:
+        return []
+    return run.exchange.agree(_due(run, metrics) if run.world.is_first else [])
+
+
+def note_exported(run: Run, name: str, metrics: Mapping[str, float]) -> None:
+    """Remember the metric of a best export that stands; all ranks call this together."""
+    wanted = run.config.checkpoint.export_best
+    if name == BEST and wanted is not None:
+        run.state.best_exported = run.exchange.agree(metrics.get(wanted.metric))
+
+
+def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
+    config = run.config.checkpoint
+    names = []
+    if config.export_every is not None and run.state.step % config.export_every == 0:
+        names.append(f"step-{run.state.step:08d}")
+    wanted = config.export_best
+    if wanted is not None and wanted.metric in metrics:
+        value, known = metrics[wanted.metric], (run.state.best_exported, _rated(run, wanted.metric))
+        better = max if wanted.mode == "max" else min
+        best = better((each for each in known if each is not None), default=None)
+        if math.isfinite(value) and (best is None or better(value, best) != best):
+            names.append(BEST)
+    return names
+
+
+def _rated(run: Run, metric: str) -> float | None:
+    """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
+    place = run.directory / EXPORTS / BEST
+    try:
+        about = read(place)
+        rating = about.rating if about is not None else read_json(place / RATING)
+        return None if rating is None or rating["metric"] != metric else float(rating["value"])
+    except (ModelError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def set_final_aside(run: Run) -> list[str]:
+    """Rename exports/final, which an earlier end of the run left, to its step: training goes on beyond it.
+
+    Returns:
+        Words about each, on rank 0.
+    """
+    lines = []
+    with run.exchange.together():
+        folder = run.directory / EXPORTS
+        for kind in _KINDS if run.world.is_first else ():
+            place = folder / f"{FINAL}{kind}"
+            if place.is_dir():
+                lines.append(_set_aside(place, kind, run.state.step))
+    return lines
+
+
+def _set_aside(place: Path, kind: str, now: int) -> str:
+    """Give an export the name of its step; it is removed where that one exists, which the run exported as well."""
+    about = read(place)
+    step = f"before-{step_name(now)}" if about is None else step_name(about.step)
+    target = place.with_name(f"{step}{kind}")
+    if target.exists():
+        # As a kill must not leave half of it under its name, it loses that first; `clean_exports` finds the rest.
+        target = place.with_name(fresh(TRASH, place.name))
+    place.rename(target)
+    sync_directory(place.parent)
+    if target.name.startswith(TRASH):
+        shutil.rmtree(target, ignore_errors=True)
+        return f"exports/{place.name} was removed, since training goes on and exports/{step}{kind} is of its step"
+    return f"exports/{place.name} is now exports/{target.name}, since training goes on beyond its step"
+
+
+def what_exports_hold(run_directory: Path) -> str:
+    """Return the names of a run's exports and their steps in words; "" where there are none."""
+    found = []
+    for place in sorted((run_directory / EXPORTS).glob("[!.]*")):
+        with suppress(ModelError):  # damaged: it says nothing of itself
+            about = read(place)
+            found.append(place.name if about is None else f"{place.name} (step {about.step})")
+    return ", ".join(found)
+
+
+def _dtype(run: Run) -> torch.dtype | None:
+    wanted = run.config.checkpoint.export_dtype
+    return None if wanted == "same" else getattr(torch, wanted)

@@ -1,0 +1,165 @@
+"""What a run holds while it goes on: its directory, and the place of its checkpoints where that is another one.
+
+Two runs of other names may have one `checkpoint.storage`; each would clear away what the other is writing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from holdfast.checkpoint.errors import NoCheckpoint
+from holdfast.checkpoint.format.foreign import foreign_checkpoints
+from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.keep.retention import all_steps, has_any, has_own, manifests
+from holdfast.checkpoint.place.layout import LEASE, step_of
+from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.object_lease import ObjectLease
+from holdfast.checkpoint.place.renewal import Told
+from holdfast.checkpoint.place.storage import LocalStorage, Storage
+from holdfast.errors import ConfigError
+from holdfast.training import directory
+
+
+class Places:
+    """The leases of a run, which its first rank takes.
+
+    Args:
+        run_directory: Of the run.
+        storage: Where its checkpoints are.
+        told: Told in a line that a job of another host is waited for, which may be dead.
+    """
+
+    def __init__(self, run_directory: Path, storage: Storage, told: Told) -> None:
+        self._directory = run_directory
+        self._storage = storage
+        self._told = told
+        self._leases: list[Lease | ObjectLease] = []
+        self._made: list[Path] = []
+
+    def has_any(self) -> bool:
+        """Return whether there are checkpoints, or were.
+
+        Raises:
+            ConfigError: The place does not answer, or another system keeps its checkpoints there.
+        """
+        try:
+            known = has_any(self._storage)
+            foreign = None if has_own(self._storage) else foreign_checkpoints(self._storage)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._storage.root}, where this run's checkpoints are, cannot be read: {error.strerror or error}. "
+                "Nothing was changed. Mend its address, permissions or credentials, or choose another run.dir or "
+                "checkpoint.storage."
+            ) from error
+        if foreign is not None:
+            raise ConfigError(
+                f"{self._storage.root}, where this run's checkpoints would be, holds checkpoints that Holdfast did not "
+                f"write: {foreign} Nothing was changed. Give the run a place of its own: another checkpoint.storage, "
+                "run.dir or run.name."
+            )
+        return known
+
+    def check_names_free(self, done: int, last: int | None) -> None:
+        """Refuse what lies under the name of a step that is still to be saved, and is no checkpoint.
+
+        Args:
+            done: Steps that were made.
+            last: Step at which the run ends; None where nobody knows.
+
+        Raises:
+            ConfigError: A save would find its name taken.
+        """
+        if not self._storage.renames:
+            return
+        for name in all_steps(self._storage):
+            step = step_of(name) or 0
+            if done < step and (last is None or step <= last) and not self._storage.exists(f"{name}/{NAME}"):
+                raise ConfigError(
+                    f"{self._storage.root}/{name} is no checkpoint: it has no {NAME}, so Holdfast did not write it, or "
+                    f"it was copied in part. It is left as it is, and a save of step {step} would find its name taken. "
+                    "Move it to another place, or finish the copy, then start the same command again."
+                )
+
+    def gone(self, step: int) -> NoCheckpoint:
+        """Return the error of a run that saved a step, and whose checkpoints are not where they were."""
+        return NoCheckpoint(
+            f"{self._directory} saved a checkpoint of step {step}, and {self._storage.root} holds none: it was moved "
+            "or deleted, or is not mounted. Put it back, set checkpoint.storage to where it is, or choose another "
+            "run.name to start again from step 0."
+        )
+
+    def has_run(self) -> bool:
+        """Return whether the run's directory holds a run, or checkpoints of one."""
+        own = LocalStorage(self._directory / directory.FOLDER)
+        return directory.is_run(self._directory) or has_any(own)
+
+    def lost_identity(self) -> str | None:
+        """Return which run the checkpoints in the run's directory say they are of, where run.json holds nothing."""
+        if not directory.is_blank(self._directory):
+            return None
+        own = LocalStorage(self._directory / directory.FOLDER)
+        named = {each.run_id for storage in (own, self._storage) for each in manifests(storage).values()}
+        return named.pop() if len(named) == 1 else None
+
+    def take(self, stack: ExitStack) -> None:
+        """Hold both until the stack is closed.
+
+        Raises:
+            DirectoryTaken: Another job holds one of them; this one left nothing.
+            ConfigError: The place of the checkpoints cannot be written.
+        """
+        is_new = not self._directory.exists()
+        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._told))]
+        try:
+            self._take_storage(stack)
+        except BaseException:
+            self._leave_storage()
+            if is_new:
+                directory.remove(self._directory)
+            raise
+
+    def _take_storage(self, stack: ExitStack) -> None:
+        place = Path(self._storage.root)
+        try:
+            if not self._storage.renames:
+                self._leases.append(stack.enter_context(ObjectLease(self._storage, told=self._told)))
+            elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
+                self._made = [each for each in (place, *place.parents) if not each.exists()]
+                self._leases.append(stack.enter_context(Lease(place, self._told)))
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "
+                "that this user can write to, or mend its permissions."
+            ) from error
+
+    def check(self) -> None:
+        """Refuse to go on where one of them is another directory, or another job's, by now.
+
+        Raises:
+            SaveFailed: It was moved, deleted or replaced, or another job has taken over.
+        """
+        with suppress(OSError):  # where nobody answers, the save that follows says so
+            self.check_now()
+
+    def check_now(self) -> None:
+        """The same, where nothing follows that would find out.
+
+        Raises:
+            SaveFailed: As `check`.
+            OSError: Nobody answers.
+        """
+        for lease in self._leases:
+            lease.check()
+
+    def remove(self) -> None:
+        """Leave nothing of a new run that was refused: not the directory, nor an empty place for its checkpoints."""
+        directory.remove(self._directory)
+        self._leave_storage()
+
+    def _leave_storage(self) -> None:
+        with suppress(OSError):  # something is in it, and then it stays
+            for made in self._made:
+                if made == self._made[0] and {entry.name for entry in made.iterdir()} == {LEASE}:
+                    (made / LEASE).unlink()
+                made.rmdir()

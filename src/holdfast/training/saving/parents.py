@@ -1,0 +1,62 @@
+"""What a run starts from: a model or adapters, and which run's export they are, if they are one of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.export.about import check_weights, read
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.models.origin import locate
+from holdfast.training import directory
+from holdfast.training.run import Run
+
+
+def notes_of_exports(config: TrainingConfig, model: Path | None, base: Path, *, whole: bool = False) -> list[str]:
+    """Return a line for each export that a model is loaded from, which says whose and of which step it is.
+
+    Args:
+        config: The run.
+        model: Directory of the model; None for one that lies in no files.
+        base: Directory of the YAML.
+        whole: Read every byte of the weights, rather than compare sizes.
+
+    Raises:
+        ModelError: Weights are others than the export says.
+    """
+    lines = []
+    for key, place in _places(config, model, base).items():
+        exported = read(place)
+        if exported is not None:
+            check_weights(place, exported, whole=whole)
+            lines.append(f"{key} is an export of {exported.words}")
+    return lines
+
+
+def _places(config: TrainingConfig, model: Path | None, base: Path) -> dict[str, Path]:
+    found = {} if model is None else {"model.path": model}
+    lora = config.model.lora
+    if lora is not None and lora.path is not None:
+        found["model.lora.path"] = locate(lora.path, config.model, base, weights=True)
+    return found
+
+
+def parent_of(run: Run) -> dict[str, Any] | None:
+    """Return what a run started from, as run.json has it, or will have it; None for random weights."""
+    if directory.is_run(run.directory) and not directory.is_blank(run.directory):
+        return directory.parent(run.directory)
+    section = run.config.model
+    if section.path is None:
+        return None
+    found: dict[str, Any] = {"model": section.path, "export": _identity(run.origin.directory)}
+    if section.lora is not None and section.lora.path is not None:
+        place = Path(section.lora.path)
+        found |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
+    if run.config.checkpoint.init_from is not None:
+        found["init_from"] = str(run.config.checkpoint.init_from)
+    return found
+
+
+def _identity(place: Path | None) -> dict[str, Any] | None:
+    exported = None if place is None else read(place)
+    return None if exported is None else exported.identity

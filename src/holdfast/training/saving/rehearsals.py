@@ -1,0 +1,125 @@
+"""The rehearsals of a run: that it can be saved and loaded, and hears SIGTERM, is seen before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast.checkpoint.format.snapshot import Held
+from holdfast.checkpoint.keep.retention import replaceable
+from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, Report, Room, rehearse
+from holdfast.checkpoint.session import Saved, Session
+from holdfast.training.control import StopRequests
+from holdfast.training.run import Run
+from holdfast.training.saving.exports import check_export
+from holdfast.training.saving.resume import say
+from holdfast.training.saving.run_snapshot import Contents, checked_assets
+
+
+class Rehearsals:
+    """One before the first step for every set of parameters that will be trained, and one more where that was not it.
+
+    Args:
+        run: The run.
+        session: Its saves: they tell where checkpoints go, and over which ranks.
+        contents: What they hold.
+    """
+
+    def __init__(self, run: Run, session: Session, contents: Contents) -> None:
+        self._run = run
+        self._config = run.config.checkpoint
+        self._session = session
+        self._contents = contents
+        self._reports: dict[int, Report] = {}
+        """By the step that trains first what was rehearsed."""
+
+    def before_first_step(self, requests: StopRequests) -> None:
+        """Save, verify and load once, and let a SIGTERM pass, before anything is trained; all ranks call this together.
+
+        Raises:
+            RehearsalFailed: A checkpoint could not be made; nothing was trained.
+        """
+        run, config = self._run, self._config
+        if not config.rehearsal.enabled or run.finished:
+            return
+        with run.phase("rehearsal"):
+            with run.exchange.together():
+                check_export(run)
+                assets = checked_assets(run)
+            run.state.observers = run.exchange.agree(run.state.observers)
+            beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
+            report = self._rehearse(self._contents.held, beside)
+            self._reports = {run.state.step: report}
+            for step in run.unfreezing.after(run.state.step):
+                with run.unfreezing.as_after(step, now=run.state.step):
+                    self._reports[step] = self._rehearse(self._held_to_come(), beside)
+            self._drill(requests)
+        words = report.describe(
+            ranks=run.world.size,
+            background=config.background,
+            hours_between_failures=config.rehearsal.hours_between_failures,
+        )
+        late = report.save_seconds > config.grace_seconds
+        warning = (
+            f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="
+            f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
+        )
+        say(run, words, *([warning] if late else []))
+
+    def after_step(self, step: int, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
+        """After the first step, and the first that trains more: drill, and rehearse what is other than was rehearsed.
+
+        Args:
+            step: That was made, counted from 0.
+            requests: Hear SIGTERM.
+            collect: Waits for a save in flight, which uses the same ranks.
+
+        Returns:
+            The save that this had to wait for.
+
+        Raises:
+            RehearsalFailed: No checkpoint can be made of what is trained by now.
+        """
+        before = self._reports.pop(step, None)
+        if before is None:
+            return []
+        self._drill(requests)  # by now the user's losses and models have run
+        if self._config.contents != "full":
+            return []
+        now = self._contents.outline()
+        if not any(self._run.exchange.gather(now != before.outline)):
+            return []
+        saved = collect()
+        self._rehearse(self._contents.held)
+        return saved
+
+    def _rehearse(self, held: Held, beside: Beside | None = None) -> Report:
+        run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
+        resumed = set() if session.resumed is None else {session.resumed.step}
+        replaced = 0
+        with run.exchange.together():
+            if run.world.is_first and session.storage.renames:  # how much room an object store has, nobody knows
+                replaced = replaceable(session.storage, session.retention, needed=resumed)
+        return rehearse(
+            session.storage,
+            held,
+            contents.optimizer,
+            session.ranks,
+            room=Room(keep.last + sum(best.count for best in keep.best), replaced),
+            trained_steps=run.state.step,
+            beside=beside,
+            companions=contents.beside(),
+        )
+
+    def _held_to_come(self) -> Held:
+        """Return what is held once all parameters that are trained now are averaged too."""
+        held, averages = self._contents.held, self._run.averages
+        return held if averages is None else replace(held, averages=averages.to_come(held.parameters))
+
+    def _drill(self, requests: StopRequests) -> None:
+        deaf = requests.drill(self._run.exchange)
+        if deaf:
+            raise RehearsalFailed(
+                f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "
+                "run would lose its last steps. Look for signal.signal and pthread_sigmask in your code and libraries."
+            )

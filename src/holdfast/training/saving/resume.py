@@ -1,0 +1,338 @@
+"""Put a run where a checkpoint left it, and say what continues bit for bit and what does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
+from holdfast.checkpoint.export.model import EXPORTED_CONFIG
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.settings import settings_of
+from holdfast.checkpoint.format.snapshot import set_random_state
+from holdfast.checkpoint.format.verification import verified_bytes
+from holdfast.checkpoint.keep.choose import Choice, newest_verified
+from holdfast.checkpoint.load.matching import Declared
+from holdfast.checkpoint.load.reader import Loaded, load
+from holdfast.checkpoint.place.layout import ASSETS
+from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.config.base import leaves
+from holdfast.config.sections.checkpoint import CheckpointConfig
+from holdfast.config.verbs.training import as_plain
+from holdfast.optim.state import hyperparameter_words
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.fingerprints import differences, with_marks_of_now
+from holdfast.training.randomness import seed_rank
+from holdfast.training.run import Run, TrainState
+from holdfast.training.unfreezing import freeze_again, unfreeze
+
+MOVES_NUMBERS = (
+    "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
+    "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
+    "updates.", "critic", "teacher.", "distill.",
+)  # fmt: skip
+
+
+def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Restored | None:
+    """Continue from the newest whole checkpoint of this run; None if there never was one.
+
+    What another run saved is refused before anything is renamed, also where it is damaged.
+
+    Raises:
+        NoCheckpoint, CheckpointMismatch: None is whole, or the newest does not fit this run.
+    """
+    found: list[Restored] = []
+    choice = newest_verified(
+        storage,
+        ranks,
+        not_finite=run.config.checkpoint.resume.not_finite,
+        check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
+        use=lambda name, manifest: found.append(_restore(run, storage, name, manifest, ranks, run_id)),
+    )
+    if choice is None:
+        return None
+    say(run, choice.words, *found[0].lines)
+    return found[0]
+
+
+def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, run_id: str) -> None:
+    """Continue from a verified checkpoint; what was declared to differ is printed.
+
+    Args:
+        run: As it was built.
+        storage, choice: The checkpoint.
+        ranks: A group of its own.
+        run_id: Of this run.
+
+    Raises:
+        CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
+    """
+    found = _restore(run, storage, choice.name, choice.manifest, ranks, run_id)
+    say(run, choice.words, *found.lines)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run continues from."""
+
+    manifest: Manifest
+    deviations: tuple[str, ...]
+    """What was declared to differ, at this resume."""
+    lines: tuple[str, ...]
+    """What the user reads of it."""
+
+
+def _restore(  # noqa: PLR0913 - what is continued, and from what
+    run: Run, storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, run_id: str
+) -> Restored:
+    config = run.config.checkpoint
+    accepted: list[str] = []
+    then: dict[str, Any] = {}
+    with run.exchange.together():
+        then |= _settings_then(storage, name, manifest)
+        accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
+    unfreeze(run, manifest.step)
+    try:
+        loaded = load(
+            storage,
+            name,
+            run.policy,
+            run.optimizer,
+            ranks,
+            declared=_declared(config),
+            hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
+            verified=manifest,
+            averages=run.averages.tensors if run.averages is not None else {},
+            companions=run.beside,
+            check=lambda shared, _: check_saved_state(run, shared, manifest.step),
+        )
+    except TensorsDiffer:
+        freeze_again(run)
+        raise
+    _take_state(run, loaded.shared["state"])
+    run.stream.load_state(loaded.shared["stream"])
+    if loaded.rank_state is not None:
+        set_random_state(loaded.rank_state["random"])
+    else:
+        seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
+    _damage(run)
+    run.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
+    lines = (_exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *_changed(run, then))
+    return Restored(manifest, (*accepted, *loaded.deviations), lines)
+
+
+def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
+    """Put back what a run, and those beside it, must remember between steps."""
+    run.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
+    for name, each in run.companions.items():
+        each.state = run.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
+
+
+def _hyperparameters(run: Run) -> str:
+    """Say where the optimizer's settings come from; notes follow on what the other place says otherwise."""
+    source = run.config.checkpoint.resume.hyperparameters
+    place = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
+    return (
+        "optimizer: the learning rate follows the schedule of the configuration; "
+        f"{hyperparameter_words(run.optimizer)} come from {place} (checkpoint.resume.hyperparameters: {source})"
+    )
+
+
+def start_from(run: Run, place: str, ranks: ProcessExchange) -> tuple[str, ...]:
+    """Take the weights of another run's checkpoint; everything else starts anew.
+
+    Returns:
+        What later manifests say of it: the checkpoint, and what was declared.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
+    """
+    path, _, name = place.rstrip("/").rpartition("/")
+    found = load(open_storage(path or "."), name, run.policy, None, ranks, declared=_declared(run.config.checkpoint))
+    if run.averages is not None:
+        run.averages.begin(sharded_parameters(run.policy))
+    say(run, f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
+    return (f"weights from {place} ({found.manifest.hash})", *found.deviations)
+
+
+def say(run: Run, *lines: str) -> None:
+    """Print on rank 0."""
+    if run.world.is_first:
+        for line in lines:
+            print(line, flush=True)
+
+
+def _check_identity(run: Run, where: str, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> list[str]:
+    """Return what differs and was declared, in words."""
+    found = differences(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
+    return _declared_alone(run, where, {**found, **_other_run(run, manifest, run_id, then)})
+
+
+def _other_run(run: Run, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return words if a run of another name saved a checkpoint, by the kind that declares it.
+
+    A run whose directory was on a disk that is gone has a new identity and the old name.
+    """
+    name = then.get("run.name")
+    same = manifest.run_id == run_id or name in {None, run.config.run.name}
+    return {} if same else {"run": [f"run.name is {name} there"]}
+
+
+def _declared_alone(run: Run, where: str, found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what differs, in words.
+
+    Raises:
+        CheckpointMismatch: Some of it was not declared.
+    """
+    refused = {kind: what for kind, what in found.items() if kind not in run.config.checkpoint.resume.changed}
+    if refused:
+        words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
+        raise CheckpointMismatch(
+            f"{where} was made with other things than this run has ({words}). Nothing was changed. Put them back, "
+            f"choose another run.name, or declare it: checkpoint.resume.changed: [{', '.join(refused)}]."
+        )
+    return [f"{kind}: {', '.join(what)} (changed)" for kind, what in found.items()]
+
+
+def _refuse_of_others(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
+    """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
+    with suppress(CheckpointCorrupt, CheckpointUnreadable):
+        then = _settings_then(storage, name, manifest)
+        _declared_alone(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, then))
+
+
+def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
+    """Return the configuration that a checkpoint was made with, by dotted name; empty if it holds none."""
+    file = f"{ASSETS}/{EXPORTED_CONFIG}"
+    if file not in manifest.files:
+        return {}
+    return dict(leaves(settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")))
+
+
+def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
+    """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
+    if not then:
+        return []
+    now = dict(leaves(as_plain(run.config)))
+    told = [
+        f"{key} {then.get(key)} -> {now.get(key)}"
+        for key in sorted({*then, *now})
+        if key.startswith(MOVES_NUMBERS) and then.get(key) != now.get(key)
+    ]
+    return [f"changed since the checkpoint: {', '.join(told)}; the new values hold from here on"] if told else []
+
+
+def _exactness(run: Run, loaded: Loaded) -> str:
+    mesh = {"replicate": run.plan.replicate, "shard": run.plan.shard}
+    if loaded.rank_state is not None:
+        return "weights, optimizer, random state and order of rows continue bit for bit"
+    then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
+    now = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
+    return (
+        f"the checkpoint was written by {then}, this run is {now}: weights, optimizer and order of rows continue "
+        "exactly; sums over ranks are added in another order, and dropout draws new numbers"
+    )
+
+
+def _declared(config: CheckpointConfig) -> Declared:
+    resume = config.resume
+    return Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
+
+
+def _damage(run: Run) -> None:
+    """Spoil what was restored, where a proof asks for it: a proof that cannot fail proves nothing."""
+    match run.world.break_resume:
+        case "rng":
+            torch.manual_seed(torch.initial_seed() + 1)
+        case "cursor":
+            run.stream.cursor = replace(run.stream.cursor, draw=run.stream.cursor.draw + 1)
+        case "optimizer":
+            tensors = (value for state in run.optimizer.state.values() for value in state.values())
+            next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
+
+
+def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
+    """Compare trainer.json with what this run would write.
+
+    Args:
+        run: Built, and not changed by this.
+        shared: The file's content.
+        step: Of the manifest.
+
+    Raises:
+        ValueError, TypeError, KeyError: The first difference, by its place in the file.
+    """
+    own = run.state.as_plain()
+    for section in ("state", "stream"):
+        _object(section, shared[section])
+    # What a later version remembers besides begins as it does in a new run.
+    _same_shape("state", own, own | shared["state"])
+    _same_shape("stream", run.stream.state(), shared["stream"])
+    for name, value in shared["state"].get("controllers", {}).items():
+        _same_shape(f"state.controllers.{name}", 0.0, value)
+    if shared["state"]["step"] != step:
+        raise ValueError(f"state.step is {shared['state']['step']}, and the checkpoint is of step {step}")
+    needed = max((index for index, size in enumerate(run.stream.state()["sizes"]) if size is None), default=-1)
+    if len(shared["stream"]["sizes"]) <= needed:
+        raise ValueError(f"stream.sizes has {len(shared['stream']['sizes'])} entries, for {needed + 1} sources or more")
+
+
+def _same_shape(where: str, own: Any, found: Any) -> None:
+    """Compare one value with what this run has in its place.
+
+    Raises:
+        ValueError, TypeError: It is of another kind.
+    """
+    match own:
+        case dict():
+            _same_mapping(where, own, found)
+        case list():
+            _same_list(where, own, found)
+        case bool() | str():
+            _must(type(found) is type(own), where, found, f"no {type(own).__name__}")
+        case int():
+            _must(type(found) is int and found >= 0, where, found, "no count")
+        case _:
+            _must(found is None or _is_number(found), where, found, "no number")
+
+
+def _must(fits: bool, where: str, found: Any, words: str) -> None:
+    if not fits:
+        raise ValueError(f"{where} is {_short(found)}, {words}")
+
+
+def _same_list(where: str, own: list[Any], found: Any) -> None:
+    _must(isinstance(found, list) and bool(found) >= bool(own), where, found, "no list")
+    for index, item in enumerate(found if own else ()):
+        _same_shape(f"{where}[{index}]", own[min(index, len(own) - 1)], item)
+
+
+def _same_mapping(where: str, own: Mapping[str, Any], found: Any) -> None:
+    _object(where, found)
+    if not own:  # filled as a run goes on, by whoever has something to remember
+        return
+    strange = sorted(set(own) ^ set(found))
+    if strange:
+        raise ValueError(f"{where}.{strange[0]} is {'missing' if strange[0] in own else 'unknown'}")
+    for name, value in own.items():
+        _same_shape(f"{where}.{name}", value, found[name])
+
+
+def _object(where: str, found: Any) -> None:
+    if not isinstance(found, dict):
+        raise TypeError(f"{where} is {_short(found)}, no object")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

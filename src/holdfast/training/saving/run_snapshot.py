@@ -1,0 +1,115 @@
+"""What a checkpoint of a run holds: its model and optimizer, those trained beside them, and where the run stands."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.export.model import EXPORTED_CONFIG, write_assets
+from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
+from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
+from holdfast.checkpoint.format.snapshot import Held, Outline, Snapshot, hold, outline, take
+from holdfast.checkpoint.load.companions import joined
+from holdfast.checkpoint.save.rehearsal import RehearsalFailed, Trained
+from holdfast.models.adapter_files import AdapterSource
+from holdfast.models.weights_in import StoredSource
+from holdfast.training import directory
+from holdfast.training.run import Run
+from holdfast.training.saving.emergency import Moment
+from holdfast.training.saving.exports import describe_adapters
+from holdfast.training.saving.parents import parent_of
+
+
+class Contents:
+    """Looks the tensors up once; what they hold is read whenever a snapshot is taken."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._full = run.config.checkpoint.contents == "full"
+        self.held: Held = hold(
+            run.policy,
+            frozen=run.config.checkpoint.frozen == "save",
+            averages=run.averages.tensors if run.averages is not None else None,
+            later=run.unfreezing.names,
+        )
+        self._companions = run.beside
+        self._beside = {name: each.held() for name, each in self._companions.items()}
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Whose state is saved; None where weights alone are."""
+        return self._run.optimizer if self._full else None
+
+    def beside(self) -> dict[str, Trained]:
+        """Return what is saved of models beside the run's own, by name."""
+        companions = self._companions
+        return {name: (held, companions[name].optimizer if self._full else None) for name, held in self._beside.items()}
+
+    def snapshot(self, moment: Moment) -> Snapshot:
+        """Return all of it as it stands at a moment between two steps."""
+        run = self._run
+        own = take(
+            self.held,
+            self.optimizer,
+            shared={"state": dict(moment.state), "stream": dict(moment.stream)},
+            assets=run_assets(run) if run.world.is_first else {},
+            random_then=moment.random,
+        )
+        return self._with_beside(own)
+
+    def outline(self) -> Outline:
+        """Return shape, dtype and trained flag of every tensor, by name."""
+        return outline(self._with_beside(take(self.held, self.optimizer)))
+
+    def _with_beside(self, own: Snapshot) -> Snapshot:
+        return joined(own, {name: take(held, optimizer) for name, (held, optimizer) in self.beside().items()})
+
+
+def run_assets(run: Run) -> dict[str, bytes]:
+    """Return configuration, tokenizer, chat template, processor and generation settings by file name."""
+    if not run.assets:
+        with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
+            write_assets(Path(folder), run.origin, getattr(torch, run.config.model.dtype))
+            check_readable(Path(folder), run.origin)
+            run.assets |= {
+                str(file.relative_to(folder)): file.read_bytes()
+                for file in sorted(Path(folder).rglob("*"))
+                if file.is_file()
+            }
+        source = run.origin.source
+        source = source.base if isinstance(source, AdapterSource) else source
+        if isinstance(source, StoredSource):
+            run.assets[STORED_HEADERS] = headers_json(dict(source.stored.headers))
+        about = describe_adapters(run)
+        if about is not None:
+            run.assets[ADAPTERS] = json.dumps(asdict(about), sort_keys=True).encode()
+        parent = parent_of(run)
+        if parent is not None:
+            run.assets[PARENT] = json.dumps(parent, sort_keys=True).encode()
+        run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.config).encode()
+    return run.assets
+
+
+def checked_assets(run: Run) -> dict[str, bytes]:
+    """Return the small files of every checkpoint, on rank 0, and refuse what transformers cannot write.
+
+    Raises:
+        RehearsalFailed: It cannot; nothing was trained.
+    """
+    if run.world.is_first:
+        parent_of(run)  # outside of what follows: a run.json that cannot be read says nothing against the model's files
+    try:
+        return run_assets(run) if run.world.is_first else {}
+    except ExportFailed as error:
+        raise RehearsalFailed(f"{error} Nothing was trained.") from error
+    except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise RehearsalFailed(
+            "Configuration, tokenizer or processor of this model cannot be written, and every checkpoint and "
+            f"export holds them: {type(error).__name__}: {error}. Nothing was trained. Mend what model.path or "
+            "model.tokenizer names: its save_pretrained must work."
+        ) from error

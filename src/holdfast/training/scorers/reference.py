@@ -1,0 +1,228 @@
+"""The reference policy: the model as it was at the start of the run, frozen, built like the policy itself.
+
+It stays so, unless `reference.sync` lets it follow the policy (optim/following.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.config.sections.reference import ServerReferenceConfig, sync_of
+from holdfast.config.sections.rollout import ReferenceConfig
+from holdfast.errors import ModelError
+from holdfast.files import size_words
+from holdfast.models.adapters import adapters_of, adapters_off
+from holdfast.models.build import blueprint
+from holdfast.models.expert_choices import COLUMN
+from holdfast.models.policy import PolicyModel, without_dropout
+from holdfast.optim.following import Following
+from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.plan import ShardPlan
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.build.begin import Live
+from holdfast.training.build.model import build_policy, probe_logprobs
+from holdfast.training.copies import free_bytes
+from holdfast.training.run import Evaluation
+from holdfast.training.scorers.reference_server import connect
+from holdfast.training.scorers.server import ScoringServer
+from holdfast.training.together import first_rank_first
+from holdfast.types import Batch, LossSum, Scores
+
+_PROBE_TOKENS = 24
+_ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
+"""Of a log-probability in nats."""
+
+LocalReference = Callable[..., LossSum | Scores]
+"""(batch, temperature=...) -> scores, without gradients"""
+Reference = LocalReference | ScoringServer
+
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """The policy as it would be without its adapters, and without dropout."""
+
+    policy: PolicyModel
+
+    def __call__(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> LossSum | Scores:
+        """Score a batch."""
+        own = {name: values for name, values in batch.per_token.items() if name != COLUMN}  # routed by its own routers
+        batch = replace(batch, per_token=own)
+        with adapters_off(self.policy), without_dropout(self.policy):
+            scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
+        return scores
+
+
+def build_reference(
+    policy: Evaluation, base: Path, live: Live, section: ReferenceConfig | ServerReferenceConfig, *, why: str
+) -> Reference:
+    """Return the reference policy.
+
+    Args:
+        policy: Freshly built: both hold the same numbers.
+        base: The YAML's directory.
+        live: Objects in the place of what the configuration names.
+        section: Where it lives; of auto, see `training/scorers/reference.py`.
+        why: What needs it, for the user.
+
+    Raises:
+        ConfigError: Its server cannot be used.
+        ModelError: It is not the policy's twin: not frozen, on another device, sharded otherwise, or of other numbers.
+    """
+    if isinstance(section, ServerReferenceConfig):
+        return connect(policy, section, why=why)
+    config, world, exchange = policy.config, policy.world, policy.exchange
+    kind, words = chosen_place(policy, section)
+    if world.is_first and words:
+        print(words, flush=True)
+    if kind == "adapter_off":
+        if world.is_first:
+            print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
+        _check_off(policy, exchange)
+        return AdapterOff(policy.policy)
+    offload = config.parallel.cpu_offload or kind == "offloaded"
+    twin = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cpu_offload": offload})})
+    origin = first_rank_first(
+        exchange,
+        lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer),
+    )
+    if world.is_first:
+        where = "in host memory" if offload else "sharded like the policy"
+        print(f"reference policy: {where}, for {why}; its plan:", flush=True)
+    reference, plan = build_policy(twin, origin, world, exchange, trained=False)
+    reference.padded = policy.policy.padded
+    reference.eval()
+    with exchange.together():
+        check_place(reference, plan, world.device, "reference policy")
+    _check_numbers(reference, policy, exchange)
+    return reference
+
+
+def following_of(reference: Reference | None, section: ReferenceConfig | ServerReferenceConfig) -> Following | None:
+    """Return what lets a reference follow the policy; None of one that stays."""
+    sync = sync_of(section)
+    if reference is None or sync is None:
+        return None
+    assert isinstance(reference, PolicyModel), "one without weights of its own was refused, or not chosen"
+    return Following(reference, sync.every_steps, sync.mix)
+
+
+@torch.no_grad()
+def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
+    """See that adapters can be switched off, and begin as nothing: both ways every bit is the same.
+
+    But for DoRA's: lengths of rows come from the CPU at start, and are rounded otherwise where the model computes.
+    """
+    found = _probe(policy.policy, policy)
+    with adapters_off(policy.policy):
+        plain = _probe(policy.policy, policy)
+    rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.policy).values())
+    allowed = _ROUNDING[policy.plan.compute_dtype] if rescaled else 0.0
+    if any(exchange.gather(not bool(((found - plain).abs() <= allowed).all()))):
+        raise ModelError(
+            "The policy gives other log-probabilities with its adapters off, although they begin as zero. Use "
+            "reference: {kind: sharded}, and please report the architecture."
+        )
+
+
+def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: str) -> None:
+    """See that a frozen model is frozen, and lies where its plan puts it.
+
+    Args:
+        model: Built.
+        plan: Its own.
+        device: Of the rank.
+        title: What messages call it.
+
+    Raises:
+        ModelError: It is not.
+    """
+    expected = "cpu" if plan.cpu_offload else device.type
+    for name, parameter in sharded_parameters(model).items():
+        if parameter.requires_grad:
+            raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
+        if parameter.device.type != expected:
+            raise ModelError(f"{name} of the {title} is on {parameter.device.type}, not on {expected}.")
+        if plan.sharded and parameter.ndim and not isinstance(parameter, DTensor):
+            raise ModelError(f"{name} of the {title} is not sharded, although its plan says so.")
+
+
+@torch.no_grad()
+def _check_numbers(reference: PolicyModel, policy: Evaluation, exchange: ProcessExchange) -> None:
+    """Compare both on one sequence: they hold the same weights, so every bit is the same."""
+    found = [_probe(model, policy) for model in (policy.policy, reference)]
+    differ = not torch.equal(found[0], found[1])
+    if any(exchange.gather(differ)):
+        gap = float((found[0] - found[1]).abs().max())
+        raise ModelError(
+            f"The reference policy gives other log-probabilities than the policy it was copied from (by {gap:.1e}), so "
+            "what is compared with it would be wrong from the first step. Please report the architecture."
+        )
+
+
+def _probe(model: PolicyModel, policy: Evaluation) -> Tensor:
+    vocabulary = int(policy.origin.skeleton.config.get_text_config().vocab_size)
+    tokens = torch.arange(_PROBE_TOKENS).mul(7919).remainder(vocabulary).numpy()
+    return probe_logprobs(model, tokens, policy.world.device)
+
+
+Place = Literal["none", "adapter_off", "sharded", "offloaded"]
+
+
+def chosen_place(policy: Evaluation, section: ReferenceConfig) -> tuple[Place, str]:
+    """Return where the reference lives, and for auto what a user should read of the choice; on all ranks the same."""
+    if section.kind != "auto":
+        return section.kind, ""
+    adapters_stay = why_not_adapter_off(policy, section)
+    free = min(policy.exchange.gather(free_bytes(policy.world))) if policy.world.device.type == "cuda" else None
+    place, why = choose(policy.plan, adapters_stay, free)
+    return place, f"reference: auto is {place}, since {why}. {alternatives(policy.plan, adapters_stay)}"
+
+
+def why_not_adapter_off(policy: Evaluation, section: ReferenceConfig) -> str:
+    """Return why the policy without its adapters is not the reference; "" where it is."""
+    lora = policy.config.model.lora
+    if lora is None:
+        return "model.lora is not set"
+    if lora.train:
+        return "model.lora.train names more than adapters"
+    if lora.path is not None:
+        return "the adapters of model.lora.path start trained"
+    return "" if section.sync is None else "it follows the policy (reference.sync)"
+
+
+def choose(plan: ShardPlan, why_not_off: str, free: int | None) -> tuple[Place, str]:
+    """Return a place, and why it is taken.
+
+    Args:
+        plan: Of the policy; the reference is stored like it.
+        why_not_off: Why it cannot be the policy without its adapters.
+        free: Least that a rank has free on its GPU, with the policy on it; None on the CPU.
+    """
+    if not why_not_off:
+        return "adapter_off", "nothing but adapters is trained, and without them the policy is the model at start"
+    if plan.cpu_offload:
+        return "offloaded", f"parallel.cpu_offload keeps the policy in host memory too, and {why_not_off}"
+    if free is None:
+        return "sharded", f"device and host have one memory, and {why_not_off}"
+    room = f"{size_words(plan.shard_bytes)} per rank, and {size_words(free)} are free on the device beside the policy"
+    if plan.shard_bytes > free:
+        return "offloaded", f"its shards take {room}"
+    return "sharded", f"its shards take {room}; {why_not_off}"
+
+
+def alternatives(plan: ShardPlan, why_not_off: str) -> str:
+    """Return what each place takes, per rank."""
+    shards = size_words(plan.shard_bytes)
+    gathered = size_words(max(unit.bytes_ for unit in plan.units))
+    off = f" (not here: {why_not_off})" if why_not_off else ""
+    return (
+        f"Each rank would hold 0 bytes with adapter_off{off}, {shards} on the device with sharded, {shards} in host "
+        f"memory with offloaded, which brings up to {gathered} at a time to the device"
+    )

@@ -1,0 +1,164 @@
+"""The teacher of a distillation: another model of the student's tokens, frozen.
+
+It is built like the student itself, or stands behind an endpoint (training/scorers/teacher_server.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
+from holdfast.errors import ConfigError, ModelError
+from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.origin import load_tokenizer
+from holdfast.models.policy import PolicyModel
+from holdfast.training.build.model import build_policy, check_positions
+from holdfast.training.fingerprints import mark_once, weights_mark
+from holdfast.training.run import Evaluation
+from holdfast.training.scorers.reference import check_place
+from holdfast.training.scorers.server import ScoringServer
+from holdfast.training.scorers.teacher_server import connect
+from holdfast.training.together import first_rank_first, together
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher that is ready to be asked."""
+
+    model: PolicyModel | ScoringServer
+    of_sets: PolicyModel | ScoringServer
+    """The same for evaluation sets, whose rows come again and again: a server is asked for each of them once."""
+    mark: str
+    """What tells its weights from others: of files their hash, behind an endpoint the name they are served under."""
+
+
+def build_teacher(student: Evaluation, base: Path) -> Teacher:
+    """Return the teacher of a freshly built student.
+
+    Raises:
+        ModelError: It has other tokens than the student, its files do not fit, or it is not where its plan puts it.
+        ConfigError: It cannot read the student's batches, or its server cannot be used.
+    """
+    config = student.config
+    assert isinstance(config, DistillConfig)
+    match config.teacher:
+        case ServerTeacherConfig() as section:
+            server = connect(student, section)
+            return Teacher(server, server.remembering(), f"server {server.server.model}")
+        case section:
+            return _in_memory(student, config, section, base)
+
+
+def _in_memory(student: Evaluation, config: DistillConfig, section: TeacherConfig, base: Path) -> Teacher:
+    world, exchange = student.world, student.exchange
+    twin = _configuration(config, section, student)
+    tokenizer = first_rank_first(exchange, lambda: _tokenizer(section, twin.model, base))
+    together(exchange, lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
+    origin = first_rank_first(exchange, lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
+    note = together(exchange, lambda: _checked(twin, origin, student))
+    if world.is_first:
+        where = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
+        print(f"teacher: {section.path}, {where}; its plan:", flush=True)
+        if note:
+            print(note, flush=True)
+    model, plan = build_policy(twin, origin, world, exchange, trained=False)
+    model.eval()
+    with exchange.together():
+        check_place(model, plan, world.device, "teacher")
+    mark_once(origin.directory, exchange)
+    return Teacher(model, model, weights_mark(origin, config.seed))
+
+
+def _configuration(config: DistillConfig, section: TeacherConfig, student: Evaluation) -> DistillConfig:
+    """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
+    own = config.model
+    model = ModelConfig(
+        path=section.path,
+        revision=section.revision,
+        hub=own.hub,
+        tokenizer=section.tokenizer,
+        attention=own.attention,
+        trust_remote_code=section.trust_remote_code,
+        dtype=own.dtype,
+        frozen_dtype=section.dtype,
+        head=own.head,
+    )
+    offload = config.parallel.cpu_offload or section.kind == "offloaded"
+    changed: dict[str, Any] = {
+        "model": model,
+        "parallel": config.parallel.model_copy(update={"cpu_offload": offload}),
+    }
+    if student.policy.padded:
+        changed["data"] = config.data.model_copy(update={"packing": "none"})
+    return config.model_copy(update=changed)
+
+
+def _tokenizer(section: TeacherConfig, model: ModelConfig, base: Path) -> Any:
+    try:
+        return load_tokenizer(model, base)
+    except ModelError as error:
+        raise ModelError(
+            f"teacher.path {section.path}: {error} Of the teacher, the key is teacher.tokenizer: its tokens "
+            "must be known to be the student's."
+        ) from error
+
+
+def check_tokens(student: Any, teacher: Any, name: str) -> None:
+    """Refuse a teacher that reads other tokens than the student writes.
+
+    Args:
+        student: Its tokenizer.
+        teacher: Likewise.
+        name: What the message calls the teacher.
+
+    Raises:
+        ModelError: With the tokens that differ.
+    """
+    mine, theirs = student.get_vocab(), teacher.get_vocab()
+    if mine == theirs:
+        return
+    differ = sorted(
+        (word for word in mine.keys() | theirs.keys() if mine.get(word) != theirs.get(word)),
+        key=lambda word: (min(ids.get(word, len(ids)) for ids in (mine, theirs)), word),
+    )
+    shown = "; ".join(f"{word!r} is {_place(mine, word)} here and {_place(theirs, word)} there" for word in differ[:3])
+    raise ModelError(
+        f"The teacher {name} has other tokens than the student ({len(theirs)} against {len(mine)}; {len(differ)} "
+        f"differ: {shown}), so its predictions speak of other texts. Use a teacher and a student of one tokenizer."
+    )
+
+
+def _place(ids: dict[str, int], word: str) -> str:
+    return f"token {ids[word]}" if word in ids else "no token"
+
+
+def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str:
+    """Return what a user should know of the teacher; "" if there is nothing.
+
+    Raises:
+        ConfigError: It reads one sequence per row, and the student reads packs; or sequences are too long for it.
+        ModelError: The student may write a token that the teacher's head has no row for.
+    """
+    if not origin.packed and not student.policy.padded:
+        why = origin.family.why_not_packed or "model.attention says so"
+        raise ConfigError(
+            f"The teacher {twin.model.path} ({origin.family.name}) reads one sequence per row, since {why}, and the "
+            "student reads several. Set data.packing: none."
+        )
+    rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.origin, origin)]
+    notes = [check_positions(twin, origin, reads_only=True)]
+    if twin.rollout is not None and rows[0] > rows[1]:
+        raise ModelError(
+            f"The student's head has {rows[0]} rows and that of the teacher {twin.model.path} {rows[1]}: the student "
+            "may write a token that the teacher says nothing of. Leave out the rollout section, to compare on rows, "
+            "or cut the student's head and embeddings to the teacher's size before the run."
+        )
+    if rows[0] != rows[1]:
+        notes.append(
+            f"note: the student's head has {rows[0]} rows and the teacher's {rows[1]}; both are compared over the "
+            f"first {min(rows)}, which hold all tokens"
+        )
+    return "\n".join(note for note in notes if note)

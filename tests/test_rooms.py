@@ -1,0 +1,103 @@
+"""The same within the layers that have rooms: a room imports its own modules and lower rooms, never one beside it.
+
+A room is a folder of a layer or a module that lies beside the folders.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.test_layers import SOURCE, imports, parts
+
+ROOMS = {
+    "config": """
+        base paths versions yaml12
+        sections tree
+        explain
+        load
+        verbs
+    """,
+    "data": """
+        tasks
+        rows
+        content
+        tokens
+        batches
+    """,
+    "parallel": """
+        collectives failure offload plan rendezvous shards
+        apply mesh stream
+        host_copy
+    """,
+    "checkpoint": """
+        errors waiting
+        place
+        format
+        background load
+        inspect save
+        calls export
+        keep pending
+        interface session
+    """,
+    "training": """
+        directory observe randomness reward_files together
+        fingerprints
+        run
+        control copies journal unfreezing
+        engines saving step
+        evaluate
+        build fit
+        scorers
+        policy preference
+        distillation
+    """,
+}
+"""From the lowest up; those of one line never import each other."""
+
+
+def rooms_of(layer: str) -> set[str]:
+    """Return folders and modules of a layer."""
+    return {path.stem for path in (SOURCE / layer).iterdir() if path.stem not in {"__init__", "__pycache__"}}
+
+
+def against_the_rooms(source: str, path: str) -> list[str]:
+    """Return a sentence for every import that goes up or aside within a layer."""
+    layer, own = parts(path)[:2]
+    heights = {room: height for height, line in enumerate(ROOMS[layer].splitlines()) for room in line.split()}
+    wrong = []
+    for number, module in imports(ast.parse(source), path):
+        names = module.split(".")
+        other = names[2] if names[:2] == ["holdfast", layer] and len(names) > 2 else own
+        if other != own and heights[other] >= heights[own]:
+            relation = "beside" if heights[other] == heights[own] else "above"
+            wrong.append(f"{path}:{number} may not import {module}: {other} stands {relation} {own}")
+    return wrong
+
+
+@pytest.mark.parametrize("layer", ROOMS)
+def test_rooms_import_lower_rooms_alone(layer: str) -> None:
+    wrong = [
+        sentence
+        for file in sorted((SOURCE / layer).rglob("*.py"))
+        if file.parent != SOURCE / layer or file.stem != "__init__"
+        for sentence in against_the_rooms(file.read_text(encoding="utf-8"), str(file.relative_to(SOURCE)))
+    ]
+
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("layer", ROOMS)
+def test_every_room_has_one_place(layer: str) -> None:
+    named = ROOMS[layer].split()
+
+    assert sorted(named) == sorted(rooms_of(layer))
+
+
+def test_an_arrow_up_is_seen() -> None:
+    path = "training/run.py"
+
+    assert against_the_rooms("from holdfast.training.step import train_step", path) == [
+        "training/run.py:1 may not import holdfast.training.step: step stands above run"
+    ]
