@@ -24,8 +24,9 @@ from tests.training.cases import run as train
 
 
 @pytest.fixture(scope="module")
-def saved(pools: Any, server: dict[str, str]) -> tuple[str, dict[str, Any]]:
-    path = "s3://bucket/run/step-00000002"
+def saved(pools: Any, server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    # A worker that comes back to this file makes the fixture again, and the server has the earlier one still.
+    path = f"s3://bucket/{tmp_path_factory.mktemp('run').name}/step-00000002"
     return path, pools(2).run(save_after, path, 2, server)[0]
 
 
@@ -44,14 +45,15 @@ def test_a_name_that_is_taken_is_refused_and_keeps_its_bytes(
     pools: Any, server: dict[str, str], saved: tuple[str, dict[str, Any]]
 ) -> None:
     path, _ = saved
-    before = open_storage("s3://bucket/run").read(f"step-00000002/{NAME}")
+    run = path.rpartition("/")[0]
+    before = open_storage(run).read(f"step-00000002/{NAME}")
 
     errors = pools(2).errors(save_after, path, 1, server)
 
     assert {name for name, _ in errors} == {"SaveFailed"}
     assert "a checkpoint is never overwritten" in errors[0][1]
     assert errors[0] == errors[1]
-    assert open_storage("s3://bucket/run").read(f"step-00000002/{NAME}") == before
+    assert open_storage(run).read(f"step-00000002/{NAME}") == before
     assert verify(path).step == 2
 
 
