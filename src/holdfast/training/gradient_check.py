@@ -246,7 +246,10 @@ def _compared(sides: Sides, ours: dict[str, Tensor | None], theirs: dict[str, Te
     squares = torch.stack([_squares(ours[name], theirs[name]).to(sides.device) for name in theirs])  # [P, 3]
     norms = add_over_ranks(squares).sqrt().tolist()
     parameters = sharded_parameters(sides.policy)
-    return {name: Pair(*row, parameters[name].numel()) for name, row in zip(theirs, norms, strict=True)}
+    return {
+        name: Pair(ours_norm, theirs_norm, difference, parameters[name].numel())
+        for name, (ours_norm, theirs_norm, difference) in zip(theirs, norms, strict=True)
+    }
 
 
 def _squares(ours: Tensor | None, theirs: Tensor | None) -> Tensor:

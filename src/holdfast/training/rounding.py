@@ -45,8 +45,11 @@ def rounded_otherwise(model: nn.Module, part: float) -> Iterator[None]:
         part: Largest relative change.
     """
 
+    def moved(values: Tensor) -> Any:
+        return _Moved.apply(values, part) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
+
     def move(_: nn.Module, __: object, output: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: _Moved.apply(x, part) if x.is_floating_point() else x, output)
+        return tree_map_only(Tensor, moved, output)
 
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     hooks = [module.register_forward_hook(move) for module in modules]
