@@ -27,11 +27,18 @@ from tests.models.architectures import settings_of
 from tests.tiny import COMMON, EXTRA, tiny_model
 
 
-def built(world: World, model: dict[str, Any], **sections: Any) -> tuple[Sides, Any]:
-    """Build a policy, which checks it; return what a further check compares, and the plan."""
+def built(world: World, model: dict[str, Any], live: Any = None, **sections: Any) -> tuple[Sides, Any]:
+    """Build a policy, which checks it; return what a further check compares, and the plan.
+
+    Args:
+        world: This rank.
+        model: The section.
+        live: A transformers model whose weights are taken.
+        sections: Others.
+    """
     tree = {"steps": 1, "model": model, "data": {"path": "rows", "batch_size": 4}}
     config = from_mapping(tree | sections, SFTConfig)
-    origin = blueprint(config.model, Path.cwd(), seed=0, tokenizer=character_tokenizer())
+    origin = blueprint(config.model, Path.cwd(), seed=0, live=live, tokenizer=character_tokenizer())
     policy, plan = build_policy(config, origin, world, ProcessExchange())
     witness = witness_of(type(origin.skeleton), origin.original_config)
     follow_implementation(witness, policy.language_model)
@@ -106,3 +113,105 @@ def one_matrix_off(world: World, model: dict[str, Any], sections: dict[str, Any]
         "same_draws": torch.equal(drawn, torch.get_rng_state()),
         "training": policy.training,
     }
+
+
+CHANGES: dict[str, tuple[str, float]] = {
+    "as drawn": ("", 1.0),
+    "20 times as large": ("weight", 20.0),
+    "100 times as large": ("weight", 100.0),
+    "a tenth as large": ("weight", 0.1),
+    "small head": ("lm_head", 1e-4),
+    "no outputs": ("o_proj", 0.0),
+}
+"""Which matrices of a model are multiplied, and by what."""
+
+
+def changed_model(kind: str, change: str, overrides: dict[str, Any]) -> Any:
+    """Return a tiny model some of whose matrices are larger or smaller."""
+    part, factor = CHANGES[change]
+    model = tiny_model(kind, **settings_of(kind) | overrides)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.ndim > 1 and part in name:
+                value.mul_(factor)
+    return model
+
+
+def changed(
+    world: World, kind: str, change: str, overrides: dict[str, Any], sections: dict[str, Any]
+) -> tuple[Sides, Any]:
+    """Build a policy of a changed model, unchecked backwards."""
+    section = random_start(kind)
+    model = section | {"config": section["config"] | overrides, "check_gradients": False}
+    extra = dict(sections)
+    return built(world, model | extra.pop("model", {}), changed_model(kind, change, overrides), **extra)
+
+
+def refusal(sides: Sides, plan: Any) -> str:
+    """Return why a model is refused, "" if it is not."""
+    try:
+        check_gradients(sides, plan, dropout=False)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def sound_models(world: World, cases: list[tuple[str, str, dict[str, Any]]], sections: dict[str, Any]) -> list[str]:
+    """Return why changed models that are right are refused."""
+    refused = [refusal(*changed(world, *case, sections)) for case in cases]
+    return [words for words in refused if words]
+
+
+def planted(value: Any, factor: float, side: int) -> Any:
+    """Multiply a parameter's gradient in one backward pass from now, the first or the second; return the handle."""
+    calls: list[int] = []
+
+    def multiply(parameter: Any) -> None:
+        calls.append(len(calls))
+        if calls[-1] == side:
+            parameter.grad.mul_(factor)
+
+    return value.register_post_accumulate_grad_hook(multiply)
+
+
+def unnamed(
+    world: World, kind: str, change: str, overrides: dict[str, Any], sections: dict[str, Any], factor: float
+) -> dict[str, Any]:
+    """Multiply the gradient of each parameter in turn; return which of these are not refused by name."""
+    sides, plan = changed(world, kind, change, overrides, sections)
+    missed = []
+    parameters = {name: value for name, value in sharded_parameters(sides.policy).items() if value.requires_grad}
+    for name, value in parameters.items():
+        handle = planted(value, factor, 0)
+        if f"most of {name} (" not in refusal(sides, plan):
+            missed.append(name)
+        handle.remove()
+    return {"sound": refusal(sides, plan), "missed": missed, "parameters": len(parameters)}
+
+
+def not_finite(world: World, side: int) -> str:
+    """Return why a model is refused one of whose gradients is not finite on one side."""
+    sides, plan = changed(world, "llama", "as drawn", {}, {})
+    planted(sharded_parameters(sides.policy)["model.norm.weight"], float("nan"), side)
+    return refusal(sides, plan)
+
+
+def nothing_trained(world: World) -> tuple[int, float]:
+    """Check a model all of whose parameters are frozen; return what was compared."""
+    sides, plan = changed(world, "llama", "as drawn", {}, {})
+    sides.policy.requires_grad_(False)  # noqa: FBT003 - torch's own form
+    gradients = check_gradients(sides, plan, dropout=False)
+    return gradients.parameters, gradients.worst
+
+
+def some_trained(world: World, sections: list[dict[str, Any]]) -> list[str]:
+    """Return why models are refused of which a part is trained, or adapters that have learnt something."""
+    refused = []
+    for section in sections:
+        sides, plan = changed(world, "qwen2", "as drawn", {}, section)
+        with torch.no_grad():
+            for name, value in sharded_parameters(sides.policy).items():
+                if "lora_B" in name:
+                    local_part(value).normal_(0, 0.05)
+        refused.append(refusal(sides, plan))
+    return refused
