@@ -39,7 +39,7 @@ from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import add_over_ranks
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.plan import ShardPlan
-from holdfast.training.rounding import rounded_otherwise
+from holdfast.training.build.rounding import rounded_otherwise
 from holdfast.types import Example, LossSum
 
 
