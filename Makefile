@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-deep test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +32,7 @@ lint: setup
 	$(BIN)/python tools/budget.py
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python tools/links.py
+	$(BIN)/python tools/names.py
 
 types: setup
 	$(BIN)/mypy
@@ -55,6 +56,11 @@ deep-tests: setup
 test-all: checks
 	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
+
+# A searchable site that needs no network: site/index.html.
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	DISABLE_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
