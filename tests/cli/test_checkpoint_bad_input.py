@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -163,6 +164,27 @@ def test_a_run_that_starts_from_no_checkpoint_is_refused_and_leaves_nothing(
     assert done.code == 2, done.err
     assert words in done.err
     assert "Traceback" not in done.err
+    assert contents(place) == before
+
+
+def test_every_command_names_a_configuration_that_is_a_pipe_and_waits_for_nobody(
+    checkpoint: Command, place: Path
+) -> None:
+    file = place / of_step(4) / "assets/holdfast.yaml"
+    file.unlink()
+    os.mkfifo(file)
+    before = contents(place)
+    of_one = [arguments for arguments in verbs(of_step(4)) if arguments[0] not in {"ls", "prune", "pin"}]
+    of_a_run = [arguments for arguments in verbs("runs/run") if arguments[0] not in {"ls", "pin"}]
+
+    for arguments in [*(each for each in of_one if "--best" not in each), *of_a_run]:
+        done = checkpoint(*arguments)  # a command that waits is killed after two minutes
+
+        assert done.code in {1, 2}, (arguments, done)
+        words = [line for line in (done.out + done.err).splitlines() if "it is a pipe" in line]
+        assert len(words) == 1, (arguments, done)
+        assert f"{of_step(4)}/assets/holdfast.yaml" in words[0], arguments
+        assert "Traceback" not in done.err, arguments
     assert contents(place) == before
 
 

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+<<<<<<< HEAD
 from holdfast.checkpoint.keep import find
 from tests.cli.conftest import write_run
+=======
+from holdfast.checkpoint import find
+from tests.cli.conftest import write_rows, write_run
+>>>>>>> gaps
 from tests.cli.warm import Done, WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")
@@ -104,3 +109,37 @@ def test_a_start_from_an_export_says_whose_it_is_and_records_it_and_changed_weig
     now = (export / "model.safetensors").stat().st_size
     assert f"{export}/model.safetensors has {now:,} bytes and had {len(weights):,}" in longer.err
     assert not (tmp_path / "runs/third").exists()
+
+
+REWARD = """
+def even(completion_ids):
+    return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "sections"),
+    [
+        ("grpo", {"reward": {"path": "reward.py:even"}, "rollout": {"group_size": 2, "max_new_tokens": 4}}),
+        ("dpo", {"preference": {"loss": "dpo"}}),
+    ],
+)
+def test_a_policy_that_starts_from_an_export_of_sft_says_whose_it_is_and_records_it(
+    warm: WarmPython, run_of_two_steps: Path, tmp_path: Path, tree: dict[str, Any], verb: str, sections: dict[str, Any]
+) -> None:
+    export = run_of_two_steps / "exports/final"
+    own = about(export)
+    (tmp_path / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"add {n}=", "chosen": str(n), "rejected": "x"} for n in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    later = {"steps": 1, "model": {"path": str(export)}, "launch": {"ranks": 1, "device": "cpu"}}
+    write_run(tmp_path / "later.yaml", tree | later | sections)
+
+    done = warm.run(*COMMAND, verb, "later.yaml", cwd=tmp_path)
+
+    assert done.code == 0, done.err
+    assert f"model.path is an export of run run ({own['run_id'][:8]}), step 2" in done.out.splitlines()
+    recorded = json.loads((tmp_path / "runs/later/run.json").read_text())["parent"]
+    parents = {name: recorded["export"][name] for name in ("run", "run_id", "step")}
+    assert (recorded["model"], parents) == (str(export), {"run": "run", "run_id": own["run_id"], "step": 2})
+    assert about(tmp_path / "runs/later/exports/final")["parent"] == recorded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -118,6 +119,62 @@ def test_a_run_leaves_metrics_samples_and_a_model(warm: WarmPython, tmp_path: Pa
     assert AutoModelForCausalLM.from_pretrained(run / "exports" / "final").config.hidden_size == TINY["hidden_size"]
 
 
+WATCHED = """
+import json, os
+import torch
+
+WATCHED = open(f"watched-{os.environ['RANK']}.jsonl", "a")  # of both starts; rank 0's has marks of the steps
+
+def note(module, inputs):
+    if isinstance(module, torch.nn.Embedding) and not torch.is_grad_enabled():
+        print(json.dumps(inputs[0].tolist()), file=WATCHED, flush=True)
+
+torch.nn.modules.module.register_module_forward_pre_hook(note)
+
+def mark(event):
+    print(json.dumps(f"step {event.step}"), file=WATCHED, flush=True)
+"""
+
+
+@pytest.mark.deep
+def test_a_resume_in_bfloat16_decodes_the_same_completions_as_a_run_without_a_stop(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    """A row's rounding depends on the rows beside it, so the same completions must be decoded together."""
+    tree = policy | {
+        "rollout": {"group_size": 4, "max_new_tokens": 24, "rows": 6, "record": True, "show": 0},
+        "optim": {"lr": 0.05, "schedule": "constant"},
+        "parallel": {"compute_dtype": "bfloat16"},
+        "checkpoint": {"every_steps": 1, "keep": {"every": 1}},
+        "observers": ["watch.py:mark"],
+    }
+    (tmp_path / "watch.py").write_text(WATCHED)
+    straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
+
+    done = [
+        grpo(warm, tmp_path, tree, f"run.name={name}", f"steps={steps}")
+        for name, steps in (("straight", 4), ("resumed", 2), ("resumed", 4))
+    ]
+
+    assert [each.code for each in done] == [0, 0, 0], done[-1].err
+    assert "compute bfloat16" in done[-1].out
+    assert "resuming from step 2" in done[-1].out
+    for step in range(1, 5):
+        kept = [
+            gzip.decompress((run / f"rollouts/step-{step:08d}.jsonl.gz").read_bytes()) for run in (straight, resumed)
+        ]
+        groups = [[json.loads(line) for line in each.splitlines()[1:]] for each in kept]
+        assert len(groups[0]) == 4
+        assert groups[0] == groups[1], step
+    watched = [json.loads(line) for line in (tmp_path / "watched-0.jsonl").read_text().splitlines()]
+    begun, end, _, last = [place for place, line in enumerate(watched) if line in ("step 2", "step 4")]
+    decoded = watched[begun + 1 : end]
+    assert len({len(tokens) for tokens in decoded if isinstance(tokens, list)}) > 2, "rows come and go in a rollout"
+    assert decoded == watched[last - len(decoded) : last]
+    assert log_of_run(straight) == log_of_run(resumed)
+    assert list(differences(find.one(str(straight)), find.one(str(resumed)))) == []
+
+
 CRITIC: dict[str, Any] = {
     "advantage": "gae",
     "critic": {"warmup_steps": 1, "optim": {"lr": 0.01}},
@@ -194,8 +251,6 @@ def test_a_step_is_made_again_in_what_it_was_computed_in(
 
 
 def _flip_a_reward(path: Path) -> None:
-    import gzip
-
     head, first, *others = gzip.decompress(path.read_bytes()).decode().splitlines()
     group = json.loads(first)
     group["facts"]["completions"][0]["reward"] += 1.0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import platform
 import shutil
-import struct
 import sys
 import threading
 import time
@@ -28,6 +24,7 @@ from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
 from holdfast.training.build.begin import Live
 from tests.crash.faulty import die
+from tests.crash.kernel import KNOWN_MACHINE, refuse_to_exchange
 from tests.crash.processes import run_doomed
 from tests.training.cases import run, tree
 
@@ -122,18 +119,6 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
         assert files_of(place) == new
 
 
-def refuse_to_exchange() -> None:
-    """Let the kernel refuse to exchange two names, as a file system that cannot does, to the end of this process."""
-    load_number, load_flags, refuse, allow = 0, 16 + 8 * 4, 0x00050000 | errno.EINVAL, 0x7FFF0000
-    renameat2 = {"x86_64": 316, "aarch64": 276}[platform.machine()]
-    steps = [(0x20, 0, 0, load_number), (0x15, 0, 3, renameat2), (0x20, 0, 0, load_flags), (0x15, 1, 0, 0)]
-    code = b"".join(struct.pack("HBBI", *each) for each in [*steps, (0x06, 0, 0, refuse), (0x06, 0, 0, allow)])
-    held = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(held))
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
-
-
 def replace_and_die_between_two_renames(_: World, place: Path) -> None:
     refuse_to_exchange()
 
@@ -149,11 +134,6 @@ def replace_by_what_is_not_there(_: World, place: Path) -> None:
     refuse_to_exchange()
     with pytest.raises(FileNotFoundError):
         replace_directory(place.parent / ".staging-best-adapter-0", place)
-
-
-KNOWN_MACHINE = pytest.mark.skipif(
-    platform.machine() not in {"x86_64", "aarch64"}, reason="knows the number of renameat2 on two kinds of machines"
-)
 
 
 @KNOWN_MACHINE

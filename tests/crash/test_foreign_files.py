@@ -88,6 +88,43 @@ def test_a_resume_puts_a_mutated_checkpoint_aside_by_name_and_makes_its_steps_ag
         verify(str(place / "r/checkpoints/step-00000005"))
 
 
+CONFIGURATION = "assets/holdfast.yaml"
+
+
+def pipe_as_configuration(place: Path, steps: list[int]) -> None:
+    """Put a pipe in the place of the configuration in some checkpoints."""
+    for step in steps:
+        file = place / f"r/checkpoints/step-{step:08d}" / CONFIGURATION
+        file.unlink()
+        os.mkfifo(file)
+
+
+def test_a_pipe_as_the_configuration_of_the_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    pools: Any, ended: Path, straight: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(ended, tmp_path / "place"))
+    pipe_as_configuration(place, [4])
+
+    ((_, printed),) = pools(1).run(run_and_listen, values_of(place, steps=5), timeout_seconds=PATIENCE_SECONDS)
+
+    assert f"skipped step 4 ({CONFIGURATION} is no file: it is a pipe)" in printed
+    assert log_of(place) == straight
+
+
+def test_a_run_all_of_whose_configurations_are_pipes_is_refused_with_their_paths(
+    pools: Any, ended: Path, tmp_path: Path
+) -> None:
+    place = Path(shutil.copytree(ended, tmp_path / "place"))
+    pipe_as_configuration(place, [2, 4])
+
+    errors = pools(1).errors(run, values_of(place, steps=5), timeout_seconds=PATIENCE_SECONDS)
+
+    assert errors[0][0] == NoCheckpoint.__name__
+    for step in (2, 4):
+        assert f"step {step} ({CONFIGURATION} is no file: it is a pipe" in errors[0][1]
+    assert str(place / "r/checkpoints") in errors[0][1]
+
+
 BESIDE: list[tuple[str, str]] = [
     ("run.json", "run.json"),
     ("metrics.jsonl", "metrics.jsonl"),

@@ -1,4 +1,4 @@
-"""metrics.jsonl on a file system in trouble: asked again, with the path in what it says, and never half a line."""
+"""A run's lines on a file system in trouble: asked again, with the path in what it says, and never half a line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import errno
 import io
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.files import RegularFile, naming, size_words
 from holdfast.metrics.sink import JsonlSink
+=======
+from holdfast.checkpoint.storage import LocalStorage
+from holdfast.files import RegularFile, append_text, naming, size_words
+from holdfast.metrics.sink import JsonlSink, read_metrics
+from tests.crash.disks import Remount, disk
+from tests.crash.killed import STEPS, command
+
+__all__ = ["disk"]
+>>>>>>> gaps
 
 
 class MoodyFile(RegularFile):
@@ -74,6 +87,41 @@ def test_a_write_that_fails_for_good_names_the_file_and_leaves_no_part_of_a_line
 
     assert raised.value.errno == number
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl"])
+def test_a_whole_run_whose_writes_fail_for_a_while_loses_no_line(tmp_path: Path, file: str) -> None:
+    """Two writes in a row get EIO from the system itself, as strace has it answer."""
+    fails = ["-e", "trace=write", "-e", "inject=write:error=EIO:when=2..3", "-P", str(tmp_path / "r" / file)]
+    strace = ["strace", "-f", "--seccomp-bpf", "-o", str(tmp_path / "trace"), *fails]
+    if shutil.which("strace") is None or subprocess.run([*strace, "true"], check=False).returncode != 0:
+        pytest.skip("needs strace")
+    program = [sys.executable, *command(tmp_path, "launch.ranks=1", "checkpoint.background=false")]
+
+    done = subprocess.run([*strace, *program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "trace").read_text().count("EIO") == 2
+    events = [json.loads(line) for line in (tmp_path / "r/events.jsonl").read_text().splitlines()]
+    assert [event["saved"] for event in events] == [2, 4, 6, 8]
+    assert [line["step"] for line in read_metrics(tmp_path / "r/metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_an_event_on_a_real_full_disk_names_the_file_and_leaves_whole_lines(disk: tuple[Path, Remount]) -> None:
+    place, remount = disk
+    path, first, second = place / "events.jsonl", "1" * 5000 + "\n", "2" * 5000 + "\n"
+    append_text(path, first)
+    with (place / "filler").open("wb") as filler:
+        filler.write(bytes(os.statvfs(place).f_bavail * os.statvfs(place).f_frsize))
+
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        append_text(path, second)
+
+    assert path.read_text() == first
+    remount("size=8m")
+    append_text(path, second)
+    assert path.read_text() == first + second
 
 
 def test_what_the_system_says_of_a_descriptor_has_the_path(tmp_path: Path) -> None:

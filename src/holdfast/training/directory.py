@@ -150,10 +150,9 @@ def _write(path: Path, text: str) -> None:
     from holdfast.checkpoint.place.storage import LocalStorage
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    with naming(temporary), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        with naming(temporary):
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
     temporary.replace(path)
     LocalStorage(path.parent).sync("")
