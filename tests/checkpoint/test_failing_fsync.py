@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from holdfast.checkpoint.adapter_export import Description, write_adapters
-from holdfast.checkpoint.snapshot import take
-from holdfast.checkpoint.storage import LocalStorage
 
+from holdfast.checkpoint.export.adapters import Description, write_adapters
+from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.cases import session_of

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-<<<<<<< HEAD
 from holdfast.checkpoint.keep import find
-from tests.cli.conftest import write_run
-=======
-from holdfast.checkpoint import find
 from tests.cli.conftest import write_rows, write_run
->>>>>>> gaps
 from tests.cli.warm import Done, WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")

@@ -14,19 +14,13 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.files import RegularFile, naming, size_words
-from holdfast.metrics.sink import JsonlSink
-=======
-from holdfast.checkpoint.storage import LocalStorage
 from holdfast.files import RegularFile, append_text, naming, size_words
 from holdfast.metrics.sink import JsonlSink, read_metrics
 from tests.crash.disks import Remount, disk
 from tests.crash.killed import STEPS, command
 
 __all__ = ["disk"]
->>>>>>> gaps
 
 
 class MoodyFile(RegularFile):
