@@ -40,7 +40,7 @@ def released(changelog: str, fragments: dict[str, str], version: str, date: str)
     """Return the changelog with all entries that have no release yet below a heading of their own.
 
     Raises:
-        ValueError: It is no version, there is such a release already, nothing to release, or a fragment that cannot be read.
+        ValueError: It is no version, it is there already, there is nothing to release, or a fragment cannot be read.
     """
     if not _VERSION.fullmatch(version):
         raise ValueError(f"{version} is no version: 1.2.3, or 1.2.3rc1.")
