@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from holdfast.data.content.images import ImageFiles
-from holdfast.data.rows.arrow_rows import scan_parquet
+from holdfast.data.rows.arrow_rows import open_parquet, scan_parquet
 from holdfast.data.rows.files import files_of_split
 from holdfast.data.rows.json_rows import JsonRows, scan_json
 from holdfast.errors import DataError
@@ -73,6 +73,25 @@ def test_parquet_files_whose_footer_lies_are_read_or_refused(tmp_path: Path) -> 
             assert str(path) in str(error)
             refused += 1
     assert refused > 10
+
+
+def test_parquet_rows_that_unpack_to_more_than_memory_are_refused_by_the_footer(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    texts = pyarrow.table({"text": pyarrow.array([bytes(2**22)] * 272, pyarrow.large_binary())})
+    parquet.write_table(texts, path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 2**20
+
+    for read in (lambda: open_parquet([path]), lambda: next(scan_parquet([path], 0))):
+        with pytest.raises(DataError, match=r"rows\.parquet: .* KiB of row group 0 unpack to 1\.1 GiB\. Rows do not"):
+            read()
+
+
+def test_parquet_rows_that_are_more_than_their_bytes_are_refused_by_the_footer(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.nulls(20_000_000, pyarrow.string())}), path)
+
+    with pytest.raises(DataError, match=r"says that its .* are 20,000,000 rows, too many to be true"):
+        open_parquet([path])
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])

@@ -15,11 +15,15 @@ from typing import Any
 import xxhash
 
 from holdfast.errors import DataError
-from holdfast.files import open_regular
+from holdfast.files import open_regular, size_words
 
 PARQUET_SUFFIXES = (".parquet",)
 
 _ROWS_PER_READ = 256
+_BOMB_BYTES = 2**30
+_BOMB_RATIO = 1000
+"""Bytes of a row group over its bytes on disk; of texts and images it is below 50."""
+_BOMB_ROWS = 10_000_000
 
 
 class ArrowRows:
@@ -83,6 +87,7 @@ def open_parquet(files: Sequence[Path]) -> ArrowRows:
     """
     from datasets import load_dataset
 
+    _refuse_bombs(files)
     names = [str(path) for path in files]
     with _reading(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"):
         dataset = load_dataset("parquet", data_files={"train": names}, split="train")
@@ -94,12 +99,47 @@ def open_parquet(files: Sequence[Path]) -> ArrowRows:
     return ArrowRows(dataset, digest.hexdigest())
 
 
-def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
-    """Yield rows front to back; files before row `start` are skipped by their footers."""
-    from datasets import Dataset
-    from pyarrow import ArrowException, Table  # type: ignore[import-untyped]  # has no stubs
-    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]  # has no stubs
+def _refuse_bombs(files: Sequence[Path]) -> None:
+    """Look at footers alone, which say what a file unpacks to.
 
+    Raises:
+        DataError: A file unpacks to far more than it can hold, and would fill memory or the disk.
+    """
+    from pyarrow import ArrowException  # type: ignore[import-untyped]  # has no stubs
+    from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]  # has no stubs
+
+    for path in files:
+        try:
+            footer, size = read_metadata(path), path.stat().st_size
+        except (ArrowException, OSError):
+            continue  # whoever reads it says what is wrong
+        if footer.num_rows > max(_BOMB_ROWS, size):
+            raise DataError(
+                f"{path} says that its {size_words(size)} are {footer.num_rows:,} rows, which no rows need."
+            )
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            packed = sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+            if group.total_byte_size > max(_BOMB_BYTES, _BOMB_RATIO * packed):
+                unpacked = size_words(group.total_byte_size)
+                raise DataError(
+                    f"{path}: {size_words(packed)} of row group {number} unpack to {unpacked}. "
+                    "Rows do not pack so well; if these do, write the file again with smaller row groups or without "
+                    "compression."
+                )
+
+
+def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
+    """Yield rows front to back; files before row `start` are skipped by their footers.
+
+    Raises:
+        DataError: A file is not parquet, or unpacks to far more than it can hold.
+    """
+    from datasets import Dataset
+    from pyarrow import ArrowException, Table
+    from pyarrow.parquet import ParquetFile
+
+    _refuse_bombs(files)
     to_skip = start
     for path in files:
         try:
