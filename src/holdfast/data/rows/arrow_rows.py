@@ -115,7 +115,7 @@ def _refuse_bombs(files: Sequence[Path]) -> None:
             continue  # whoever reads it says what is wrong
         if footer.num_rows > max(_BOMB_ROWS, size):
             raise DataError(
-                f"{path} says that its {size_words(size)} are {footer.num_rows:,} rows, which no rows need."
+                f"{path} says that its {size_words(size)} are {footer.num_rows:,} rows, too many to be true."
             )
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
