@@ -48,7 +48,7 @@ def test_a_run_of_an_earlier_commit_goes_on_to_the_same_numbers(warm: WarmPython
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7)  # differences of log-probabilities are rounding alone
     for file, export in {"model": "final", "ema": "final-ema"}.items():
         if (expected / f"{file}.safetensors").exists():
-            ours, theirs = (
+            exported, earlier = (
                 load_file(directory / "exports" / export / "model.safetensors"),
                 load_file(expected / f"{file}.safetensors"),
             )
