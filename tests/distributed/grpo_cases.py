@@ -173,7 +173,7 @@ def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -
     rollout = with_advantages(run, sampled)
     return {
         "metrics": rollout_metrics(rollout, 1e-6),
-        "said": run.said,
+        "said": run.messages,
         "greedy": {fact.prompt_id: fact.greedy for fact in rollout.facts},
         "advantages": {
             trajectory.sample_id: (trajectory.reward, float(trajectory.advantages[-1]))
@@ -298,7 +298,7 @@ def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:
     """Look for the columns that a reward needs in the first batch; return what the run says."""
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], None)
     check_columns(run, {"exact": ["answer"]})
-    return [line for line in run.said if "column" in line]
+    return [line for line in run.messages if "column" in line]
 
 
 def answers_of_a_batch(world: World, tree: dict[str, Any]) -> list[str]:
@@ -307,4 +307,4 @@ def answers_of_a_batch(world: World, tree: dict[str, Any]) -> list[str]:
     with open_rewards(config, Path.cwd(), world) as rewards:
         run = build_policy_run(config, Path.cwd(), world, rewards.score, None)
         check_answers(run, rewards.answers, rewards.unreadable)
-    return [line for line in run.said if "cannot read" in line]
+    return [line for line in run.messages if "cannot read" in line]

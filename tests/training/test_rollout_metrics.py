@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.training.policy.groups import CompletionFact, GroupFact
+from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics, of_several_updates
 from holdfast.types import Finish
 
 
 def lengths(*completions: tuple[int, Finish]) -> dict[str, float]:
-    facts = tuple(CompletionFact(1.0, {}, length, length + 3, finish, None, None) for length, finish in completions)
+    facts = tuple(CompletionSummary(1.0, {}, length, length + 3, finish, None, None) for length, finish in completions)
     found = length_metrics([GroupFact(0, 0, facts)])
     return {name.removeprefix("completions/"): value for name, value in found.items()}
 

@@ -15,14 +15,15 @@ from holdfast.config.sections.policy import (
     ReMaxAdvantageConfig,
 )
 from holdfast.config.sections.rollout import GroupsConfig
-from holdfast.training.policy.groups import CompletionFact, GroupFact, select, with_baselines
+from holdfast.training.policy.groups import CompletionSummary, GroupFact, select, with_baselines
 from holdfast.types import Finish
 
 
 def group(number: int, rewards: Sequence[float], parts: Sequence[dict[str, float | None]] | None = None) -> GroupFact:
     told = parts or [{"exact": reward} for reward in rewards]
     completions = tuple(
-        CompletionFact(reward, part, 4, 9, Finish.STOP, None, None) for reward, part in zip(rewards, told, strict=True)
+        CompletionSummary(reward, part, 4, 9, Finish.STOP, None, None)
+        for reward, part in zip(rewards, told, strict=True)
     )
     return GroupFact(number, 0, completions)
 

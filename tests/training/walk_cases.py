@@ -67,7 +67,7 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
         "after": bits(run),
         "loss": (metrics["loss"], metrics["grad_norm"]),
         "gradients": gradients,
-        "said": list(run.said),
+        "said": list(run.messages),
     }
 
 

@@ -38,9 +38,9 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
     _check_weights(config, base)
     model = config.model.model_copy(update={"check_gradients": False})  # nothing is trained
-    metrics, said = _measured(config.model_copy(update={"model": model}), base, world)
+    metrics, messages = _measured(config.model_copy(update={"model": model}), base, world)
     if world.is_first:
-        for text in said:
+        for text in messages:
             print(escaped_paragraph(text), flush=True)
         for name, value in metrics.items():
             print(escaped_paragraph(f"{name} {value:.6g}"), flush=True)
@@ -57,7 +57,7 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
                 policy = build_policy_evaluation(config, base, world, rewards.score)
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
-                return evaluate_policy(policy, "eval"), policy.said
+                return evaluate_policy(policy, "eval"), policy.messages
         case DPOConfig():
             return evaluate_preferences(build_preference_evaluation(config, base, world), "eval"), []
         case DistillConfig():

@@ -36,7 +36,7 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
     Raises:
         ConfigError: The step was not kept, or there is no checkpoint right before it.
     """
-    kept = read_record(directory, step)
+    record = read_record(directory, step)
     storage, before = open_storage(config.checkpoint.storage or directory / FOLDER), step_name(step - 1)
     if step > 1 and not storage.exists(before):
         raise ConfigError(
@@ -46,25 +46,25 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
         # Nothing is sampled here, so nothing need rest meanwhile.
         changed = {"run": config.run.model_copy(update={"dir": place}), "residency": ResidencyConfig()}
-        apart = _as_recorded(config, kept).model_copy(update=changed)
-        run = build_policy_run(apart, kept.base, world, lambda _: [])
+        apart = _as_recorded(config, record).model_copy(update=changed)
+        run = build_policy_run(apart, record.base, world, lambda _: [])
         if step > 1:
             manifest = verified_manifest(storage, before, run.exchange)
             resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.exchange, manifest.run_id)
         run.objective = controlled_objective(run)
-        metrics = learn(run, kept.rollout)
+        metrics = learn(run, record.rollout)
         run.exchange.close()
-    scale = max(abs(kept.metrics["grad_norm"]), 1e-6)
-    found = {name: (kept.metrics[name], metrics[name]) for name in COMPARED}
-    return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in found.items()], all(
-        abs(then - now) <= TOLERANCE * scale for then, now in found.values()
+    scale = max(abs(record.metrics["grad_norm"]), 1e-6)
+    pairs = {name: (record.metrics[name], metrics[name]) for name in COMPARED}
+    return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(
+        abs(then - now) <= TOLERANCE * scale for then, now in pairs.values()
     )
 
 
-def _as_recorded(config: GRPOConfig, kept: Record) -> GRPOConfig:
+def _as_recorded(config: GRPOConfig, record: Record) -> GRPOConfig:
     """Return a configuration that computes in what the run did: a CPU chooses another precision than a GPU."""
-    if kept.compute_dtype not in {"float32", "bfloat16"}:
+    if record.compute_dtype not in {"float32", "bfloat16"}:
         return config
     return config.model_copy(
-        update={"parallel": config.parallel.model_copy(update={"compute_dtype": kept.compute_dtype})}
+        update={"parallel": config.parallel.model_copy(update={"compute_dtype": record.compute_dtype})}
     )

@@ -109,8 +109,8 @@ class StopRequests:
 
     def pending(self, ranks: ProcessExchange) -> Asked | None:
         """Return why the run shall stop: a signal that reached any rank, or else the clock of one."""
-        found = [asked for asked in ranks.gather(self.asked) if asked is not None]
-        return min(found, key=lambda asked: not asked.by_signal, default=None)
+        stops = [asked for asked in ranks.gather(self.asked) if asked is not None]
+        return min(stops, key=lambda asked: not asked.by_signal, default=None)
 
     def drill(self, ranks: ProcessExchange) -> list[int]:
         """Send every rank a SIGTERM of its own, and return those that did not notice.
@@ -202,17 +202,17 @@ class Control:
             except HoldfastError as error:
                 first = error
         wants_save, self._requests.save = self._requests.save, False
-        told = self._run.exchange.gather((self._requests.reason, wants_save, saving, first))
-        decision = told[0][3]
+        rank_reports = self._run.exchange.gather((self._requests.reason, wants_save, saving, first))
+        decision = rank_reports[0][3]
         if isinstance(decision, HoldfastError):
             raise decision
         assert decision is not None
-        signalled = next((reason for reason, *_ in told if reason is not None), None)
+        signalled = next((reason for reason, *_ in rank_reports if reason is not None), None)
         return Decision(
             decision.stop if signalled is None else f"stopped by {signalled}",
-            decision.save or any(asked for _, asked, _, _ in told),
+            decision.save or any(asked for _, asked, _, _ in rank_reports),
             decision.evaluate and signalled is None,
-            all(status in {"done", "failed"} for _, _, status, _ in told),
+            all(status in {"done", "failed"} for _, _, status, _ in rank_reports),
         )
 
     def _first_rank_decides(self, event: StepEvent) -> Decision:

@@ -75,8 +75,8 @@ def create(
     make_durably(directory)
     identity = directory / IDENTITY
     if run_id is not None or not identity.exists():
-        known = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1, "parent": parent}
-        _write(identity, json.dumps(known, indent=2) + "\n")
+        fields = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1, "parent": parent}
+        _write(identity, json.dumps(fields, indent=2) + "\n")
     _write(directory / "config.resolved.yaml", resolved_yaml(config))
     _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
 
@@ -110,10 +110,10 @@ def run_id(directory: Path) -> str:
 def parent(directory: Path) -> dict[str, Any] | None:
     """Return what the run in a directory started from, as run.json has it; an earlier version recorded nothing."""
     try:
-        found: dict[str, Any] | None = read_json(directory / IDENTITY).get("parent")
+        recorded_parent: dict[str, Any] | None = read_json(directory / IDENTITY).get("parent")
     except (OSError, ValueError, AttributeError):  # `run_id` says what is wrong with it
         return None
-    return found
+    return recorded_parent
 
 
 def last_saved(directory: Path) -> int | None:

@@ -26,7 +26,7 @@ def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: b
     All ranks call this together, and all of them raise what any of them raises.
 
     Raises:
-        ConfigError: They do not, there is none, or the engine cannot decode this model.
+        ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
     """
     common = shared_by_ranks(measured)
 

@@ -59,8 +59,8 @@ def evaluate(
     with run.phase("evaluation"):
         engine = None
         for held_out in run.evaluation_sets:
-            found = evaluate_loss(run, held_out.open_stream(), interrupted, prepare)
-            if found is None:
+            set_metrics = evaluate_loss(run, held_out.open_stream(), interrupted, prepare)
+            if set_metrics is None:
                 return metrics
             if options is not None:
                 if engine is None:
@@ -71,11 +71,11 @@ def evaluate(
                 if completed is None:
                     return metrics
                 more, answered = completed
-                found |= more
+                set_metrics |= more
                 if run.world.is_first:
                     name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
                     write_completions(run.directory / COMPLETIONS / name, answered)
-            metrics |= {f"eval/{held_out.name}/{name}": value for name, value in found.items()}
+            metrics |= {f"eval/{held_out.name}/{name}": value for name, value in set_metrics.items()}
     return metrics
 
 
@@ -119,7 +119,7 @@ def evaluate_completions(
     answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
     requests = [_request(number, example, len(answers[number][0])) for number, example in enumerate(examples)]
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    mine = []
+    own_answers = []
     completions = generate(engine, requests, sampling, run.interrupted)
     if any(run.exchange.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
         return None
@@ -130,8 +130,10 @@ def evaluate_completions(
         finished = sampled.finish is Finish.STOP
         right = finished and text.strip() == expected.strip()
         asked = tokenizer.decode(_images_shortened(prompt, run.origin.family.image_token_id))
-        mine.append(Answered(examples[sampled.request_id].sample_id, asked, text, expected, right, finished))
-    answered = sorted((item for part in run.exchange.gather(mine) for item in part), key=lambda item: item.sample_id)
+        own_answers.append(Answered(examples[sampled.request_id].sample_id, asked, text, expected, right, finished))
+    answered = sorted(
+        (item for part in run.exchange.gather(own_answers) for item in part), key=lambda item: item.sample_id
+    )
     if not answered:
         return {}, []
     return {

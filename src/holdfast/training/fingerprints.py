@@ -202,14 +202,14 @@ def adapter_mark(config: TrainingConfig, base: Path) -> str:
 
 def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
     """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
-    found = {}
+    changes = {}
     for kind, values in now.items():
         before = then.get(kind, {})
-        known = {what for what in {*before, *values} if what in before or not _is_new(what)}
-        changed = [what for what in sorted(known) if before.get(what) != values.get(what)]
+        comparable = {what for what in {*before, *values} if what in before or not _is_new(what)}
+        changed = [what for what in sorted(comparable) if before.get(what) != values.get(what)]
         if changed:
-            found[kind] = changed
-    return found
+            changes[kind] = changed
+    return changes
 
 
 def _is_new(what: str) -> bool:
@@ -238,10 +238,10 @@ def filter_hashes(config: TrainingConfig, base: Path) -> dict[str, str]:
 def _code_hashes(key: str, name: str, base: Path) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
-    found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
-    if found is None:  # a class of an installed package lies in none
+    source_file = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if source_file is None:  # a class of an installed package lies in none
         return {}
-    return {f"{key} {file}": hash_file(found)} | helper_hashes(f"{key} {file}", found)
+    return {f"{key} {file}": hash_file(source_file)} | helper_hashes(f"{key} {file}", source_file)
 
 
 def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:

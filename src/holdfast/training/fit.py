@@ -65,8 +65,8 @@ def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> O
             requests.start_clock(run)
             run.interrupted = lambda: requests.asked is not None
             stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
-            wanted = run.config.checkpoint.export_at_end or dry
-            place = export_run(run, FINAL) if wanted and stopped in {None, BY_OBSERVER} else None
+            exports_at_end = run.config.checkpoint.export_at_end or dry
+            place = export_run(run, FINAL) if exports_at_end and stopped in {None, BY_OBSERVER} else None
     finally:
         if dry and run.world.is_first:
             directory.remove(run.directory)
@@ -111,10 +111,10 @@ class _Loop(Generic[R]):
     def _evaluate_at_end(self) -> None:
         """Evaluate before the last save, which holds the numbers; what was trained is saved if that fails."""
         try:
-            found = self._evaluate()
-            self.line |= found
-            self.journal.report(found)
-            self._export([name for name in due_exports(self.run, found) if name == BEST])
+            metrics = self._evaluate()
+            self.line |= metrics
+            self.journal.report(metrics)
+            self._export([name for name in due_exports(self.run, metrics) if name == BEST])
         except Exception as error:
             self._save_before(error)
             raise

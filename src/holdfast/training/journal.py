@@ -96,8 +96,8 @@ class Journal:
         if "loss" in line:
             self._warn(step, line)
         if evaluated:
-            told = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
-            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in told.items())
+            shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
+            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in shown.items())
             self.say(f"evaluation at step {step}: {text}")
 
     def _write_step(self, step: int, line: Mapping[str, float], *, due: bool) -> None:
@@ -130,7 +130,7 @@ class Journal:
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
-        for text in run.said:
+        for text in run.messages:
             self.say(text)
         if run.samples and run.world.is_first:
             if self._samples is None:
@@ -139,7 +139,7 @@ class Journal:
                     self._samples.event({"event": "rewind", "to": self._first_step})
             for sample in run.samples:
                 self._samples.event(sample)
-        run.said.clear()
+        run.messages.clear()
         run.samples.clear()
 
     def say(self, text: str) -> None:

@@ -78,11 +78,11 @@ def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
         ConfigError: The file or the function is not there, or the file raises when it is imported.
     """
     file, _, name = path.rpartition(":")
-    found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
-    if found is None:
+    script = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if script is None:
         raise ConfigError(f"{key}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}.")
-    place = hashlib.sha256(str(found.resolve()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"holdfast_user_{found.stem}_{place}", found)
+    place = hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"holdfast_user_{script.stem}_{place}", script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -90,9 +90,9 @@ def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}: {found} raises when it is imported: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"{key}: {script} raises when it is imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
-        raise ConfigError(f"{key}: {found} has no function {name}. It has {', '.join(functions) or 'none'}.")
+        raise ConfigError(f"{key}: {script} has no function {name}. It has {', '.join(functions) or 'none'}.")
     return function  # type: ignore[no-any-return]  # checked to be callable

@@ -30,13 +30,13 @@ def helper_hashes(named: str, file: Path) -> dict[str, str]:
     Read from the import statements, wherever they stand. What is imported by other means is not seen.
     """
     root = file.resolve().parent
-    found: dict[Path, None] = {file.resolve(): None}
-    waiting = [*found]
+    modules: dict[Path, None] = {file.resolve(): None}
+    waiting = [*modules]
     while waiting:
-        new = [module for module in _imported(waiting.pop(), root) if module not in found]
-        found |= dict.fromkeys(new)
+        new = [module for module in _imported(waiting.pop(), root) if module not in modules]
+        modules |= dict.fromkeys(new)
         waiting += new
-    helpers = [*found][1:]
+    helpers = [*modules][1:]
     return {f"{named}{IMPORTS}{helper.relative_to(root)}": hash_file(helper) for helper in helpers}
 
 
@@ -66,14 +66,14 @@ def _modules(place: Path, dotted: str) -> Iterator[Path]:
 
 def reward_models(config: TrainingConfig, base: Path) -> dict[str, Path]:
     """Return the directories of the models that score, by the names they have in the configuration."""
-    found = {}
+    directories = {}
     for section in getattr(config, "reward", ()):
         if isinstance(section, ModelRewardConfig):
             try:
-                found[section.path] = locate(section.path, ModelConfig(path=section.path), base, weights=True)
+                directories[section.path] = locate(section.path, ModelConfig(path=section.path), base, weights=True)
             except ModelError:
                 continue  # a run that scores has refused it; a replay does without
-    return found
+    return directories
 
 
 def reward_model_hashes(config: TrainingConfig, base: Path) -> dict[str, str]:

@@ -99,7 +99,7 @@ class Evaluation:
     """Whether this rank was asked to stop; long work may be left for it."""
     state: TrainState = field(default_factory=TrainState)
     clock: PhaseClock = field(default_factory=PhaseClock)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     """What a step or an evaluation has to tell the user; rank 0 prints it, and the list is emptied."""
 
     @contextmanager
@@ -152,7 +152,7 @@ class Run(Evaluation):
     def averaged(self) -> Iterator[None]:
         """Let the averages stand in for the weights within the block; every rank enters together."""
         assert self.averages is not None
-        was_updating, self.updating = self.updating, True  # what the policy holds meanwhile is no step's
+        was_updating, self.updating = self.updating, True  # the policy meanwhile holds the weights of no step
         try:
             with self.averages.in_place(sharded_parameters(self.policy)):
                 yield
@@ -169,11 +169,11 @@ class Run(Evaluation):
     @property
     def beside(self) -> dict[str, Companion]:
         """What checkpoints hold besides the run's own model, by name."""
-        found = {name: Companion(each.policy, each.optimizer) for name, each in self.companions.items()}
+        companions = {name: Companion(each.policy, each.optimizer) for name, each in self.companions.items()}
         if self.following is not None:
             trained = {name for name, value in sharded_parameters(self.policy).items() if value.requires_grad}
-            found[REFERENCE] = Companion(self.following.model, None, trained | self.unfreezing.names)
-        return found
+            companions[REFERENCE] = Companion(self.following.model, None, trained | self.unfreezing.names)
+        return companions
 
     @property
     def finished(self) -> bool:

@@ -24,7 +24,7 @@ def unfreeze(run: Run, step: int) -> None:
         run.averages.begin({name: parameters[name] for stage in due for name in stage.names})
     run.cost = cost_of(run.policy, run.origin)
     for stage in due:
-        run.said.append(f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}")
+        run.messages.append(f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}")
 
 
 def freeze_again(run: Run) -> None:
@@ -36,7 +36,7 @@ def freeze_again(run: Run) -> None:
         for name in run.unfreezing.names:
             run.averages.tensors.pop(name, None)
     run.cost = cost_of(run.policy, run.origin)
-    run.said.clear()
+    run.messages.clear()
 
 
 def cost_of(policy: PolicyModel, origin: Blueprint) -> ModelCost:

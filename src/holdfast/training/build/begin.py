@@ -77,7 +77,7 @@ def begin(config: TrainingConfig, base: Path, world: World, live: Live) -> Start
     """Check the directory, load observers and open the rows.
 
     Raises:
-        UserError: The same on all ranks; nothing has been written.
+        UserError: A check failed; the same on all ranks, and nothing has been written.
     """
     exchange = open_exchange(config)
     directory = run_directory(config)
@@ -211,11 +211,11 @@ def build_model(  # noqa: PLR0913 - the borders of a run
 
 def _observers(config: TrainingConfig, base: Path, live: Live) -> tuple[Observer, ...]:
     named = [Observer(path, load_function(path, base, "observers")) for path in config.observers]
-    given = (
+    live_observers = (
         Observer(f"{getattr(function, '__name__', 'observer')} ({number})", function)
         for number, function in enumerate(live.observers)
     )
-    return (*named, *given)
+    return (*named, *live_observers)
 
 
 def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:

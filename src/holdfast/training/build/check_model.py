@@ -31,7 +31,7 @@ def check_model(  # noqa: PLR0913 - what a run has by then
     """Check a policy that is sharded and filled; return what to print. All ranks call this together.
 
     Raises:
-        ModelError: It is not the model of its files, forwards or backwards; the same on all ranks.
+        ModelError: Its outputs or gradients are not those of the model in its files; the same on all ranks.
     """
     start = perf_counter()
     witness = witness_of(type(origin.skeleton), origin.original_config)

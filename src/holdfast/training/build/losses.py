@@ -112,8 +112,8 @@ def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig | U
     try:
         return function(**section.kwargs)
     except Exception as error:  # the user's own code may raise anything
-        given = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
         raise ConfigError(
-            f"{key}.path {section.path} called with {given} raises {type(error).__name__}: {error}. Mend the "
+            f"{key}.path {section.path} called with {arguments} raises {type(error).__name__}: {error}. Mend the "
             f"function or {key}.kwargs."
         ) from error

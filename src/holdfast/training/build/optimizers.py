@@ -70,12 +70,12 @@ def vocabulary_of(policy: PolicyModel) -> set[str]:
 
 def stacks_of(policy: PolicyModel) -> dict[str, Stack]:
     """Return the adapters of experts, which lie in one matrix for all of them."""
-    found = {}
+    stacks = {}
     for adapter in adapters_of(policy.language_model).values():
         if adapter.experts:
-            found[adapter.a] = Stack(adapter.experts, by_columns=False)
-            found[adapter.b] = Stack(adapter.experts, by_columns=True)
-    return found
+            stacks[adapter.a] = Stack(adapter.experts, by_columns=False)
+            stacks[adapter.b] = Stack(adapter.experts, by_columns=True)
+    return stacks
 
 
 def _class_at(path: str, base: Path) -> Any:

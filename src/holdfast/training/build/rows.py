@@ -348,12 +348,12 @@ def first_sequences(
         rows = ((index, source.row(index)) for index in range(exchange.rank, size, exchange.size))
     else:
         rows = islice(enumerate(islice(source.scan(0), count)), exchange.rank, None, exchange.size)
-    found: list[S] = []
+    sequences: list[S] = []
     for index, row in rows:
         if accept is None or accept(row):
             examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
-            found.extend(examples[-1:])
-    return found
+            sequences.extend(examples[-1:])
+    return sequences
 
 
 def row_filter(config: TrainingConfig, base: Path) -> Accept | None:

@@ -153,8 +153,8 @@ def _tokeniser(config: DistillConfig, base: Path, student: Evaluation, data: Ope
     filler = pad_token(tokenizer)
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        found = prompts(row, sample_id, source, name)
-        return Tokenised(tuple(prompt_alone(prompt, filler) for prompt in found.examples), found.counts)
+        tokenised = prompts(row, sample_id, source, name)
+        return Tokenised(tuple(prompt_alone(prompt, filler) for prompt in tokenised.examples), tokenised.counts)
 
     return tokenise
 
@@ -163,18 +163,18 @@ def _with_room(rows: Tokenise[Example], config: DistillConfig, longest: int) -> 
     """Return a function that leaves out sequences whose prompts are too long to be completed."""
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        found = rows(row, sample_id, source, name)
-        sizes = [len(split_at_answer(example)[0]) for example in found.examples]
+        tokenised = rows(row, sample_id, source, name)
+        sizes = [len(split_at_answer(example)[0]) for example in tokenised.examples]
         if max(sizes, default=0) <= longest:
-            return found
+            return tokenised
         if config.data.overlong == "refuse":
             raise DataError(
                 f"{name}: its prompt has {max(sizes)} tokens, and data.max_length={config.data.max_length} less "
                 f"rollout.max_new_tokens leaves room for {longest}. Raise data.max_length, or set data.overlong: drop."
             )
-        kept = tuple(example for example, size in zip(found.examples, sizes, strict=True) if size <= longest)
-        dropped = found.counts.get("overlong_dropped", 0) + len(sizes) - len(kept)
-        return Tokenised(kept, {**found.counts, "overlong_dropped": dropped})
+        fitting = tuple(example for example, size in zip(tokenised.examples, sizes, strict=True) if size <= longest)
+        dropped = tokenised.counts.get("overlong_dropped", 0) + len(sizes) - len(fitting)
+        return Tokenised(fitting, {**tokenised.counts, "overlong_dropped": dropped})
 
     return tokenise
 

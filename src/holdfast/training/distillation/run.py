@@ -16,7 +16,7 @@ from holdfast.data.tokens.vision import going_on
 from holdfast.objectives.divergences import Comparison
 from holdfast.rollout.sampling import mixed
 from holdfast.training.evaluate import evaluate, split_at_answer
-from holdfast.training.policy.groups import CompletionFact, GroupFact
+from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics
 from holdfast.training.policy.rollouts import sample_groups
 from holdfast.training.policy.run import SamplingEvaluation, rest
@@ -77,8 +77,8 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in prompts}
     groups = sample_groups(run, prompts, run.rollout, seeds)
     rest(run)
-    told = run.exchange.gather([_fact(group, run.world.rank) for group in groups])
-    facts = sorted((fact for part in told for fact in part), key=lambda fact: fact.prompt_id)
+    rank_facts = run.exchange.gather([_fact(group, run.world.rank) for group in groups])
+    facts = sorted((fact for part in rank_facts for fact in part), key=lambda fact: fact.prompt_id)
     with run.phase("pack"):
         examples = {
             (group.prompt.prompt_id, place): example_of(group.prompt, trajectory)
@@ -125,19 +125,21 @@ def _prompts(run: SampledDistillRun, mini_batch: MiniBatch) -> list[Prompt]:
 
     A row that a template writes as several sequences, perhaps on several ranks, is completed where the longest lies.
     """
-    mine: dict[int, Example] = {}
+    own_examples: dict[int, Example] = {}
     for batch in mini_batch.micro_batches:
         for example in unpack(batch):
-            known = mine.get(example.sample_id)
-            if known is None or known.tokens.size < example.tokens.size:
-                mine[example.sample_id] = example
-    everyone = run.exchange.gather({sample_id: example.tokens.size for sample_id, example in mine.items()})
+            earlier = own_examples.get(example.sample_id)
+            if earlier is None or earlier.tokens.size < example.tokens.size:
+                own_examples[example.sample_id] = example
+    everyone = run.exchange.gather({sample_id: example.tokens.size for sample_id, example in own_examples.items()})
     longest: dict[int, tuple[int, int]] = {}
     for rank, sizes in enumerate(everyone):
         for sample_id, size in sizes.items():
             longest[sample_id] = max(longest.get(sample_id, (0, 0)), (size, -rank))
-    kept = [example for sample_id, example in sorted(mine.items()) if longest[sample_id][1] == -run.world.rank]
-    return [_prompt_of(example) for example in kept]
+    selected = [
+        example for sample_id, example in sorted(own_examples.items()) if longest[sample_id][1] == -run.world.rank
+    ]
+    return [_prompt_of(example) for example in selected]
 
 
 def _prompt_of(example: Example) -> Prompt:
@@ -153,7 +155,7 @@ def _seeds(run: SampledDistillRun, prompt_id: int) -> tuple[int, ...]:
 
 def _fact(group: Group, rank: int) -> GroupFact:
     completions = tuple(
-        CompletionFact(math.nan, {}, one.completion_length, one.tokens.size, one.finish, None, None, {})
+        CompletionSummary(math.nan, {}, one.completion_length, one.tokens.size, one.finish, None, None, {})
         for one in group.trajectories
     )
     return GroupFact(group.prompt.prompt_id, rank, completions)
@@ -165,7 +167,7 @@ def _tell(run: SampledDistillRun, groups: Sequence[Group]) -> None:
     if step % run.rollout.show_every and step != 1:
         return
     decode = run.origin.tokenizer.decode
-    mine = [
+    own_samples = [
         {
             "step": step,
             "sample_id": trajectory.sample_id,
@@ -176,9 +178,9 @@ def _tell(run: SampledDistillRun, groups: Sequence[Group]) -> None:
         for group in groups
         for trajectory in group.trajectories
     ]
-    told = [sample for part in run.exchange.gather(mine) for sample in part]
+    samples = [sample for part in run.exchange.gather(own_samples) for sample in part]
     if run.world.is_first:
-        run.samples += sorted(told, key=lambda sample: int(sample["sample_id"]))
+        run.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
 
 
 def prompt_alone(prompt: Prompt, filler: int) -> Example:

@@ -14,14 +14,16 @@ from holdfast.training.policy.run import PolicyRun
 
 def controlled_objective(run: PolicyRun) -> Objective:
     """Return the objective with the coefficients of the present step."""
-    objective, found, config = run.objective, run.state.controllers, run.config
-    if not isinstance(objective, PolicyGradient) or not found:
+    objective, controllers, config = run.objective, run.state.controllers, run.config
+    if not isinstance(objective, PolicyGradient) or not controllers:
         return objective
     # What has no target (any more) is the configuration's, whatever a checkpoint remembers.
-    kl = config.kl.coefficient if config.kl.target is None else found["kl"]
+    kl = config.kl.coefficient if config.kl.target is None else controllers["kl"]
     entropy = config.entropy.coefficient
     if config.entropy.target is not None:
-        entropy = acting_entropy_coefficient(config.entropy, found["entropy"], found.get("measured_entropy"))
+        entropy = acting_entropy_coefficient(
+            config.entropy, controllers["entropy"], controllers.get("measured_entropy")
+        )
     return objective.with_coefficients(kl, entropy)
 
 

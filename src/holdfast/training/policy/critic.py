@@ -99,7 +99,7 @@ def train_critic(run: PolicyRun, critic: Run, mini_batches: Sequence[MiniBatch])
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
-    # Its schedule follows the policy's steps; and until the policy's step ends, the critic is of no whole step.
+    # Its schedule follows the policy's steps; and until the policy's step ends, the critic is in the middle of it.
     critic.state.step, critic.updating = run.state.step, False
     lines, sums = [], []
     with run.phase("critic"):
@@ -110,8 +110,8 @@ def train_critic(run: PolicyRun, critic: Run, mini_batches: Sequence[MiniBatch])
                 raise RunStopped(f"The critic (section critic): {error}") from error
             lines.append({name: value for name, value in line.items() if name not in mini_batch.metrics})
             sums.append(critic.sums)
-    told = of_several_updates(lines, sums)
-    return {f"value/{name.removeprefix('optim/')}": value for name, value in told.items() if name != "num_tokens"}
+    metrics = of_several_updates(lines, sums)
+    return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
 
 def is_warming_up(run: PolicyRun) -> bool:
@@ -127,8 +127,8 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
     still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}
-    told = of_several_updates([mini_batch.metrics for mini_batch in mini_batches], [{}])
-    return {**told, **still, "num_tokens": float(state.tokens)}
+    data_metrics = of_several_updates([mini_batch.metrics for mini_batch in mini_batches], [{}])
+    return {**data_metrics, **still, "num_tokens": float(state.tokens)}
 
 
 def _judged(run: PolicyRun, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
@@ -153,28 +153,28 @@ def _at(batch: Batch, name: str) -> Tensor:
 
 
 def _numbers(values: Tensor) -> Numbers:
-    found: Numbers = values.cpu().numpy()
-    return found
+    numbers: Numbers = values.cpu().numpy()
+    return numbers
 
 
 def _carried(batch: Batch, judged: _Judged, keeps_proximal: bool) -> Batch:
     """Return the batch with advantages and returns, without what they were made of and no loss reads."""
     left_out = {"rewards"} if keeps_proximal else {"rewards", "proximal_logprobs"}
-    kept = {name: values for name, values in batch.per_token.items() if name not in left_out}
+    columns = {name: values for name, values in batch.per_token.items() if name not in left_out}
     for name, values, like in (
         ("advantages", judged.advantages, batch.per_token["advantages"]),
         ("returns", judged.returns, batch.per_token["values"]),
     ):
-        kept[name] = on_tokens(batch, torch.as_tensor(values, dtype=like.dtype, device=like.device))
-    return replace(batch, per_token=kept)
+        columns[name] = on_tokens(batch, torch.as_tensor(values, dtype=like.dtype, device=like.device))
+    return replace(batch, per_token=columns)
 
 
 def _with_means(run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], judged: Sequence[_Judged]) -> Rollout:
-    mine: dict[int, float] = {}
+    own_means: dict[int, float] = {}
     for batch, part in zip(batches, judged, strict=True):
         for place in np.unique(part.sequence):
-            mine[batch.sample_ids[place]] = float(part.advantages[part.sequence == place].mean())
-    means = {sample: mean for told in run.exchange.gather(mine) for sample, mean in told.items()}
+            own_means[batch.sample_ids[place]] = float(part.advantages[part.sequence == place].mean())
+    means = {sample: mean for rank_means in run.exchange.gather(own_means) for sample, mean in rank_means.items()}
     groups = [
         replace(
             group,

@@ -37,7 +37,7 @@ def evaluate_policy(
             break
         try:
             with run.phase("evaluation"):
-                found, groups = _evaluate_set(run, prompts)
+                set_metrics, groups = _evaluate_set(run, prompts)
                 everyone = run.exchange.gather([_told(group) for group in groups])
         except StepAbandoned:
             break
@@ -45,36 +45,36 @@ def evaluate_policy(
             name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
             flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
             write_groups(run.directory / COMPLETIONS / name, flat)
-        metrics |= {f"eval/{prompts.name}/{name}": value for name, value in found.items()}
+        metrics |= {f"eval/{prompts.name}/{name}": value for name, value in set_metrics.items()}
     rest(run)
     return metrics
 
 
 def evaluation_sampling(run: PolicyEvaluation) -> SamplingConfig:
     """Return how evaluations sample."""
-    given = run.config.evaluation.sampling
-    values = given.model_dump()
-    if given.max_new_tokens is None:
+    section = run.config.evaluation.sampling
+    values = section.model_dump()
+    if section.max_new_tokens is None:
         values["max_new_tokens"] = run.config.rollout.max_new_tokens
     return SamplingConfig(**values)
 
 
 def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, float], list[Group]]:
     options = run.config.evaluation
-    mine = prompts.prompts
+    own_prompts = prompts.prompts
     seeds = {
         prompt.prompt_id: tuple(
             mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)
         )
-        for prompt in mine
+        for prompt in own_prompts
     }
-    groups = sample_groups(run, mine, evaluation_sampling(run), seeds)
+    groups = sample_groups(run, own_prompts, evaluation_sampling(run), seeds)
     groups, scored = score_groups(run, groups)
     facts = share_facts(run, groups, scored)
     faults = fault_metrics(facts)
     reasons = run.exchange.gather(next((item.message for item in scored if item.message), ""))
     if any(faults.values()):
-        run.said.append(_failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons))
+        run.messages.append(_failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons))
     solved = solved_metrics(rewards_of(facts), options.success)
     return {**reward_metrics(facts), **length_metrics(facts), **faults, **solved}, groups
 

@@ -35,8 +35,8 @@ from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 def columns_of(config: GRPOConfig) -> dict[str, Any]:
     """Return what every token of a rollout carries, and its type: advantages are as exact as the policy's weights."""
     exact = np.float64 if config.model.dtype == "float64" else np.float32
-    found = {"advantages": exact, "sampler_logprobs": np.float32}
-    return found if config.critic is None else {**found, "rewards": exact}
+    columns = {"advantages": exact, "sampler_logprobs": np.float32}
+    return columns if config.critic is None else {**columns, "rewards": exact}
 
 
 def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
@@ -46,12 +46,12 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
     if not rollout.facts:
         return rollout
     with run.phase("advantage"):
-        found = batch_advantages(run.config, rollout.facts)
+        advantages = batch_advantages(run.config, rollout.facts)
         row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
         groups = []
         exact = columns_of(run.config)["advantages"]
         for group in rollout.groups:
-            values = found[row[group.prompt.prompt_id]]
+            values = advantages[row[group.prompt.prompt_id]]
             trajectories = tuple(
                 replace(trajectory, advantages=np.where(trajectory.loss_mask, value, 0.0).astype(exact))
                 for trajectory, value in zip(group.trajectories, values, strict=True)
@@ -98,15 +98,15 @@ def _pads_branches(run: PolicyRun) -> bool:
 
 
 def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
-    wanted = {fact.prompt_id for fact in facts}
-    mine = {
+    prompt_ids = {fact.prompt_id for fact in facts}
+    own_examples = {
         (group.prompt.prompt_id, place): _example(trajectory, group.prompt, layout.pad_token, run.images)
         for group in rollout.groups
-        if group.prompt.prompt_id in wanted
+        if group.prompt.prompt_id in prompt_ids
         for place, trajectory in enumerate(group.trajectories)
     }
     groups = run.config.groups
-    known = [
+    sequences = [
         Known(
             fact.prompt_id,
             place,
@@ -119,7 +119,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
         for fact in facts
         for place, completion in enumerate(fact.completions)
     ]
-    return assemble(Candidates(mine, known), run.exchange, run.config.data, layout)
+    return assemble(Candidates(own_examples, sequences), run.exchange, run.config.data, layout)
 
 
 def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
@@ -156,13 +156,17 @@ def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[Min
 
 def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, keep_proximal: bool) -> MiniBatch:
     """Mark the tokens of highest entropy among all of the update's."""
-    mine = [batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches]
-    threshold = entropy_threshold(np.concatenate([part for told in run.exchange.gather(mine) for part in told]), share)
+    own_entropies = [
+        batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches
+    ]
+    threshold = entropy_threshold(
+        np.concatenate([part for of_rank in run.exchange.gather(own_entropies) for part in of_rank]), share
+    )
     batches = []
     for batch in mini_batch.micro_batches:
-        kept = {name: values for name, values in batch.per_token.items() if name != "entropy"}
+        columns = {name: values for name, values in batch.per_token.items() if name != "entropy"}
         if not keep_proximal:
-            del kept["proximal_logprobs"]
-        kept["entropy_mask"] = batch.per_token["entropy"] >= threshold
-        batches.append(replace(batch, per_token=kept))
+            del columns["proximal_logprobs"]
+        columns["entropy_mask"] = batch.per_token["entropy"] >= threshold
+        batches.append(replace(batch, per_token=columns))
     return replace(mini_batch, micro_batches=tuple(batches))

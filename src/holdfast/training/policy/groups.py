@@ -19,7 +19,7 @@ from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.types import Finish, Group, Trajectory
 
 
-class CompletionFact(NamedTuple):
+class CompletionSummary(NamedTuple):
     """What all ranks know of one completion."""
 
     reward: float
@@ -43,7 +43,7 @@ class GroupFact(NamedTuple):
     prompt_id: int
     owner: int
     """The rank that holds it."""
-    completions: tuple[CompletionFact, ...]
+    completions: tuple[CompletionSummary, ...]
     greedy: float = math.nan
     """Reward of the greedy completion, where the advantage needs one; NaN if it was not scored."""
     greedy_fault: str | None = None
@@ -54,7 +54,7 @@ class GroupFact(NamedTuple):
 def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
     """Return what all ranks know of all groups, by prompt; the same on every rank."""
     following = iter(scored)
-    mine = [
+    own_facts = [
         GroupFact(
             group.prompt.prompt_id,
             run.world.rank,
@@ -63,11 +63,11 @@ def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence
         )
         for group in groups
     ]
-    return sorted((fact for facts in run.exchange.gather(mine) for fact in facts), key=lambda fact: fact.prompt_id)
+    return sorted((fact for facts in run.exchange.gather(own_facts) for fact in facts), key=lambda fact: fact.prompt_id)
 
 
-def _fact(trajectory: Trajectory, scored: Scored) -> CompletionFact:
-    return CompletionFact(
+def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:
+    return CompletionSummary(
         math.nan if scored.reward is None else scored.reward,
         dict(scored.parts),
         trajectory.completion_length,
@@ -127,7 +127,7 @@ def _eligible(fact: GroupFact, config: GroupsConfig, advantage: AdvantageConfig)
     return not dropped and (config.between is None or _between(fact, config.between))
 
 
-def trained_tokens(fact: CompletionFact, config: GroupsConfig) -> int:
+def trained_tokens(fact: CompletionSummary, config: GroupsConfig) -> int:
     """Return how many tokens of a completion are trained."""
     return 0 if _is_cut(fact.finish, config) or math.isnan(fact.reward) else fact.length
 
@@ -138,10 +138,10 @@ def _is_cut(finish: Finish, config: GroupsConfig) -> bool:
 
 def _between(fact: GroupFact, between: BetweenConfig) -> bool:
     values = [completion.parts.get(between.reward) for completion in fact.completions]
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return False
-    mean = float(np.mean(known))
+    mean = float(np.mean(numbers))
     return (between.low is None or mean > between.low) and (between.high is None or mean < between.high)
 
 
@@ -153,9 +153,10 @@ def with_baselines(facts: Sequence[GroupFact], greedy: Sequence[GroupFact], conf
         greedy: Of the same prompts, one completion each.
         config: Says whether what was cut counts.
     """
-    found = {fact.prompt_id: without_dropped(fact, config).completions[0] for fact in greedy}
+    baselines = {fact.prompt_id: without_dropped(fact, config).completions[0] for fact in greedy}
     return [
-        fact._replace(greedy=found[fact.prompt_id].reward, greedy_fault=found[fact.prompt_id].fault) for fact in facts
+        fact._replace(greedy=baselines[fact.prompt_id].reward, greedy_fault=baselines[fact.prompt_id].fault)
+        for fact in facts
     ]
 
 
@@ -184,10 +185,10 @@ def trained_part(group: Group, config: GroupsConfig) -> Group:
 
 def warn_of_unknown_reward(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
     """Say so where groups are chosen by what no completion has; its first word alone is checked before step 1."""
-    known = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
-    if between is None or not known or between.reward in known:
+    names = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
+    if between is None or not names or between.reward in names:
         return []
     return [
         f"warning: groups.between.reward: no completion of this step has {between.reward}, so every group is left out; "
-        f"they have {', '.join(known)}"
+        f"they have {', '.join(names)}"
     ]

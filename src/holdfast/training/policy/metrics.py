@@ -52,12 +52,12 @@ def reward_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
     rewards = rewards_of(facts) if facts else np.empty((0, 0))
     scored = np.isfinite(rewards)
     metrics = {"reward": float(rewards[scored].mean())} if scored.any() else {}
-    spreads = [float(np.std(row[kept], ddof=1)) for row, kept in zip(rewards, scored, strict=True) if kept.sum() > 1]
+    spreads = [float(np.std(row[mask], ddof=1)) for row, mask in zip(rewards, scored, strict=True) if mask.sum() > 1]
     if scored.any():
         metrics["reward_std"] = float(np.mean(spreads)) if spreads else 0.0
     completions = [completion for group in facts for completion in group.completions]
-    for name, told in _by_name([completion.metrics for completion in completions]).items():
-        metrics[f"rewards/{name}"] = float(np.mean(told))
+    for name, numbers in _by_name([completion.metrics for completion in completions]).items():
+        metrics[f"rewards/{name}"] = float(np.mean(numbers))
     for name, values in _by_name([completion.parts for completion in completions]).items():
         metrics[f"rewards/{name}/mean"] = float(np.mean(values))
         metrics[f"rewards/{name}/std"] = float(np.std(values))
@@ -71,14 +71,14 @@ def fault_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
     return {f"reward/{kind}": float(faults[kind]) for kind in FAULTS}
 
 
-def _by_name(told: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+def _by_name(mappings: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
     """Return the numbers of each name, by name; None is no number."""
-    found: dict[str, list[float]] = {}
-    for values in told:
+    numbers: dict[str, list[float]] = {}
+    for values in mappings:
         for name, value in values.items():
             if value is not None:
-                found.setdefault(name, []).append(value)
-    return dict(sorted(found.items()))
+                numbers.setdefault(name, []).append(value)
+    return dict(sorted(numbers.items()))
 
 
 def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
@@ -128,7 +128,7 @@ def of_several_updates(
     """
     joined = {name: _joined(name, values) for name, values in _by_name(updates).items() if name not in sums[0]}
     for name in sums[0]:
-        total, denominator = (math.fsum(found[name][part] for found in sums) for part in (0, 1))
+        total, denominator = (math.fsum(update[name][part] for update in sums) for part in (0, 1))
         if denominator or name == "loss":
             joined[name] = total / denominator if denominator else 0.0
     return joined | _extreme_clipped(sums, "low", min) | _extreme_clipped(sums, "high", max)
@@ -137,8 +137,8 @@ def of_several_updates(
 def _extreme_clipped(
     sums: Sequence[Mapping[str, tuple[float, float]]], side: str, extreme: Callable[[Sequence[float]], float]
 ) -> dict[str, float]:
-    told = [found.get(f"clip_ratio/{side}_mean", (0.0, 0.0)) for found in sums]
-    shares = [total / denominator for total, denominator in told if denominator]
+    clipped = [update.get(f"clip_ratio/{side}_mean", (0.0, 0.0)) for update in sums]
+    shares = [total / denominator for total, denominator in clipped if denominator]
     return {f"clip_ratio/{side}_{extreme.__name__}": extreme(shares)} if shares else {}
 
 

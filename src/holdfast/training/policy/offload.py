@@ -59,7 +59,7 @@ def check_residency(run: PolicyRun) -> None:
     """Refuse parameters that shall rest where the engine reads them.
 
     Raises:
-        ConfigError: It has no copy of any.
+        ConfigError: The engine has no copy of the parameters.
     """
     if run.config.residency.parameters == "host" and not _own_parameters(run):
         raise ConfigError(
@@ -84,5 +84,5 @@ def _own_parameters(run: PolicyRun) -> list[Tensor]:
 
 def _states(run: Run) -> list[Tensor]:
     states = run.optimizer.state.values()
-    found = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return found + ([] if run.averages is None else list(run.averages.tensors.values()))
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return tensors + ([] if run.averages is None else list(run.averages.tensors.values()))

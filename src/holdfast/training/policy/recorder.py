@@ -21,7 +21,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json
 from holdfast.models.expert_choices import COLUMN
-from holdfast.training.policy.groups import CompletionFact, GroupFact
+from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.types import Finish, Group, Prompt, Trajectory
@@ -81,11 +81,11 @@ def what_is_deleted(config: GRPOConfig) -> str:
     if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or whole)):
         return ""
     saved = "by the clock alone" if section.every_steps is None else f"every {section.every_steps} steps"
-    kept = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
+    checkpoints = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
     return (
         f"rollout.record: step N is made again from the checkpoint of step N-1; checkpoints are saved {saved}, and of "
-        f"them {kept} stay, so most steps cannot be replayed. Set checkpoint.every_steps and checkpoint.keep.every to "
-        "1, or to the distance of the steps that you may want."
+        f"them {checkpoints} stay, so most steps cannot be replayed. Set checkpoint.every_steps and "
+        "checkpoint.keep.every to 1, or to the distance of the steps that you may want."
     )
 
 
@@ -133,8 +133,8 @@ def read_record(directory: Path, step: int) -> Record:
     """
     path = record_path(directory, step)
     if not path.exists():
-        kept = sorted(int(found.name[5:13]) for found in (directory / FOLDER).glob("step-*.jsonl.gz"))
-        there = f"kept are steps {kept[0]} to {kept[-1]}" if kept else "none was kept; set rollout.record: true"
+        steps = sorted(int(entry.name[5:13]) for entry in (directory / FOLDER).glob("step-*.jsonl.gz"))
+        there = f"kept are steps {steps[0]} to {steps[-1]}" if steps else "none was kept; set rollout.record: true"
         raise ConfigError(f"{path} does not exist: {there}.")
     try:
         with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
@@ -151,10 +151,10 @@ def read_record(directory: Path, step: int) -> Record:
 def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
     tokens = np.asarray(line["prompt"], np.int64)
     prompt = Prompt(line["prompt_id"], tokens, "", {}, line["source"])
-    told = line["facts"]["completions"]
-    trajectories = tuple(_trajectory(prompt, one, fact) for one, fact in zip(line["completions"], told, strict=True))
+    facts = line["facts"]["completions"]
+    trajectories = tuple(_trajectory(prompt, one, fact) for one, fact in zip(line["completions"], facts, strict=True))
     completions = tuple(
-        CompletionFact(
+        CompletionSummary(
             _number(fact["reward"]),
             fact["parts"],
             len(one["tokens"]),
@@ -163,7 +163,7 @@ def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
             None,
             None,
         )
-        for one, fact in zip(line["completions"], told, strict=True)
+        for one, fact in zip(line["completions"], facts, strict=True)
     )
     return Group(prompt, trajectories), GroupFact(prompt.prompt_id, 0, completions, _number(line["facts"]["greedy"]))
 

@@ -12,7 +12,7 @@ _FIRST = "the first batch"
 _SHOWN = 60
 
 
-def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) -> None:
+def check_columns(run: PolicyEvaluation, needed_columns: Mapping[str, Sequence[str]]) -> None:
     """Look for every column that rewards need in the first batch and in the evaluation sets; all ranks together.
 
     Rows of several sources may differ, so a column counts as there if one of the rows has it, and a first batch of
@@ -20,18 +20,18 @@ def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) ->
 
     Args:
         run: Before its first step.
-        wanted: Columns by the name of the reward.
+        needed_columns: Columns by the name of the reward.
 
     Raises:
         DataError: No row has a column; the same on all ranks.
     """
-    if not any(wanted.values()):
+    if not any(needed_columns.values()):
         return
     for place, prompts in _read(run):
         there = _columns(run, prompts)
-        absent = _absent(wanted, there) if there else {}
+        absent = _absent(needed_columns, there) if there else {}
         if place == _FIRST and isinstance(run, PolicyRun) and len(run.source_names) > 1:
-            run.said += [
+            run.messages += [
                 f"warning: reward {reward} needs column {absent[reward]}, and no row of {place} has one."
                 for reward in absent
             ]
@@ -45,7 +45,7 @@ def check_columns(run: PolicyEvaluation, wanted: Mapping[str, Sequence[str]]) ->
 
 
 def check_answers(
-    run: PolicyEvaluation, wanted: Mapping[str, str], unreadable: Callable[[str, Sequence[str]], list[str]]
+    run: PolicyEvaluation, answer_columns: Mapping[str, str], unreadable: Callable[[str, Sequence[str]], list[str]]
 ) -> None:
     """Count the answers of the first batch and the evaluation sets that a reward cannot read; all ranks together.
 
@@ -54,20 +54,20 @@ def check_answers(
 
     Args:
         run: Before its first step.
-        wanted: The column of answers, by the name of the reward.
+        answer_columns: The column of answers, by the name of the reward.
         unreadable: As `Rewards` has it.
 
     Raises:
         ConfigError: Not one answer of a place can be read; the same on all ranks.
     """
-    for reward, column in wanted.items():
+    for reward, column in answer_columns.items():
         for place, prompts in _read(run):
             with run.exchange.together():
-                mine = [
+                answers = [
                     "" if each.row[column] is None else str(each.row[column]) for each in prompts if column in each.row
                 ]
-                bad = set(unreadable(reward, list(dict.fromkeys(mine))))
-            everyone = run.exchange.gather((len(mine), [answer for answer in mine if answer in bad]))
+                bad = set(unreadable(reward, list(dict.fromkeys(answers))))
+            everyone = run.exchange.gather((len(answers), [answer for answer in answers if answer in bad]))
             _tell_unreadable(run, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
 
 
@@ -85,7 +85,7 @@ def _tell_unreadable(
         raise ConfigError(
             f"{words}. Name the column of the right answers in the reward, or bring them there by data.columns."
         )
-    run.said.append(f"warning: {words}. It scores no completion of these prompts; mend them or leave them out.")
+    run.messages.append(f"warning: {words}. It scores no completion of these prompts; mend them or leave them out.")
 
 
 def _columns(run: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
@@ -94,9 +94,11 @@ def _columns(run: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
     return list(dict.fromkeys(column for columns in everyone for column in columns))
 
 
-def _absent(wanted: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:
+def _absent(needed_columns: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:
     """Return a column that is not there, for each reward that needs one."""
-    lacking = {reward: [column for column in columns if column not in there] for reward, columns in wanted.items()}
+    lacking = {
+        reward: [column for column in columns if column not in there] for reward, columns in needed_columns.items()
+    }
     return {reward: columns[0] for reward, columns in lacking.items() if columns}
 
 

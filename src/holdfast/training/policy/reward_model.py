@@ -99,15 +99,15 @@ def open_reward_model(
         if section.place == "whole":
             whole = together(exchange, lambda: RewardModel(section, base, world.device))
             note, what = whole.reading.note, f"{size_words(needed)} of weights in {section.dtype}, on every rank"
-            found: TextScorer = whole
+            scorer: TextScorer = whole
         else:
-            found, held = _shared(section, reward_scoring(config, section), base, world, exchange)
-            note, what = found.reading.note, f"{size_words(held)} of weights in {section.dtype} per rank"
+            scorer, bytes_per_rank = _shared(section, reward_scoring(config, section), base, world, exchange)
+            note, what = scorer.reading.note, f"{size_words(bytes_per_rank)} of weights in {section.dtype} per rank"
     if world.is_first:
         print(f"reward {section.label}: {what}", flush=True)
         if note is not None:
             print(note, flush=True)
-    return found
+    return scorer
 
 
 def _shared(
@@ -128,10 +128,10 @@ def _shared(
 
 
 def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:
-    """Return how it reads.
+    """Return how a reward model reads texts.
 
     Raises:
-        ModelError: It has several outputs and none is chosen.
+        ModelError: The model has several outputs and none is chosen.
         ConfigError: Texts may be longer than it has positions for: one rank alone would meet such a text.
     """
     assert origin.directory is not None

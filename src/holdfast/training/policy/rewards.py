@@ -48,7 +48,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
 
     Raises:
         ConfigError: A reward cannot work; the same on all ranks.
-        ModelError, PlanError: A reward model cannot be built; likewise.
+        ModelError, PlanError: A reward model cannot be built; the same on all ranks.
     """
     section = config.rewards
     if live is not None and live.rewards:

@@ -70,42 +70,42 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
         StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
     """
     with resting(run):
-        found = _rounds(run)
+        rounds = _rounds(run)
         rest(run)
-    if not found:
+    if not rounds:
         return None
-    groups_config, wanted = run.config.groups, run.config.data.batch_size
-    rollout = _joined(found, wanted)
-    run.said += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    run.said += warn_of_unknown_reward(rollout.sampled, groups_config.between)
-    run.said += _plain_prompts(run, rollout)
+    groups_config, batch_size = run.config.groups, run.config.data.batch_size
+    rollout = _joined(rounds, batch_size)
+    run.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    run.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
+    run.messages += _plain_prompts(run, rollout)
     _refuse_unscored(run, rollout)
     return rollout
 
 
 def _rounds(run: PolicyRun) -> list[Rollout]:
-    groups_config, wanted = run.config.groups, run.config.data.batch_size
+    groups_config, batch_size = run.config.groups, run.config.data.batch_size
     before = run.stream.state()
-    found: list[Rollout] = []
-    kept = 0
+    rollouts: list[Rollout] = []
+    group_count = 0
     try:
         rounds, excess = 1, 1.0
         if groups_config.flat == "resample":
             rounds, excess = groups_config.max_rounds, groups_config.oversample
         for _ in range(rounds):
-            rows = math.ceil(round((wanted - kept) * excess, 6))  # 10 * 1.1 is a little more than 11
+            rows = math.ceil(round((batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little more than 11
             with run.phase("data"):
                 batch: PromptBatch | None = run.stream.next(run.state.step, rows)
             if batch is None:
                 break
-            found.append(_one_round(run, batch))
-            kept += len(found[-1].facts)
-            if kept >= wanted:
+            rollouts.append(_one_round(run, batch))
+            group_count += len(rollouts[-1].facts)
+            if group_count >= batch_size:
                 break
     except StepAbandoned:
         run.stream.load_state(before)
         raise
-    return found
+    return rollouts
 
 
 def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
@@ -124,7 +124,7 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
     """Stop a run whose rewards say nothing at all, step after step: it would end as it began, and seem to have trained.
 
     Raises:
-        RunStopped: The same on all ranks.
+        RunStopped: No completion had a reward for too many steps in a row; on all ranks.
     """
     scored = any(math.isfinite(completion.reward) for fact in rollout.sampled for completion in fact.completions)
     run.state.unscored_in_a_row = 0 if scored else run.state.unscored_in_a_row + 1
@@ -147,13 +147,13 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
         facts, scored = _with_greedy(run, batch.mine, facts, scored)
     trimmed = [without_dropped(fact, config.groups) for fact in facts]
     weights = {reward.label: reward.weight for reward in config.reward}
-    kept = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
-    trimmed = [fact for fact in trimmed if fact.prompt_id in kept]
-    mine = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in kept)
-    left_out = tuple(group for group in groups if group.prompt.prompt_id not in kept)
-    told = run.exchange.gather([item.message for item in scored if item.message][:8])
-    messages = tuple(line for lines in told for line in lines)
-    return Rollout(mine, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
+    selected_ids = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
+    trimmed = [fact for fact in trimmed if fact.prompt_id in selected_ids]
+    own_groups = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in selected_ids)
+    left_out = tuple(group for group in groups if group.prompt.prompt_id not in selected_ids)
+    rank_messages = run.exchange.gather([item.message for item in scored if item.message][:8])
+    messages = tuple(line for lines in rank_messages for line in lines)
+    return Rollout(own_groups, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
 
 def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
@@ -169,23 +169,23 @@ def _with_greedy(
     """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
     sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
     groups = sample_groups(run, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
-    rewarded, told = score_groups(run, groups)
-    known = with_baselines(facts, share_facts(run, rewarded, told), run.config.groups)
-    return known, [*scored, *told]
+    rewarded, greedy_scored = score_groups(run, groups)
+    facts_with_greedy = with_baselines(facts, share_facts(run, rewarded, greedy_scored), run.config.groups)
+    return facts_with_greedy, [*scored, *greedy_scored]
 
 
-def _joined(rounds: Sequence[Rollout], wanted: int) -> Rollout:
-    """Return the first `wanted` groups of all rounds; those in excess are left out."""
-    facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:wanted]
-    kept = {fact.prompt_id for fact in facts}
+def _joined(rounds: Sequence[Rollout], batch_size: int) -> Rollout:
+    """Return the first `batch_size` groups of all rounds; those in excess are left out."""
+    facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:batch_size]
+    selected_ids = {fact.prompt_id for fact in facts}
     groups = [group for part in rounds for group in (*part.groups, *part.left_out)]
     return Rollout(
-        tuple(group for group in groups if group.prompt.prompt_id in kept),
+        tuple(group for group in groups if group.prompt.prompt_id in selected_ids),
         tuple(facts),
         tuple(sorted((fact for part in rounds for fact in part.sampled), key=lambda fact: fact.prompt_id)),
         _counted(rounds),
         tuple(line for part in rounds for line in part.messages),
-        tuple(group for group in groups if group.prompt.prompt_id not in kept),
+        tuple(group for group in groups if group.prompt.prompt_id not in selected_ids),
     )
 
 
@@ -236,7 +236,7 @@ def _refuse_nan(run: SamplingEvaluation, sampled: Sequence[Sampled]) -> None:
     """Stop a run whose policy gives no numbers: what is drawn from them is no sample of anything.
 
     Raises:
-        RunStopped: The same on all ranks.
+        RunStopped: A log-probability is NaN on some rank; raised on all ranks.
     """
     broken = {completion.request_id for completion in sampled if np.isnan(completion.logprobs).any()}
     ids = sorted(number for part in run.exchange.gather(broken) for number in part)
@@ -259,9 +259,9 @@ def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[G
     following = iter(scored)
     rewarded = []
     for group in groups:
-        found = [(trajectory, next(following)) for trajectory in group.trajectories]
+        pairs = [(trajectory, next(following)) for trajectory in group.trajectories]
         trajectories = tuple(
-            replace(trajectory, reward=item.reward, rewards=dict(item.parts)) for trajectory, item in found
+            replace(trajectory, reward=item.reward, rewards=dict(item.parts)) for trajectory, item in pairs
         )
         rewarded.append(replace(group, trajectories=trajectories))
     return rewarded, scored

@@ -34,14 +34,14 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     config, step = run.config.rollout, run.state.step
     if step % config.show_every and step != 1:
         return
-    mine = [_shown(step, group, trained=True) for group in rollout.groups]
-    mine += [_shown(step, group, trained=False) for group in rollout.left_out]
-    everyone = [item for of_rank in run.exchange.gather(mine) for of_group in of_rank for item in of_group]
+    own_samples = [_shown(step, group, trained=True) for group in rollout.groups]
+    own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
+    everyone = [item for of_rank in run.exchange.gather(own_samples) for of_group in of_rank for item in of_group]
     shown = sorted(everyone, key=lambda item: item.sample_id)
     if run.world.is_first and shown:
         run.samples += [item._asdict() for item in shown]
         if config.show:
-            run.said.append(table(choose(shown, config.show), step))
+            run.messages.append(table(choose(shown, config.show), step))
 
 
 def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:

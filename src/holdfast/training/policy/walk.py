@@ -144,7 +144,7 @@ def _rollout(run: PolicyRun, groups: list[Group]) -> Rollout:
 def _nothing_kept(*runs: Run | None) -> Iterator[None]:
     """Put back whatever a step changes, of a policy's run and of its critic's."""
     present = [run for run in runs if run is not None]
-    before = [(run, dict(vars(run)), dict(vars(run.state)), list(run.said), _copied(run)) for run in present]
+    before = [(run, dict(vars(run)), dict(vars(run.state)), list(run.messages), _copied(run)) for run in present]
     for run in present:
         run.optimizer = twin_of(run.optimizer, [dict(group) for group in run.optimizer.param_groups])
         run.averages, run.clock = None, PhaseClock()
@@ -153,10 +153,10 @@ def _nothing_kept(*runs: Run | None) -> Iterator[None]:
     finally:
         if isinstance(present[0], PolicyRun):
             rest(present[0])
-        for run, fields, state, said, weights in before:
+        for run, fields, state, messages, weights in before:
             vars(run).update(fields)
             vars(run.state).update(state)
-            run.said[:] = said
+            run.messages[:] = messages
             with torch.no_grad():
                 for name, value in sharded_parameters(run.policy).items():
                     value.grad = None

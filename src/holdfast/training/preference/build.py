@@ -101,8 +101,8 @@ def _compared_policy(
     reading = SetReading(of_sets, accept, preferred_only(plain))
     sets = evaluation_sets(config, data, reading, exchange, layout)
     together(exchange, lambda: refuse_completions_with_images(config, sets, images))
-    found = vars(measured) | {"config": config, "evaluation_sets": sets}
-    return PreferenceEvaluation(**found, layout=layout, reference=reference), tokenise
+    fields = vars(measured) | {"config": config, "evaluation_sets": sets}
+    return PreferenceEvaluation(**fields, layout=layout, reference=reference), tokenise
 
 
 def _images(config: DPOConfig, measured: Evaluation) -> ImageSide | str:

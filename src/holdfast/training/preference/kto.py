@@ -61,34 +61,39 @@ def answered_by_next_rows(
 
     All ranks call this together.
     """
-    mine = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
-    found = with_next_answers(mine, run.exchange, run.config.data.max_length)
-    if len(found.known) < 2:
+    examples = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
+    candidates = with_next_answers(examples, run.exchange, run.config.data.max_length)
+    if len(candidates.known) < 2:
         return []
-    batches = assemble(found, run.exchange, run.config.data, replace(layout, columns={}))
+    batches = assemble(candidates, run.exchange, run.config.data, replace(layout, columns={}))
     return scored(run, reference, batches, "reference_logprobs").micro_batches
 
 
-def with_next_answers(mine: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:
+def with_next_answers(own_examples: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:
     """Give every prompt the answer of the next row, the last one that of the first; all ranks call this together.
 
     Args:
-        mine: This rank's sequences by sample id.
+        own_examples: This rank's sequences by sample id.
         exchange: The ranks.
         max_length: Answers are cut where a sequence becomes longer.
     """
-    owners = {sample_id: rank for rank, told in enumerate(exchange.gather(sorted(mine))) for sample_id in told}
+    owners = {
+        sample_id: rank
+        for rank, sample_ids in enumerate(exchange.gather(sorted(own_examples)))
+        for sample_id in sample_ids
+    }
     order = sorted(owners)
     before = dict(zip(order[1:] + order[:1], order, strict=True))
     outgoing: list[dict[int, Answer]] = [{} for _ in range(exchange.size)]
-    for sample_id, example in mine.items():
+    for sample_id, example in own_examples.items():
         asked = before[sample_id]
         outgoing[owners[asked]][asked] = answer_of(example)
     answers: dict[int, Answer] = {}
     for received in exchange.swap(outgoing):
         answers |= received
     examples = {
-        (sample_id, 0): with_answer(mine[sample_id], answer, max_length) for sample_id, answer in answers.items()
+        (sample_id, 0): with_answer(own_examples[sample_id], answer, max_length)
+        for sample_id, answer in answers.items()
     }
     return Candidates(examples, known_of(examples, exchange))
 
@@ -106,4 +111,4 @@ def known_of(examples: dict[tuple[int, int], Example], exchange: Exchange) -> li
         )
         for (draw, part), example in examples.items()
     ]
-    return sorted(fact for told in exchange.gather(facts) for fact in told)
+    return sorted(fact for rank_facts in exchange.gather(facts) for fact in rank_facts)

@@ -73,12 +73,12 @@ def evaluate_preferences(
 
 def with_margins(metrics: dict[str, float]) -> dict[str, float]:
     """Add rewards/margins where single answers gave rewards of both kinds; leave out what speaks of no answer."""
-    found = {name: value for name, value in metrics.items() if name not in _of_nothing(metrics)}
-    for name in list(found):
+    line = {name: value for name, value in metrics.items() if name not in _of_nothing(metrics)}
+    for name in list(line):
         side = name.removesuffix("rewards/chosen")
-        if name != side and f"{side}rewards/rejected" in found and f"{side}rewards/margins" not in found:
-            found[f"{side}rewards/margins"] = found[name] - found[f"{side}rewards/rejected"]
-    return found
+        if name != side and f"{side}rewards/rejected" in line and f"{side}rewards/margins" not in line:
+            line[f"{side}rewards/margins"] = line[name] - line[f"{side}rewards/rejected"]
+    return line
 
 
 def _of_nothing(metrics: dict[str, float]) -> set[str]:

@@ -68,20 +68,20 @@ class Checkpoints:
         if run.config.dry_run and run.world.is_first:
             directory.remove(run.directory)  # what an interrupted dry run left behind
         with run.exchange.together():
-            known = self._places.has_any() if run.world.is_first else False
+            has_checkpoints = self._places.has_any() if run.world.is_first else False
             checked_assets(run)  # what cannot be written fails here, on all ranks alike
-        known = self._ranks.agree(known)
+        has_checkpoints = self._ranks.agree(has_checkpoints)
         self._is_new_run = run.world.is_first and not self._places.has_run()
-        if not known:
+        if not has_checkpoints:
             run.stream.read_ahead(run.state.step)
         try:
-            run_id, known = self._take_directory()
+            run_id, has_checkpoints = self._take_directory()
         except BaseException:
             self._stack.close()
             raise
         try:
             self._hold(run_id)
-            self._start(known=known)
+            self._start(has_checkpoints=has_checkpoints)
             if run.world.is_first:  # now that nothing can be refused any more
                 directory.create(run.directory, run.config, run.config.verb)
                 clean(self._storage)
@@ -114,17 +114,17 @@ class Checkpoints:
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
-        found: list[tuple[str, bool]] = []
+        identity: list[tuple[str, bool]] = []
         with run.exchange.together():
             if run.world.is_first:
                 self._places.take(self._stack)
                 # The job that was waited for may have made this a run, and saved.
-                self._is_new_run, known = not self._places.has_run(), self._places.has_any()
+                self._is_new_run, has_checkpoints = not self._places.has_run(), self._places.has_any()
                 lost = self._places.lost_identity()
                 if lost is not None or not directory.is_run(run.directory):
                     directory.create(run.directory, run.config, run.config.verb, lost, parent_of(run))
-                found.append((directory.run_id(run.directory), known))
-        return run.exchange.agree(found[0] if found else ("", False))
+                identity.append((directory.run_id(run.directory), has_checkpoints))
+        return run.exchange.agree(identity[0] if identity else ("", False))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -189,13 +189,13 @@ class Checkpoints:
         assert self._session is not None
         return self._session
 
-    def _start(self, *, known: bool) -> None:
+    def _start(self, *, has_checkpoints: bool) -> None:
         run = self._run
-        found = go_on(run, self._storage, self._ranks, self.session.run_id) if known else None
-        if found is not None:
-            self.session.resumed = found.manifest
+        restored = go_on(run, self._storage, self._ranks, self.session.run_id) if has_checkpoints else None
+        if restored is not None:
+            self.session.resumed = restored.manifest
             # Retention deletes the checkpoints that recorded them first.
-            self._deviations = tuple(dict.fromkeys((*found.manifest.deviations, *found.deviations)))
+            self._deviations = tuple(dict.fromkeys((*restored.manifest.deviations, *restored.deviations)))
             with run.exchange.together():
                 if run.world.is_first:
                     self._places.check_names_free(run.state.step, run.total_steps)
@@ -269,7 +269,7 @@ class Checkpoints:
             metrics: Of this step.
 
         Raises:
-            CheckpointError: It failed too often.
+            CheckpointError: The save failed more often than `checkpoint.max_failures` allows.
         """
         saved = self.collect()
         while self.is_new:
@@ -296,10 +296,10 @@ class Checkpoints:
         }
 
     def _check_place(self) -> None:
-        """Make sure that the run's directory is the one it was, and nobody else's.
+        """Make sure that the run's directory is still the same and still this run's.
 
         Raises:
-            SaveFailed: It is not; on all ranks.
+            SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
         with self._run.exchange.together():
             self._places.check()

@@ -116,10 +116,10 @@ class Emergency:
         deadline = time.monotonic() + self._grace / 2
         while True:
             moment = self._whole_moment()
-            told = self._ranks.gather((None if moment is None else moment.step, time.monotonic() > deadline))
-            if None not in {step for step, _ in told} and len({step for step, _ in told}) == 1:
+            positions = self._ranks.gather((None if moment is None else moment.step, time.monotonic() > deadline))
+            if None not in {step for step, _ in positions} and len({step for step, _ in positions}) == 1:
                 return moment
-            if told[0][1]:
+            if positions[0][1]:
                 return None
             time.sleep(_RETRY_SECONDS)
 

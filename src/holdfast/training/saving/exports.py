@@ -125,9 +125,9 @@ def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
 
 def note_exported(run: Run, name: str, metrics: Mapping[str, float]) -> None:
     """Remember the metric of a best export that stands; all ranks call this together."""
-    wanted = run.config.checkpoint.export_best
-    if name == BEST and wanted is not None:
-        run.state.best_exported = run.exchange.agree(metrics.get(wanted.metric))
+    section = run.config.checkpoint.export_best
+    if name == BEST and section is not None:
+        run.state.best_exported = run.exchange.agree(metrics.get(section.metric))
 
 
 def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
@@ -135,11 +135,11 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
     names = []
     if config.export_every is not None and run.state.step % config.export_every == 0:
         names.append(f"step-{run.state.step:08d}")
-    wanted = config.export_best
-    if wanted is not None and wanted.metric in metrics:
-        value, known = metrics[wanted.metric], (run.state.best_exported, _rated(run, wanted.metric))
-        better = max if wanted.mode == "max" else min
-        best = better((each for each in known if each is not None), default=None)
+    section = config.export_best
+    if section is not None and section.metric in metrics:
+        value, earlier_values = metrics[section.metric], (run.state.best_exported, _rated(run, section.metric))
+        better = max if section.mode == "max" else min
+        best = better((each for each in earlier_values if each is not None), default=None)
         if math.isfinite(value) and (best is None or better(value, best) != best):
             names.append(BEST)
     return names
@@ -190,14 +190,14 @@ def _set_aside(place: Path, kind: str, now: int) -> str:
 
 def what_exports_hold(run_directory: Path) -> str:
     """Return the names of a run's exports and their steps in words; "" where there are none."""
-    found = []
+    names = []
     for place in sorted((run_directory / EXPORTS).glob("[!.]*")):
         with suppress(ModelError):  # damaged: it says nothing of itself
             about = read(place)
-            found.append(place.name if about is None else f"{place.name} (step {about.step})")
-    return ", ".join(found)
+            names.append(place.name if about is None else f"{place.name} (step {about.step})")
+    return ", ".join(names)
 
 
 def _dtype(run: Run) -> torch.dtype | None:
-    wanted = run.config.checkpoint.export_dtype
-    return None if wanted == "same" else getattr(torch, wanted)
+    dtype_name = run.config.checkpoint.export_dtype
+    return None if dtype_name == "same" else getattr(torch, dtype_name)

@@ -27,13 +27,13 @@ class Places:
     Args:
         run_directory: Of the run.
         storage: Where its checkpoints are.
-        told: Told in a line that a job of another host is waited for, which may be dead.
+        announce: Told in a line that a job of another host is waited for, which may be dead.
     """
 
-    def __init__(self, run_directory: Path, storage: Storage, told: Told) -> None:
+    def __init__(self, run_directory: Path, storage: Storage, announce: Told) -> None:
         self._directory = run_directory
         self._storage = storage
-        self._told = told
+        self._announce = announce
         self._leases: list[Lease | ObjectLease] = []
         self._made: list[Path] = []
 
@@ -44,7 +44,7 @@ class Places:
             ConfigError: The place does not answer, or another system keeps its checkpoints there.
         """
         try:
-            known = has_any(self._storage)
+            has_checkpoints = has_any(self._storage)
             foreign = None if has_own(self._storage) else foreign_checkpoints(self._storage)
         except OSError as error:
             raise ConfigError(
@@ -58,7 +58,7 @@ class Places:
                 f"write: {foreign} Nothing was changed. Give the run a place of its own: another checkpoint.storage, "
                 "run.dir or run.name."
             )
-        return known
+        return has_checkpoints
 
     def check_names_free(self, done: int, last: int | None) -> None:
         """Refuse what lies under the name of a step that is still to be saved, and is no checkpoint.
@@ -110,7 +110,7 @@ class Places:
             ConfigError: The place of the checkpoints cannot be written.
         """
         is_new = not self._directory.exists()
-        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._told))]
+        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._announce))]
         try:
             self._take_storage(stack)
         except BaseException:
@@ -123,10 +123,10 @@ class Places:
         place = Path(self._storage.root)
         try:
             if not self._storage.renames:
-                self._leases.append(stack.enter_context(ObjectLease(self._storage, told=self._told)))
+                self._leases.append(stack.enter_context(ObjectLease(self._storage, told=self._announce)))
             elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
                 self._made = [each for each in (place, *place.parents) if not each.exists()]
-                self._leases.append(stack.enter_context(Lease(place, self._told)))
+                self._leases.append(stack.enter_context(Lease(place, self._announce)))
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "

@@ -34,11 +34,11 @@ def notes_of_exports(config: TrainingConfig, model: Path | None, base: Path, *, 
 
 
 def _places(config: TrainingConfig, model: Path | None, base: Path) -> dict[str, Path]:
-    found = {} if model is None else {"model.path": model}
+    places = {} if model is None else {"model.path": model}
     lora = config.model.lora
     if lora is not None and lora.path is not None:
-        found["model.lora.path"] = locate(lora.path, config.model, base, weights=True)
-    return found
+        places["model.lora.path"] = locate(lora.path, config.model, base, weights=True)
+    return places
 
 
 def parent_of(run: Run) -> dict[str, Any] | None:
@@ -48,13 +48,13 @@ def parent_of(run: Run) -> dict[str, Any] | None:
     section = run.config.model
     if section.path is None:
         return None
-    found: dict[str, Any] = {"model": section.path, "export": _identity(run.origin.directory)}
+    parent: dict[str, Any] = {"model": section.path, "export": _identity(run.origin.directory)}
     if section.lora is not None and section.lora.path is not None:
         place = Path(section.lora.path)
-        found |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
+        parent |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
     if run.config.checkpoint.init_from is not None:
-        found["init_from"] = str(run.config.checkpoint.init_from)
-    return found
+        parent["init_from"] = str(run.config.checkpoint.init_from)
+    return parent
 
 
 def _identity(place: Path | None) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ class Rehearsals:
                 assets = checked_assets(run)
             run.state.observers = run.exchange.agree(run.state.observers)
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
-            report = self._rehearse(self._contents.held, beside)
+            report = self._rehearse(self._contents.tensors, beside)
             self._reports = {run.state.step: report}
             for step in run.unfreezing.after(run.state.step):
                 with run.unfreezing.as_after(step, now=run.state.step):
@@ -90,10 +90,10 @@ class Rehearsals:
         if not any(self._run.exchange.gather(now != before.outline)):
             return []
         saved = collect()
-        self._rehearse(self._contents.held)
+        self._rehearse(self._contents.tensors)
         return saved
 
-    def _rehearse(self, held: Held, beside: Beside | None = None) -> Report:
+    def _rehearse(self, tensors: Held, beside: Beside | None = None) -> Report:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         replaced = 0
@@ -102,7 +102,7 @@ class Rehearsals:
                 replaced = replaceable(session.storage, session.retention, needed=resumed)
         return rehearse(
             session.storage,
-            held,
+            tensors,
             contents.optimizer,
             session.ranks,
             room=Room(keep.last + sum(best.count for best in keep.best), replaced),
@@ -113,8 +113,8 @@ class Rehearsals:
 
     def _held_to_come(self) -> Held:
         """Return what is held once all parameters that are trained now are averaged too."""
-        held, averages = self._contents.held, self._run.averages
-        return held if averages is None else replace(held, averages=averages.to_come(held.parameters))
+        tensors, averages = self._contents.tensors, self._run.averages
+        return tensors if averages is None else replace(tensors, averages=averages.to_come(tensors.parameters))
 
     def _drill(self, requests: StopRequests) -> None:
         deaf = requests.drill(self._run.exchange)

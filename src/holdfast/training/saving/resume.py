@@ -47,18 +47,18 @@ def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Re
     Raises:
         NoCheckpoint, CheckpointMismatch: None is whole, or the newest does not fit this run.
     """
-    found: list[Restored] = []
+    restored: list[Restored] = []
     choice = newest_verified(
         storage,
         ranks,
         not_finite=run.config.checkpoint.resume.not_finite,
         check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
-        use=lambda name, manifest: found.append(_restore(run, storage, name, manifest, ranks, run_id)),
+        use=lambda name, manifest: restored.append(_restore(run, storage, name, manifest, ranks, run_id)),
     )
     if choice is None:
         return None
-    say(run, choice.words, *found[0].lines)
-    return found[0]
+    say(run, choice.words, *restored[0].lines)
+    return restored[0]
 
 
 def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, run_id: str) -> None:
@@ -73,8 +73,8 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, r
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
-    found = _restore(run, storage, choice.name, choice.manifest, ranks, run_id)
-    say(run, choice.words, *found.lines)
+    restored = _restore(run, storage, choice.name, choice.manifest, ranks, run_id)
+    say(run, choice.words, *restored.lines)
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ def start_from(run: Run, place: str, ranks: ProcessExchange) -> tuple[str, ...]:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
     """
     path, _, name = place.rstrip("/").rpartition("/")
-    found = load(open_storage(path or "."), name, run.policy, None, ranks, declared=_declared(run.config.checkpoint))
+    loaded = load(open_storage(path or "."), name, run.policy, None, ranks, declared=_declared(run.config.checkpoint))
     if run.averages is not None:
         run.averages.begin(sharded_parameters(run.policy))
-    say(run, f"weights from {place} (step {found.manifest.step}); a new run starts at step 0", *found.notes)
-    return (f"weights from {place} ({found.manifest.hash})", *found.deviations)
+    say(run, f"weights from {place} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
+    return (f"weights from {place} ({loaded.manifest.hash})", *loaded.deviations)
 
 
 def say(run: Run, *lines: str) -> None:
@@ -170,8 +170,8 @@ def say(run: Run, *lines: str) -> None:
 
 def _check_identity(run: Run, where: str, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> list[str]:
     """Return what differs and was declared, in words."""
-    found = differences(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
-    return _declared_alone(run, where, {**found, **_other_run(run, manifest, run_id, then)})
+    changes = differences(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
+    return _declared_alone(run, where, {**changes, **_other_run(run, manifest, run_id, then)})
 
 
 def _other_run(run: Run, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -184,20 +184,20 @@ def _other_run(run: Run, manifest: Manifest, run_id: str, then: Mapping[str, Any
     return {} if same else {"run": [f"run.name is {name} there"]}
 
 
-def _declared_alone(run: Run, where: str, found: Mapping[str, Sequence[str]]) -> list[str]:
+def _declared_alone(run: Run, where: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return what differs, in words.
 
     Raises:
         CheckpointMismatch: Some of it was not declared.
     """
-    refused = {kind: what for kind, what in found.items() if kind not in run.config.checkpoint.resume.changed}
+    refused = {kind: what for kind, what in changes.items() if kind not in run.config.checkpoint.resume.changed}
     if refused:
         words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
         raise CheckpointMismatch(
             f"{where} was made with other things than this run has ({words}). Nothing was changed. Put them back, "
             f"choose another run.name, or declare it: checkpoint.resume.changed: [{', '.join(refused)}]."
         )
-    return [f"{kind}: {', '.join(what)} (changed)" for kind, what in found.items()]
+    return [f"{kind}: {', '.join(what)} (changed)" for kind, what in changes.items()]
 
 
 def _refuse_of_others(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
@@ -220,12 +220,12 @@ def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
     if not then:
         return []
     now = dict(leaves(as_plain(run.config)))
-    told = [
+    changes = [
         f"{key} {then.get(key)} -> {now.get(key)}"
         for key in sorted({*then, *now})
         if key.startswith(MOVES_NUMBERS) and then.get(key) != now.get(key)
     ]
-    return [f"changed since the checkpoint: {', '.join(told)}; the new values hold from here on"] if told else []
+    return [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
 
 
 def _exactness(run: Run, loaded: Loaded) -> str:
@@ -283,50 +283,50 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"stream.sizes has {len(shared['stream']['sizes'])} entries, for {needed + 1} sources or more")
 
 
-def _same_shape(where: str, own: Any, found: Any) -> None:
+def _same_shape(where: str, own: Any, stored: Any) -> None:
     """Compare one value with what this run has in its place.
 
     Raises:
-        ValueError, TypeError: It is of another kind.
+        ValueError, TypeError: The stored value has another type than this run's.
     """
     match own:
         case dict():
-            _same_mapping(where, own, found)
+            _same_mapping(where, own, stored)
         case list():
-            _same_list(where, own, found)
+            _same_list(where, own, stored)
         case bool() | str():
-            _must(type(found) is type(own), where, found, f"no {type(own).__name__}")
+            _must(type(stored) is type(own), where, stored, f"no {type(own).__name__}")
         case int():
-            _must(type(found) is int and found >= 0, where, found, "no count")
+            _must(type(stored) is int and stored >= 0, where, stored, "no count")
         case _:
-            _must(found is None or _is_number(found), where, found, "no number")
+            _must(stored is None or _is_number(stored), where, stored, "no number")
 
 
-def _must(fits: bool, where: str, found: Any, words: str) -> None:
+def _must(fits: bool, where: str, stored: Any, words: str) -> None:
     if not fits:
-        raise ValueError(f"{where} is {_short(found)}, {words}")
+        raise ValueError(f"{where} is {_short(stored)}, {words}")
 
 
-def _same_list(where: str, own: list[Any], found: Any) -> None:
-    _must(isinstance(found, list) and bool(found) >= bool(own), where, found, "no list")
-    for index, item in enumerate(found if own else ()):
+def _same_list(where: str, own: list[Any], stored: Any) -> None:
+    _must(isinstance(stored, list) and bool(stored) >= bool(own), where, stored, "no list")
+    for index, item in enumerate(stored if own else ()):
         _same_shape(f"{where}[{index}]", own[min(index, len(own) - 1)], item)
 
 
-def _same_mapping(where: str, own: Mapping[str, Any], found: Any) -> None:
-    _object(where, found)
+def _same_mapping(where: str, own: Mapping[str, Any], stored: Any) -> None:
+    _object(where, stored)
     if not own:  # filled as a run goes on, by whoever has something to remember
         return
-    strange = sorted(set(own) ^ set(found))
+    strange = sorted(set(own) ^ set(stored))
     if strange:
         raise ValueError(f"{where}.{strange[0]} is {'missing' if strange[0] in own else 'unknown'}")
     for name, value in own.items():
-        _same_shape(f"{where}.{name}", value, found[name])
+        _same_shape(f"{where}.{name}", value, stored[name])
 
 
-def _object(where: str, found: Any) -> None:
-    if not isinstance(found, dict):
-        raise TypeError(f"{where} is {_short(found)}, no object")
+def _object(where: str, stored: Any) -> None:
+    if not isinstance(stored, dict):
+        raise TypeError(f"{where} is {_short(stored)}, no object")
 
 
 def _is_number(value: Any) -> bool:

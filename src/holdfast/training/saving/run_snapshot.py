@@ -31,7 +31,7 @@ class Contents:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._full = run.config.checkpoint.contents == "full"
-        self.held: Held = hold(
+        self.tensors: Held = hold(
             run.policy,
             frozen=run.config.checkpoint.frozen == "save",
             averages=run.averages.tensors if run.averages is not None else None,
@@ -48,13 +48,16 @@ class Contents:
     def beside(self) -> dict[str, Trained]:
         """Return what is saved of models beside the run's own, by name."""
         companions = self._companions
-        return {name: (held, companions[name].optimizer if self._full else None) for name, held in self._beside.items()}
+        return {
+            name: (tensors, companions[name].optimizer if self._full else None)
+            for name, tensors in self._beside.items()
+        }
 
     def snapshot(self, moment: Moment) -> Snapshot:
         """Return all of it as it stands at a moment between two steps."""
         run = self._run
         own = take(
-            self.held,
+            self.tensors,
             self.optimizer,
             shared={"state": dict(moment.state), "stream": dict(moment.stream)},
             assets=run_assets(run) if run.world.is_first else {},
@@ -64,10 +67,10 @@ class Contents:
 
     def outline(self) -> Outline:
         """Return shape, dtype and trained flag of every tensor, by name."""
-        return outline(self._with_beside(take(self.held, self.optimizer)))
+        return outline(self._with_beside(take(self.tensors, self.optimizer)))
 
     def _with_beside(self, own: Snapshot) -> Snapshot:
-        return joined(own, {name: take(held, optimizer) for name, (held, optimizer) in self.beside().items()})
+        return joined(own, {name: take(tensors, optimizer) for name, (tensors, optimizer) in self.beside().items()})
 
 
 def run_assets(run: Run) -> dict[str, bytes]:
@@ -99,7 +102,7 @@ def checked_assets(run: Run) -> dict[str, bytes]:
     """Return the small files of every checkpoint, on rank 0, and refuse what transformers cannot write.
 
     Raises:
-        RehearsalFailed: It cannot; nothing was trained.
+        RehearsalFailed: transformers cannot write one of them; nothing was trained.
     """
     if run.world.is_first:
         parent_of(run)  # outside of what follows: a run.json that cannot be read says nothing against the model's files

@@ -29,14 +29,16 @@ def wait_for_all(
     deadline = time.monotonic() + patience_seconds
     seen: dict[int, tuple[str, int]] = {}
     while True:
-        told = ranks.gather((session.status, (session.phase, session.storage.moved_bytes), time.monotonic() > deadline))
-        waiting = {rank: place for rank, (status, place, _) in enumerate(told) if status == "running"}
+        progress = ranks.gather(
+            (session.status, (session.phase, session.storage.moved_bytes), time.monotonic() > deadline)
+        )
+        waiting = {rank: place for rank, (status, place, _) in enumerate(progress) if status == "running"}
         if not waiting:
             return
-        failed = any(status == "failed" for status, _, _ in told)  # then nothing is saved, whatever still moves
+        failed = any(status == "failed" for status, _, _ in progress)  # then nothing is saved, whatever still moves
         if not failed and any(seen.get(rank) != place for rank, place in waiting.items()):
             deadline = time.monotonic() + patience_seconds
-        elif told[0][2]:
+        elif progress[0][2]:
             session.abandon()
             session.broken = LOST
             where = ", ".join(f"rank {rank} in phase {phase!r}" for rank, (phase, _) in waiting.items())
@@ -51,7 +53,7 @@ def collect_together(run: Run, session: Session) -> Saved | None:
     """Collect on all ranks; a save that failed on some, or for a reason of its own on each, failed for one on all.
 
     Raises:
-        CheckpointError: The same on all ranks.
+        CheckpointError: The save failed on a rank; the same error on all ranks.
     """
     saved: Saved | None = None
     error: CheckpointError | None = None
@@ -61,11 +63,11 @@ def collect_together(run: Run, session: Session) -> Saved | None:
         error = caught
     run.world.failure.in_background("")
     failure = None if error is None else (session.broken, str(error))
-    told = [words for words in run.exchange.gather(failure) if words is not None]
-    if not told:
+    failures = [words for words in run.exchange.gather(failure) if words is not None]
+    if not failures:
         return saved
     # Ranks that waited know more than those whose connections the waiting ones then closed.
-    first = min(told, key=lambda words: words[0] == LOST)[1]
+    first = min(failures, key=lambda words: words[0] == LOST)[1]
     if error is not None and str(error) == first:
         raise error
     raise SaveFailed(first)

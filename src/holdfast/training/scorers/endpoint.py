@@ -56,7 +56,7 @@ class ServedModel(NamedTuple):
     """Tokens of its context; None if the endpoint does not say."""
 
 
-class _Told(NamedTuple):
+class _TokenScores(NamedTuple):
     tokens: list[int | None]
     """None where the endpoint does not say."""
     logprobs: NDArray[np.float64]
@@ -94,10 +94,10 @@ class CompletionServer:
         """
         listed = self._ask("GET", "/models")
         try:
-            found = [ServedModel(str(item["id"]), _length(item.get("max_model_len"))) for item in listed["data"]]
+            models = [ServedModel(str(item["id"]), _length(item.get("max_model_len"))) for item in listed["data"]]
         except (LookupError, TypeError, AttributeError) as error:
             raise ServerRefuses(f"GET {self.section.url}/models answers no list of models: {_cut(listed)}") from error
-        return found
+        return models
 
     def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Return [L], the log-probability of every token after those before it; NaN for the first.
@@ -106,14 +106,14 @@ class CompletionServer:
             ServerRefuses: The answer is short, speaks of other tokens, or holds what is no log-probability.
             ServerUnwell: There is no answer, however often it was asked for.
         """
-        told = self._told(list(tokens), {}, len(tokens))
-        for place, (sent, named) in enumerate(zip(tokens, told.tokens, strict=True)):
+        scores = self._scores_of(list(tokens), {}, len(tokens))
+        for place, (sent, named) in enumerate(zip(tokens, scores.tokens, strict=True)):
             if named is not None and named != sent:
                 raise ServerRefuses(f"answers of token {named} where token {sent} was sent (place {place})")
-        for place, value in enumerate(told.logprobs.tolist()):
+        for place, value in enumerate(scores.logprobs.tolist()):
             if place and not _NO_NUMBER < value < _ABOVE_ZERO:
                 raise ServerRefuses(f"says {value} of token {tokens[place]} (place {place}): no log-probability")
-        return told.logprobs
+        return scores.logprobs
 
     def tokens_of(self, text: str) -> list[int | None]:
         """Return the tokens that the endpoint makes of a text; None where it does not say which.
@@ -121,23 +121,23 @@ class CompletionServer:
         Raises:
             ServerRefuses, ServerUnwell: As `logprobs`.
         """
-        return self._told(text, {"add_special_tokens": False}, None).tokens
+        return self._scores_of(text, {"add_special_tokens": False}, None).tokens
 
-    def _told(self, prompt: list[int] | str, more: dict[str, Any], length: int | None) -> _Told:
+    def _scores_of(self, prompt: list[int] | str, more: dict[str, Any], length: int | None) -> _TokenScores:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "n": 1}
         answer = self._ask("POST", "/completions", asked | _ASKED[self.section.answers] | more)
         try:
             choice = answer["choices"][0]
             if self.section.answers == "echo":
                 usage = answer.get("usage") or {}
-                told = _of_echo(choice["logprobs"], usage.get("prompt_tokens") if length is None else length)
+                scores = _of_echo(choice["logprobs"], usage.get("prompt_tokens") if length is None else length)
             else:
-                told = _of_prompt_logprobs(choice["prompt_logprobs"], prompt if isinstance(prompt, list) else None)
+                scores = _of_prompt_logprobs(choice["prompt_logprobs"], prompt if isinstance(prompt, list) else None)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ServerRefuses(f"answers no log-probabilities of what was sent: {_cut(answer)}") from error
-        if length is not None and len(told.logprobs) != length:
-            raise ServerRefuses(f"answers of {len(told.logprobs)} tokens where {length} were sent")
-        return told
+        if length is not None and len(scores.logprobs) != length:
+            raise ServerRefuses(f"answers of {len(scores.logprobs)} tokens where {length} were sent")
+        return scores
 
     def _ask(self, method: str, path: str, content: Any = None) -> Any:
         """Return what the endpoint answers, asking again where that may help."""
@@ -206,27 +206,27 @@ def _hang_up(opened: socket.socket) -> None:
         opened.shutdown(socket.SHUT_RDWR)
 
 
-def _of_prompt_logprobs(told: Sequence[dict[str, Any] | None], sent: Sequence[int] | None) -> _Told:
+def _of_prompt_logprobs(entries: Sequence[dict[str, Any] | None], sent: Sequence[int] | None) -> _TokenScores:
     """Read vLLM's own form: per token a dict of id to log-probability, which holds the token first; null at place 0."""
     tokens: list[int | None] = [None]
     numbers = [math.nan]
-    for place, entry in enumerate(told[1:], start=1):
+    for place, entry in enumerate(entries[1:], start=1):
         if entry is None:
             raise ValueError(place)
         named = next(iter(entry), "") if sent is None or str(sent[place]) not in entry else str(sent[place])
         tokens.append(int(named))
         numbers.append(_number(entry[named]["logprob"]))
-    return _Told(tokens[: len(told)], np.array(numbers[: len(told)]))
+    return _TokenScores(tokens[: len(entries)], np.array(numbers[: len(entries)]))
 
 
-def _of_echo(told: dict[str, Any], length: int | None) -> _Told:
+def _of_echo(logprobs: dict[str, Any], length: int | None) -> _TokenScores:
     """Read the older form: parallel lists, with the token that was made at the end."""
-    numbers, named = told["token_logprobs"][:length], told["tokens"][:length]
+    numbers, named = logprobs["token_logprobs"][:length], logprobs["tokens"][:length]
     tokens = [int(word.removeprefix(_ID)) if word.startswith(_ID) else None for word in named]
     values = [math.nan if place == 0 else _number(value) for place, value in enumerate(numbers)]
     if len(tokens) != len(values):
         raise ValueError(len(tokens))
-    return _Told(tokens, np.array(values))
+    return _TokenScores(tokens, np.array(values))
 
 
 def _number(value: object) -> float:
@@ -234,8 +234,8 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _cut(said: object) -> str:
-    text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+def _cut(answer: object) -> str:
+    text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -253,6 +253,6 @@ def _key(variable: str | None, section: str) -> str | None:
     return key
 
 
-def _length(said: Any) -> int | None:
+def _length(answer: Any) -> int | None:
     """Return a number of tokens; None where a server says none, or something else."""
-    return said if isinstance(said, int) and not isinstance(said, bool) else None
+    return answer if isinstance(answer, int) and not isinstance(answer, bool) else None

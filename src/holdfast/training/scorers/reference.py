@@ -73,7 +73,7 @@ def build_reference(
 
     Raises:
         ConfigError: Its server cannot be used.
-        ModelError: It is not the policy's twin: not frozen, on another device, sharded otherwise, or of other numbers.
+        ModelError: The reference is not frozen, or device, sharding or numbers are not the policy's.
     """
     if isinstance(section, ServerReferenceConfig):
         return connect(policy, section, why=why)
@@ -119,12 +119,12 @@ def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
 
     But for DoRA's: lengths of rows come from the CPU at start, and are rounded otherwise where the model computes.
     """
-    found = _probe(policy.policy, policy)
+    adapted = _probe(policy.policy, policy)
     with adapters_off(policy.policy):
         plain = _probe(policy.policy, policy)
     rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.policy).values())
     allowed = _ROUNDING[policy.plan.compute_dtype] if rescaled else 0.0
-    if any(exchange.gather(not bool(((found - plain).abs() <= allowed).all()))):
+    if any(exchange.gather(not bool(((adapted - plain).abs() <= allowed).all()))):
         raise ModelError(
             "The policy gives other log-probabilities with its adapters off, although they begin as zero. Use "
             "reference: {kind: sharded}, and please report the architecture."
@@ -141,7 +141,7 @@ def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: 
         title: What messages call it.
 
     Raises:
-        ModelError: It is not.
+        ModelError: A parameter is trained, or lies on another device or split otherwise than planned.
     """
     expected = "cpu" if plan.cpu_offload else device.type
     for name, parameter in sharded_parameters(model).items():
@@ -156,10 +156,10 @@ def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: 
 @torch.no_grad()
 def _check_numbers(reference: PolicyModel, policy: Evaluation, exchange: ProcessExchange) -> None:
     """Compare both on one sequence: they hold the same weights, so every bit is the same."""
-    found = [_probe(model, policy) for model in (policy.policy, reference)]
-    differ = not torch.equal(found[0], found[1])
+    logprobs = [_probe(model, policy) for model in (policy.policy, reference)]
+    differ = not torch.equal(logprobs[0], logprobs[1])
     if any(exchange.gather(differ)):
-        gap = float((found[0] - found[1]).abs().max())
+        gap = float((logprobs[0] - logprobs[1]).abs().max())
         raise ModelError(
             f"The reference policy gives other log-probabilities than the policy it was copied from (by {gap:.1e}), so "
             "what is compared with it would be wrong from the first step. Please report the architecture."

@@ -26,8 +26,8 @@ def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> 
         ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
         ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
     """
-    found, compared = meet(policy, section, _ROLE, samples=policy.config.samples, drift=section.bound)
-    probe, model = found.probe, found.server.model
+    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.config.samples, drift=section.bound)
+    probe, model = scoring_server.probe, scoring_server.server.model
     difference = max(policy.exchange.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:
         raise ModelError(
@@ -43,4 +43,4 @@ def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> 
             f"from the policy's by at most {difference:.1e} nats{note}",
             flush=True,
         )
-    return found
+    return scoring_server

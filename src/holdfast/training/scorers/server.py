@@ -74,12 +74,12 @@ class ScoringServer:
     probe: Probe
     drift: float
     """Largest change in nats of what it says of the probe."""
-    kept: dict[bytes, NDArray[np.float64]] | None = None
-    """What it said of sequences, by their hash, where that is kept."""
+    cache: dict[bytes, NDArray[np.float64]] | None = None
+    """Log-probabilities of sequences that were asked for, by hash; None: each is asked for again."""
 
     def remembering(self) -> ScoringServer:
         """Return the same endpoint, which a rank asks for each sequence once; of a token 8 bytes are kept."""
-        return replace(self, kept={})
+        return replace(self, cache={})
 
     def scored(self, mini_batch: MiniBatch, name: str) -> MiniBatch:
         """Add its log-probabilities to every trained token as a column; all ranks call this together.
@@ -109,30 +109,30 @@ class ScoringServer:
                 length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
                 if length:
                     asked.append((number, row, place, tokens[row, place].tolist()[:length], mask))
-        told = self._told([tokens for _, _, _, tokens, _ in asked])
+        logprobs = self._logprobs_of([tokens for _, _, _, tokens, _ in asked])
         columns = [torch.zeros(batch.tokens.shape, dtype=batch.weights.dtype) for batch in batches]
-        for (number, row, place, tokens_, mask), values in zip(asked, told, strict=True):
+        for (number, row, place, tokens_, mask), values in zip(asked, logprobs, strict=True):
             own = np.zeros(mask.size)
             own[: len(tokens_)] = np.where(mask[: len(tokens_)], values, 0.0)
             columns[number][row, place] = torch.from_numpy(own).to(columns[number].dtype)
         return columns
 
-    def _told(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
-        """Return the log-probabilities of sequences, of those that are kept without asking."""
-        if self.kept is None:
-            return self._told_now(texts)
+    def _logprobs_of(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
+        """Return the log-probabilities of sequences; ask only for those that are not in the cache."""
+        if self.cache is None:
+            return self._answered_now(texts)
         keys = [xxhash.xxh3_128_digest(np.array(tokens, np.int64).tobytes()) for tokens in texts]
-        wanted = {key: tokens for key, tokens in zip(keys, texts, strict=True) if key not in self.kept}
-        self.kept.update(zip(wanted, self._told_now(list(wanted.values())), strict=True))
-        return [self.kept[key] for key in keys]
+        missing = {key: tokens for key, tokens in zip(keys, texts, strict=True) if key not in self.cache}
+        self.cache.update(zip(missing, self._answered_now(list(missing.values())), strict=True))
+        return [self.cache[key] for key in keys]
 
-    def _told_now(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
+    def _answered_now(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
         """Ask for sequences, and see that the model is still the same, whichever rank has the texts of a batch."""
         if self.exchange.rank != 0:
             return self._ask(texts)
-        *told, of_probe = self._ask([*texts, list(self.probe.tokens)])
+        *logprobs, of_probe = self._ask([*texts, list(self.probe.tokens)])
         self._check_drift(of_probe)
-        return told
+        return logprobs
 
     def _ask(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
         """Return the log-probabilities of sequences, several at a time; the first failure ends all of them."""
@@ -234,7 +234,7 @@ def _check_tokenizer(server: CompletionServer, tokenizer: Any, role: Role) -> bo
     """Compare the tokens of a text, and of words from all over the vocabulary; return whether any were.
 
     Raises:
-        ModelError: They differ.
+        ModelError: The endpoint makes other tokens of a text than the tokenizer.
     """
     compared = False
     for text in (_TEXT, tokenizer.decode(_spread(len(tokenizer)), skip_special_tokens=True)):
@@ -263,15 +263,15 @@ def _first(tokens: Sequence[int | None]) -> str:
 
 def _vocabulary(trained: Evaluation, *, samples: bool) -> int:
     """Return how many tokens an endpoint may be asked for: a model samples also those that no text has."""
-    known = int(trained.origin.skeleton.config.get_text_config().vocab_size)
-    return known if samples else min(known, len(trained.origin.tokenizer))
+    vocabulary_size = int(trained.origin.skeleton.config.get_text_config().vocab_size)
+    return vocabulary_size if samples else min(vocabulary_size, len(trained.origin.tokenizer))
 
 
 def _check_vocabulary(server: CompletionServer, size: int, longest: int, role: Role) -> None:
     """See that the endpoint knows the last token of a vocabulary, and others from all over it.
 
     Raises:
-        ModelError: It refuses them.
+        ModelError: The endpoint refuses these tokens.
     """
     tokens = [*_spread(size)[: max(1, longest - 1)], size - 1]
     try:

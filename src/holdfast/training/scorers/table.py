@@ -91,8 +91,10 @@ def with_reference(tokenise: Tokenise[Example], table: ReferenceTable, path: Pat
     """
 
     def carrying(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        found = tokenise(row, sample_id, source, name)
-        return replace(found, examples=tuple(_carrying(example, table, path, name) for example in found.examples))
+        tokenised = tokenise(row, sample_id, source, name)
+        return replace(
+            tokenised, examples=tuple(_carrying(example, table, path, name) for example in tokenised.examples)
+        )
 
     return carrying
 
@@ -111,23 +113,23 @@ def _carrying(example: Example, table: ReferenceTable, path: Path, name: str) ->
 
 def tabulate(run: Evaluation, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
     """Score every sequence of some streams; all ranks call this together and have the same table."""
-    found: dict[tuple[int, int], float] = {}
+    sums: dict[tuple[int, int], float] = {}
     for stream in streams:
         step = 0
         while (mini_batch := stream.next(step)) is not None:
             judged = scored(run, reference, mini_batch, COLUMN)
-            mine = [
+            own_sums = [
                 (_key(example), float(values.sum()))
                 for before, after in zip(mini_batch.micro_batches, judged.micro_batches, strict=True)
                 for example, values in zip(
                     unpack(before), split_tokens(after, after.per_token[COLUMN].to("cpu", torch.float64)), strict=True
                 )
             ]
-            for told in run.exchange.gather(mine):
-                found |= dict(told)
+            for rank_sums in run.exchange.gather(own_sums):
+                sums |= dict(rank_sums)
             step += 1
-    keys = sorted(found)
-    return ReferenceTable(np.array(keys, np.uint64).reshape(-1, 2), np.array([found[key] for key in keys], np.float64))
+    keys = sorted(sums)
+    return ReferenceTable(np.array(keys, np.uint64).reshape(-1, 2), np.array([sums[key] for key in keys], np.float64))
 
 
 def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> None:
@@ -167,13 +169,13 @@ def load_table(path: Path, about: Mapping[str, str], earlier: Mapping[str, str] 
     try:
         RegularFile(path).close()  # the library would wait for a pipe
         with safe_open(path, framework="numpy") as file:
-            said = file.metadata() or {}
+            metadata = file.metadata() or {}
             table = ReferenceTable(file.get_tensor("keys"), file.get_tensor("logprobs"))
     except (OSError, SafetensorError) as error:
         raise ConfigError(_damaged(path, str(error))) from error
-    if said.get("hash") != _hash(table) or said.get("format") != _FORMAT:
+    if metadata.get("hash") != _hash(table) or metadata.get("format") != _FORMAT:
         raise ConfigError(_damaged(path, "its hash is not that of its content"))
-    others = [name for name in about if said.get(name) not in {about[name], (earlier or about)[name]}]
+    others = [name for name in about if metadata.get(name) not in {about[name], (earlier or about)[name]}]
     if others:
         raise ConfigError(
             f"{path} holds log-probabilities of a reference that this run does not have: {_words(others)} differ. "
@@ -225,7 +227,7 @@ def refuse_without_other_answers(config: DPOConfig, data: OpenedData) -> None:
     """Refuse sources in which no row can be given the answer of another one for good.
 
     Raises:
-        ConfigError: One is streamed, or has a single row.
+        ConfigError: A source is streamed, or has a single row.
     """
     if not config.fixes_other_answers:
         return
@@ -281,8 +283,8 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
             "and name model.path, or leave precompute out."
         )
     about, earlier = together(exchange, lambda: _about_now_and_earlier(inputs))
-    known = exchange.agree(place.exists())
-    if known:
+    exists = exchange.agree(place.exists())
+    if exists:
         table = exchange.agree(together(exchange, lambda: load_table(place, about, earlier) if first else None))
         assert table is not None
     else:
@@ -293,7 +295,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
         together(exchange, lambda: save_table(table, place, about) if first and not config.dry_run else None)
     if first:
-        where = f"from {place}" if known else f"now in {place}"
+        where = f"from {place}" if exists else f"now in {place}"
         print(f"reference: log-probabilities of {len(table.logprobs)} answers, {where}", flush=True)
     return table
 
@@ -302,9 +304,9 @@ def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
     exchange = inputs.measured.exchange
     filters = [(source, inputs.accept) for source in inputs.data.training]
     filters += [(source, filter_of(source, inputs.accept)) for source in inputs.data.evaluation.values()]
-    for source, wanted in filters:
+    for source, accept in filters:
         reader = RowReader([source], in_order(source))
-        rows = CandidateReader(reader, inputs.tokeniser_of(reader, wanted), exchange, wanted)
+        rows = CandidateReader(reader, inputs.tokeniser_of(reader, accept), exchange, accept)
         yield one_pass(inputs.config, rows, exchange, inputs.layout)
 
 
@@ -324,7 +326,7 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     precision += adapter_mark(config, inputs.base)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
-    found = {
+    hashes = {
         "model": hash_bytes(f"{mark} {model} {precision}".encode()),
         "tokenizer": tokenizer_hash(origin.tokenizer),
         "rows": hash_bytes(json.dumps(rows).encode()),
@@ -333,8 +335,8 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     if config.fixes_other_answers:  # whose answer a prompt gets depends on which rows are left out
         filters = sorted(filter_hashes(config, inputs.base).items())
         left_out = [config.data.unusable, config.data.filter, filters]
-        found["other answers"] = hash_bytes(json.dumps(left_out).encode())
-    return found
+        hashes["other answers"] = hash_bytes(json.dumps(left_out).encode())
+    return hashes
 
 
 _TEXT = ("max_length", "overlong", "train_on", "append_eos", "system", "template_kwargs", "chat_template", "format")

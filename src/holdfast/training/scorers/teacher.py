@@ -117,17 +117,20 @@ def check_tokens(student: Any, teacher: Any, name: str) -> None:
     Raises:
         ModelError: With the tokens that differ.
     """
-    mine, theirs = student.get_vocab(), teacher.get_vocab()
-    if mine == theirs:
+    student_ids, teacher_ids = student.get_vocab(), teacher.get_vocab()
+    if student_ids == teacher_ids:
         return
     differ = sorted(
-        (word for word in mine.keys() | theirs.keys() if mine.get(word) != theirs.get(word)),
-        key=lambda word: (min(ids.get(word, len(ids)) for ids in (mine, theirs)), word),
+        (word for word in student_ids.keys() | teacher_ids.keys() if student_ids.get(word) != teacher_ids.get(word)),
+        key=lambda word: (min(ids.get(word, len(ids)) for ids in (student_ids, teacher_ids)), word),
     )
-    shown = "; ".join(f"{word!r} is {_place(mine, word)} here and {_place(theirs, word)} there" for word in differ[:3])
+    shown = "; ".join(
+        f"{word!r} is {_place(student_ids, word)} here and {_place(teacher_ids, word)} there" for word in differ[:3]
+    )
     raise ModelError(
-        f"The teacher {name} has other tokens than the student ({len(theirs)} against {len(mine)}; {len(differ)} "
-        f"differ: {shown}), so its predictions speak of other texts. Use a teacher and a student of one tokenizer."
+        f"The teacher {name} has other tokens than the student ({len(teacher_ids)} against {len(student_ids)}; "
+        f"{len(differ)} differ: {shown}), so its predictions speak of other texts. "
+        "Use a teacher and a student of one tokenizer."
     )
 
 

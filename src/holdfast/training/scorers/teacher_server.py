@@ -18,8 +18,8 @@ def connect(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
             log-probability; the same on all ranks.
         ModelError: Its tokenizer or its vocabulary is not the student's, or it cannot be known to be.
     """
-    found, compared = meet(student, section, _ROLE, samples=True)
-    probe, model = found.probe, found.server.model
+    scoring_server, compared = meet(student, section, _ROLE, samples=True)
+    probe, model = scoring_server.probe, scoring_server.server.model
     # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
     if not all(student.exchange.gather(compared)):
         raise ModelError(
@@ -35,4 +35,4 @@ def connect(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
             "likelihoods of both, and no divergence.",
             flush=True,
         )
-    return found
+    return scoring_server
