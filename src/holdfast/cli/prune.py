@@ -43,7 +43,7 @@ def pruned(
             keep = kept_steps(stored, policy, pinned=read_pins(storage), needed=needed)
             doomed = sorted(set(stored) - keep)
         else:
-            doomed = prune(storage, policy, needed=needed, told=notes.append, wait=True)
+            doomed = prune(storage, policy, needed=needed, notify=notes.append, wait=True)
     for step in doomed:
         yield f"{'would delete' if dry_run else 'deleted'} step {step}"
     yield from notes

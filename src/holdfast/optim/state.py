@@ -262,7 +262,7 @@ def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
     """Return a value's written form.
 
     Raises:
-        UnsavableOptimizer: It has none.
+        UnsavableOptimizer: The value has no written form.
     """
     try:
         return encode(value)

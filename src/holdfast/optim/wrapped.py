@@ -163,7 +163,7 @@ def torchao_module(name: str, what: str) -> Any:
     """Import a module of torchao.
 
     Raises:
-        ConfigError: It is not installed, or too old.
+        ConfigError: torchao is not installed, or too old.
     """
     # On import it tells of kernels for GPUs that are not here, and of forms that Python and torch would have otherwise.
     logs = [logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")]
