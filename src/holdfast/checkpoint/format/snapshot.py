@@ -308,7 +308,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
-    """Put it into generators that nobody uses; raises what they raise if it is none."""
+    """Put a state into generators that nobody uses; they raise their own errors if it is not one."""
     decoded = _read(state)
     random.Random().setstate(decoded.python)  # noqa: S311 - no secret
     np.random.RandomState().set_state(decoded.numpy)

@@ -181,7 +181,7 @@ def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: ProcessExcha
 
 
 def _on_rank_0(ranks: ProcessExchange, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
-    """Return rank 0's answer, or raise on every rank what keeps it from one."""
+    """Return rank 0's answer, or raise its error on every rank."""
     answer: list[T] = []
     with ranks.together():
         if ranks.rank == 0:

@@ -57,7 +57,7 @@ def read_parts(
 
     Returns:
         Parts by name, each compared with the hash of its chunk; None, on all ranks, if any byte of what was read is in
-        doubt. Who asks more slowly then learns what it is.
+        doubt. The caller then verifies every file, which names the fault.
     """
     other = [key for key, each in targets.items() if each.stored_hash is None and local_part(each.live).numel()]
     left = {key for part in ranks.gather(other) for key in part}

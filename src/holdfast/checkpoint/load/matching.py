@@ -220,7 +220,7 @@ class _Layouts:
     learned: Mapping[str, Mapping[str, Tensor]] | None = None
 
     def of(self, key: str, name: str, entry: TensorEntry) -> Tensor:
-        """Return a tensor in whose sharding a stored one belongs here: the parameter's, or what the optimizer makes."""
+        """Return the tensor whose sharding a stored one takes here: the parameter, or state the optimizer makes."""
         parameter, slot = self.parameters[name], key.rpartition(".")[2]
         if entry.shape == tuple(parameter.shape):
             return parameter.data

@@ -303,7 +303,7 @@ def check_read_back(
 def _read(
     tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
 ) -> None:
-    """Read into staging memory; each chunk is compared when it is read, and wanted ones that fit once more."""
+    """Read into staging memory and compare each chunk; compare a rank's part again where it is exactly one chunk."""
     if not tensors:
         return
     if ranks.size == 1:
