@@ -188,11 +188,11 @@ def _run(
     """
     call = number_of_call()  # before anything is refused: a rank that is refused alone has made this call too
     tree = _checked(root, config, live, replaced)
-    wanted = tree.config.launch.ranks
-    if not under_torchrun() and wanted not in {"auto", 1}:
+    ranks = tree.config.launch.ranks
+    if not under_torchrun() and ranks not in {"auto", 1}:
         raise ConfigError(
-            f"launch.ranks={wanted}, but a Python call is one process. Start the script with `torchrun "
-            f"--nproc-per-node {wanted} script.py`, or use `holdfast {root.verb} RUN.yaml`."
+            f"launch.ranks={ranks}, but a Python call is one process. Start the script with `torchrun "
+            f"--nproc-per-node {ranks} script.py`, or use `holdfast {root.verb} RUN.yaml`."
         )
     with joined(tree.config.launch, call) as world:
         return recipe(tree.config, tree.base, world, live)

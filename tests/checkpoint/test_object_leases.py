@@ -77,11 +77,11 @@ def test_a_start_waits_for_a_lease_of_another_machine_until_it_is_renewed_or_giv
     again.start()
 
     with pytest.raises(DirectoryTaken, match="process 7 on another"):
-        ObjectLease(storage, told=said.append).__enter__()
+        ObjectLease(storage, notify=said.append).__enter__()
     again.join()
     gone = threading.Timer(3, storage.remove, (FIRST,))
     gone.start()
-    with ObjectLease(storage, told=said.append):
+    with ObjectLease(storage, notify=said.append):
         gone.join()
         assert len(storage.names()) == 1
 

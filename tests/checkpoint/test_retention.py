@@ -196,7 +196,7 @@ def test_a_deletion_that_fails_is_a_note_and_no_failure_of_the_save(pools: Any, 
 def test_a_step_that_cannot_be_deleted_is_named_and_keeps_no_other_from_it(four: LocalStorage) -> None:
     notes: list[str] = []
 
-    deleted = prune(Stubborn(Path(four.root), "step-00000001"), Retention(last=2), told=notes.append, wait=True)
+    deleted = prune(Stubborn(Path(four.root), "step-00000001"), Retention(last=2), notify=notes.append, wait=True)
 
     assert deleted == [2]
     assert four.names() == ["step-00000001", "step-00000003", "step-00000004"]

@@ -49,12 +49,12 @@ class BackgroundSaver(Generic[Written]):
             copy: Off for a caller that waits for the end and changes nothing until then.
         """
         assert self._thread is None, "one save is in flight; collect it first"
-        held = staged(snapshot, self._buffers) if copy else snapshot
+        to_write = staged(snapshot, self._buffers) if copy else snapshot
         self._result = self._error = None
 
         def work() -> None:
             try:
-                self._result = write(held)
+                self._result = write(to_write)
             except HoldfastError as error:
                 self._error = error
             except Exception as error:  # noqa: BLE001 - the edge of a thread: what is not told here is never heard

@@ -85,10 +85,10 @@ class Prepared:
 
     def committed(self, snapshot: Snapshot, ranks: ProcessExchange, reached: Callable[[str], None]) -> Manifest:
         """Write a snapshot, this one or a copy of it; all ranks call this together."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             with together(ranks, "begin"):
                 if ranks.rank == 0 and not self.storage.renames:
-                    held.enter_context(ObjectLease(self.storage, self.name))
+                    stack.enter_context(ObjectLease(self.storage, self.name))
             return commit(snapshot, self.storage, self.about, ranks, name=self.name, reached=reached)
 
 

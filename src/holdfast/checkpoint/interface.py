@@ -81,7 +81,7 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
         UnsavableExtra, UnsavableOptimizer: On all ranks; something on one of them has no written form.
     """
     with call("save", timeout_minutes, SaveFailed) as (ranks, reached):
-        wanted = prepared(
+        prepared_save = prepared(
             ranks,
             path,
             model,
@@ -92,7 +92,7 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
             frozen=frozen,
             parent=parent,
         )
-        return wanted.committed(wanted.snapshot, ranks, reached)
+        return prepared_save.committed(prepared_save.snapshot, ranks, reached)
 
 
 def load(
@@ -120,7 +120,7 @@ def load(
     with call("load", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
             storage, name = place_of(path)
-        found: Loaded = reader.load(
+        loaded: Loaded = reader.load(
             storage,
             name,
             model,
@@ -130,15 +130,15 @@ def load(
             hyperparameters=hyperparameters,
             check=check_extra,
         )
-    own = found.rank_state
+    own = loaded.rank_state
     if own is not None:
         set_random_state(own["random"])
     return Restored(
-        decode(found.shared.get("extra")),
+        decode(loaded.shared.get("extra")),
         None if own is None else decode(own.get("extra")),
         own is not None,
-        found.notes,
-        found.manifest,
+        loaded.notes,
+        loaded.manifest,
     )
 
 

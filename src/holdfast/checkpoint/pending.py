@@ -103,17 +103,17 @@ def save_in_background(
     outcome = None if before is None else before.outcome()
     with call(_NAME, timeout_minutes, SaveFailed, "background") as (ranks, _):
         failure = outcome if isinstance(outcome, HoldfastError) else None
-        told = ranks.gather((failure, before is None or before.asked))
+        answers = ranks.gather((failure, before is None or before.asked))
         _newest.clear()
-        first = next((error for error, _ in told if error is not None), None)
-        if first is not None and not all(asked for _, asked in told):
+        first = next((error for error, _ in answers if error is not None), None)
+        if first is not None and not all(asked for _, asked in answers):
             raise first
-        wanted = prepared(ranks, path, model, optimizer, extra, **others)
+        prepared_save = prepared(ranks, path, model, optimizer, extra, **others)
 
     def write(copy: Snapshot) -> Manifest:
         with call(_NAME, timeout_minutes, SaveFailed, "background") as (_, reached):
-            return wanted.committed(copy, ranks, reached)
+            return prepared_save.committed(copy, ranks, reached)
 
-    _saver.start(wanted.snapshot, write)
+    _saver.start(prepared_save.snapshot, write)
     _newest.append(PendingSave(path, _saver))
     return _newest[0]

@@ -129,7 +129,7 @@ class Session:
             return
         # On a thread also where training waits: a file system that hangs can then be given up, and be named.
         self._attempt = attempt = object()
-        self._saver.start(snapshot, lambda held: self._write(held, words, attempt), copy=self.background)
+        self._saver.start(snapshot, lambda staged: self._write(staged, words, attempt), copy=self.background)
         if wait or not self.background:
             (self.patience or self._wait)()
 
@@ -154,7 +154,7 @@ class Session:
 
     def _committed(self, snapshot: Snapshot, about: About, ranks: ProcessExchange, reached: Reached) -> Saved:
         notes: list[str] = []
-        manifest = commit(snapshot, self.storage, about, ranks, reached=reached, told=notes.append)
+        manifest = commit(snapshot, self.storage, about, ranks, reached=reached, notify=notes.append)
         if self.read_back:
             reached("read back")
             self._verify(manifest, ranks)
@@ -163,11 +163,11 @@ class Session:
         deleted: list[int] = []
         if ranks.rank == 0:
             try:
-                deleted = prune(self.storage, self.retention, needed=needed, told=notes.append)
+                deleted = prune(self.storage, self.retention, needed=needed, notify=notes.append)
             except Exception as error:  # noqa: BLE001 - the checkpoint is there, and the others wait for this rank
                 notes.append(f"older checkpoints could not be deleted: {error}.")
-        told = ranks.agree((deleted, notes))
-        return Saved(manifest, tuple(told[0]), tuple(told[1]))
+        deleted, notes = ranks.agree((deleted, notes))
+        return Saved(manifest, tuple(deleted), tuple(notes))
 
     def _reach(self, phase: str, attempt: object) -> None:
         if attempt is not self._attempt:  # its tensors may be of a later step by now, and its name somebody else's

@@ -123,19 +123,19 @@ def diff(
     from holdfast.checkpoint.inspect.compare import differences
     from holdfast.checkpoint.keep import find
 
-    found, both = 0, (find.one(first), find.one(second))
+    difference_count, both = 0, (find.one(first), find.one(second))
     for checkpoint in both:
         verified_metadata(checkpoint.storage, checkpoint.name, checkpoint.manifest)
     for line in differences(*both):
         typer.echo(line)
-        found += 1
+        difference_count += 1
         if not everything:
             break
-    if not found:
+    if not difference_count:
         for checkpoint in both:  # what was compared so far is what the manifests say
             verify(checkpoint.storage, checkpoint.name, "files")
         typer.echo("identical")
-    raise typer.Exit(1 if found else 0)
+    raise typer.Exit(1 if difference_count else 0)
 
 
 @app.command("export")
@@ -168,21 +168,21 @@ def export(
         raise ConfigError(
             "--ema writes averages in the place of weights, --format torch all there is; give one of them."
         )
-    found = find.one(checkpoint)
+    stored = find.one(checkpoint)
     if adapter:
-        export_stored_adapter(found, output, dtype=_dtype(dtype), averaged=ema)
+        export_stored_adapter(stored, output, dtype=_dtype(dtype), averaged=ema)
     elif form is Form.torch:
-        write_torch_file(found, output)
+        write_torch_file(stored, output)
     else:
         export_stored(
-            [found],
+            [stored],
             output,
             dtype=_dtype(dtype),
             largest_file_bytes=shard_bytes,
             trust_remote_code=trust_remote_code,
             averaged=ema,
         )
-    typer.echo(f"{found.path} is exported to {output}")
+    typer.echo(f"{stored.path} is exported to {output}")
 
 
 @app.command("average")
@@ -196,9 +196,9 @@ def average(
     from holdfast.checkpoint.export.stored import export_stored
     from holdfast.checkpoint.keep import find
 
-    found = [find.one(path) for path in checkpoints]
-    export_stored(found, output, dtype=_dtype(dtype), trust_remote_code=trust_remote_code)
-    typer.echo(f"the mean of {len(found)} checkpoints is in {output}")
+    stored = [find.one(path) for path in checkpoints]
+    export_stored(stored, output, dtype=_dtype(dtype), trust_remote_code=trust_remote_code)
+    typer.echo(f"the mean of {len(stored)} checkpoints is in {output}")
 
 
 @app.command("prune")
@@ -237,7 +237,7 @@ def pin(
     typer.echo(pinned(run, step, remove=remove))
 
 
-def _dtype(wanted: Dtype) -> TorchDtype | None:
+def _dtype(choice: Dtype) -> TorchDtype | None:
     import torch
 
-    return None if wanted is Dtype.same else getattr(torch, wanted.value)
+    return None if choice is Dtype.same else getattr(torch, choice.value)

@@ -91,10 +91,12 @@ def description(place: str) -> Iterator[str]:
     from holdfast.checkpoint.format.chunks import verified_metadata
     from holdfast.checkpoint.keep import find
 
-    found = find.one(place)
-    manifest = found.manifest
-    verified_metadata(found.storage, found.name, manifest)  # what is said of tensors holds for what lies there
-    yield f"checkpoint {found.path}"
+    checkpoint = find.one(place)
+    manifest = checkpoint.manifest
+    verified_metadata(
+        checkpoint.storage, checkpoint.name, manifest
+    )  # what is said of tensors holds for what lies there
+    yield f"checkpoint {checkpoint.path}"
     yield f"run {manifest.run_id}, step {manifest.step}, hash {manifest.hash}"
     if manifest.parent_step is not None:
         yield f"after step {manifest.parent_step}, hash {manifest.parent}"
@@ -205,9 +207,9 @@ def pinned(place: str, step: int, *, remove: bool) -> str:
     from holdfast.checkpoint.keep.retention import read_pins, steps, write_pins
 
     storage = find.folder_of(place)
-    known = steps(storage)
-    if step not in known and not remove:
-        raise NoCheckpoint(f"{storage.root} has no step {step}. It has {', '.join(map(str, known))}.")
+    existing_steps = steps(storage)
+    if step not in existing_steps and not remove:
+        raise NoCheckpoint(f"{storage.root} has no step {step}. It has {', '.join(map(str, existing_steps))}.")
     pins = read_pins(storage)
     pins = pins - {step} if remove else pins | {step}
     with writing(storage):

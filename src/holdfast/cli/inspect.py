@@ -77,15 +77,15 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     config = loaded.config
     section = config.data.all_sources()[0]
     source = open_source(section, loaded.base, task_rows(config))
-    found = next(iter(source.scan(row)), None)
-    if found is None:
-        known = "" if source.size is None else f" It has rows 0 to {source.size - 1}."
-        raise DataError(f"{source.name} has no row {row}.{known}")
+    content = next(iter(source.scan(row)), None)
+    if content is None:
+        row_range = "" if source.size is None else f" It has rows 0 to {source.size - 1}."
+        raise DataError(f"{source.name} has no row {row}.{row_range}")
     tokenizer = load_tokenizer(config.model, loaded.base)
     console = Console(highlight=False, soft_wrap=True)
     images = _images(config, tokenizer, loaded.base)
     if isinstance(config, GRPOConfig):
-        for line in _prompt(config, tokenizer, loaded.base, found, f"{source.name} row {row}", images):
+        for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
         return
     tokenise: Tokenise[Example] = (
@@ -93,7 +93,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         if isinstance(config, DPOConfig)
         else row_tokeniser(tokenizer, config.data, loaded.base, {source.name: section.rows}, images)
     )
-    sequences = tokenise(found, row, source.name, f"{source.name} row {row}")
+    sequences = tokenise(content, row, source.name, f"{source.name} row {row}")
     for example in sequences.examples:
         _show(console, example, tokenizer)
     for name, number in sequences.counts.items():
@@ -134,12 +134,12 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
     longest = config.data.max_length - config.rollout.max_new_tokens
     rows = RowTokeniser(tokenizer, config.data, base, images)
     tokenise = prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
-    found = tokenise(row, 0, name, name)
-    for prompt in found.examples:
+    tokenised = tokenise(row, 0, name, name)
+    for prompt in tokenised.examples:
         yield prompt.text
         yield f"{prompt.tokens.size} tokens; the policy writes up to {config.rollout.max_new_tokens} after them"
         yield f"rewards see the columns {', '.join(sorted(prompt.row))}"
-    for counted in found.counts:
+    for counted in tokenised.counts:
         yield f"{counted}: the prompt leaves no room for rollout.max_new_tokens in data.max_length"
 
 

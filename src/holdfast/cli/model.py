@@ -23,7 +23,7 @@ def check(target: str, overrides: Sequence[str]) -> int:
 
     Raises:
         ConfigError: The target is none of what is taken.
-        ModelError: It has no configuration that can be read.
+        ModelError: The target has no configuration that can be read.
     """
     from holdfast.config.sections.launch import LaunchConfig
     from holdfast.parallel.mesh import joined

@@ -133,9 +133,9 @@ def _compare(straight: Path, broken: Path) -> int:
     from holdfast.metrics.sink import METRICS, read_metrics
 
     one, two = ([line for line in read_metrics(run / METRICS) if "loss" in line] for run in (straight, broken))
-    found = _first_difference_of_steps(one, two) or _first_difference_of_states(straight, broken)
-    if found is not None:
-        print(f"first divergence: {found}")
+    divergence = _first_difference_of_steps(one, two) or _first_difference_of_states(straight, broken)
+    if divergence is not None:
+        print(f"first divergence: {divergence}")
         print(f"both runs are in {straight.parent}")
         return 1
     shutil.rmtree(straight.parent)

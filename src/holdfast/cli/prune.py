@@ -31,23 +31,23 @@ def pruned(
     from holdfast.checkpoint.place.object_lease import lease_of
 
     storage = find.folder_of(place)
-    policy, found = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
+    policy, stored = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
     notes: list[str] = []
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(writing(storage))
             stack.enter_context(lease_of(storage))
         source = resume_source(storage)
-        needed = [_newest_whole(storage, found)] + ([] if source is None else [source])
+        needed = [_newest_whole(storage, stored)] + ([] if source is None else [source])
         if dry_run:
-            keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
-            doomed = sorted(set(found) - keep)
+            keep = kept_steps(stored, policy, pinned=read_pins(storage), needed=needed)
+            doomed = sorted(set(stored) - keep)
         else:
-            doomed = prune(storage, policy, needed=needed, told=notes.append, wait=True)
+            doomed = prune(storage, policy, needed=needed, notify=notes.append, wait=True)
     for step in doomed:
         yield f"{'would delete' if dry_run else 'deleted'} step {step}"
     yield from notes
-    yield f"{len(found) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
+    yield f"{len(stored) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
 
 
 def _policy(
@@ -58,20 +58,20 @@ def _policy(
     from holdfast.checkpoint.keep.retention import Best, Retention
     from holdfast.checkpoint.keep.retention_record import better, recorded
 
-    known = recorded(storage)
-    own = Retention() if known is None else known.retention
+    record = recorded(storage)
+    own = Retention() if record is None else record.retention
     for metric in keep_best:
         find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
-    best = [Best(metric, better(known, metric, mode)) for metric in keep_best]
+    best = [Best(metric, better(record, metric, mode)) for metric in keep_best]
     return Retention(keep_last or own.last, keep_every or own.every, (*own.best, *best))
 
 
-def _newest_whole(storage: Storage, found: dict[int, Manifest]) -> int:
+def _newest_whole(storage: Storage, stored: dict[int, Manifest]) -> int:
     from holdfast.checkpoint.errors import CheckpointError
     from holdfast.checkpoint.format.verification import verify
     from holdfast.checkpoint.place.layout import step_name
 
-    for step in sorted(found, reverse=True):
+    for step in sorted(stored, reverse=True):
         try:
             verify(storage, step_name(step), "files")
         except CheckpointError:

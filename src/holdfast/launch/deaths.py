@@ -135,19 +135,19 @@ def last_error(log: str) -> str:
 
 
 def _paragraph(lines: Sequence[str]) -> str:
-    kept: list[str] = []
+    paragraph: list[str] = []
     for line in lines[:_LONGEST_ERROR]:
-        if kept and (not line or _NATIVE_LOG.match(line)):
+        if paragraph and (not line or _NATIVE_LOG.match(line)):
             break
-        kept.append(line)
-    return "\n".join(kept)
+        paragraph.append(line)
+    return "\n".join(paragraph)
 
 
 def last_paragraph(log: str) -> str:
-    """Return the last lines that stand together."""
-    kept: list[str] = []
+    """Return the last lines of a log that no empty line parts."""
+    last_lines: list[str] = []
     for line in reversed(plain(log).rstrip().splitlines()):
-        if not line or len(kept) == _LAST_LINES:
+        if not line or len(last_lines) == _LAST_LINES:
             break
-        kept.append(line)
-    return "\n".join(reversed(kept))
+        last_lines.append(line)
+    return "\n".join(reversed(last_lines))

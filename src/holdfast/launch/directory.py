@@ -120,12 +120,12 @@ class LaunchDirectory:
 
     def reports(self) -> list[Report]:
         """Return what ranks said about their failures, earliest first."""
-        found = []
+        reports = []
         for path in self.path.glob("failure-rank-*.json"):
             with contextlib.suppress(ValueError, TypeError):  # torn or foreign: the exit code still speaks
                 values: dict[str, Any] = json.loads(_read(path))
-                found.append(Report(**values))
-        return sorted(found, key=lambda report: report.time)
+                reports.append(Report(**values))
+        return sorted(reports, key=lambda report: report.time)
 
     def report(self, report: Report) -> None:
         """Speak for a rank that died without a word, so that the survivors can name it."""

@@ -38,14 +38,14 @@ def cuda_devices(environ: Mapping[str, str]) -> int:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return 0
-    found = _installed_gpus(environ)
+    installed = _installed_gpus(environ)
     if visible is None:
-        return found
+        return installed
     count = 0
     for name in (entry.strip() for entry in visible.split(",")):
         # CUDA stops at the first name it does not know, and shows what stands before it.
-        known = int(name) < found if name.isdecimal() else name.startswith(("GPU-", "MIG-")) and found > 0
-        if not known:
+        exists = int(name) < installed if name.isdecimal() else name.startswith(("GPU-", "MIG-")) and installed > 0
+        if not exists:
             break
         count += 1
     return count

@@ -39,22 +39,22 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
     """
     if not (_PROC / "self" / "stat").exists():  # without /proc the process groups are all one can see
         return {leader for leader in leaders if _group_exists(leader)}
-    wanted = mark.encode() + b"\0"
-    found: set[int] = set()
+    mark_entry = mark.encode() + b"\0"
+    processes: set[int] = set()
     children: dict[int, list[int]] = {}
     for entry in os.listdir(_PROC):  # noqa: PTH208  names only: a Path per process costs more than the scan
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
-        parent, belongs = _look(entry, wanted, leaders)
+        parent, belongs = _look(entry, mark_entry, leaders)
         children.setdefault(parent, []).append(int(entry))
         if belongs:
-            found.add(int(entry))
-    unseen = list(found)
+            processes.add(int(entry))
+    unseen = list(processes)
     while unseen:
-        new = [child for child in children.get(unseen.pop(), ()) if child not in found]
-        found.update(new)
+        new = [child for child in children.get(unseen.pop(), ()) if child not in processes]
+        processes.update(new)
         unseen += new
-    return found
+    return processes
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -67,7 +67,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def _look(pid: str, wanted: bytes, leaders: Collection[int]) -> tuple[int, bool]:
+def _look(pid: str, mark_entry: bytes, leaders: Collection[int]) -> tuple[int, bool]:
     """Return the parent of a process, and whether it shows that it is the launch's; (0, False) if it ended."""
     parent = 0
     try:
@@ -79,7 +79,7 @@ def _look(pid: str, wanted: bytes, leaders: Collection[int]) -> tuple[int, bool]
         if int(group) in leaders or int(session) in leaders:
             return parent, True
         with open(f"/proc/{pid}/environ", "rb") as environ:  # noqa: PTH123
-            return parent, (b"\0" + wanted) in (b"\0" + environ.read())
+            return parent, (b"\0" + mark_entry) in (b"\0" + environ.read())
     except (OSError, ValueError):  # it ended while we looked, or hides its environment
         return parent, False
 

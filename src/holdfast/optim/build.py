@@ -97,14 +97,14 @@ def _muon(
                 f"optim.adamw: {pattern!r} names no matrix that Muon would update; those are "
                 f"{', '.join(matrices[:3]) or 'none'}. Remove it, or mend the pattern."
             )
-    mine = {*matrices} - _matched(config.adamw, matrices)
-    if not mine:
+    muon_names = {*matrices} - _matched(config.adamw, matrices)
+    if not muon_names:
         raise ConfigError(
             "optim.kind: muon updates matrices, and none is trained besides embeddings, the head and what optim.adamw "
             "names. Use optim.kind: adamw."
         )
     groups = []
-    for algorithm, plan in _parts(config, plans, mine):
+    for algorithm, plan in _parts(config, plans, muon_names):
         groups += [group | {"algorithm": algorithm} for group in param_groups([plan], parameters)]
     return Muon(
         groups,
@@ -116,15 +116,15 @@ def _muon(
         iterate_in=getattr(torch, config.iterate_in),
         betas=config.betas,
         eps=config.eps,
-        stacks={parameters[name]: stack for name, stack in stacks.items() if name in mine},
+        stacks={parameters[name]: stack for name, stack in stacks.items() if name in muon_names},
     )
 
 
-def _parts(config: MuonConfig, plans: Sequence[GroupPlan], mine: Collection[str]) -> list[tuple[str, GroupPlan]]:
+def _parts(config: MuonConfig, plans: Sequence[GroupPlan], muon_names: Collection[str]) -> list[tuple[str, GroupPlan]]:
     """Return what each algorithm has of every group; groups without a rate of their own have AdamW's there."""
-    parts = [(MUON, replace(plan, names=tuple(name for name in plan.names if name in mine))) for plan in plans]
+    parts = [(MUON, replace(plan, names=tuple(name for name in plan.names if name in muon_names))) for plan in plans]
     for plan in plans:
-        rest = replace(plan, names=tuple(name for name in plan.names if name not in mine))
+        rest = replace(plan, names=tuple(name for name in plan.names if name not in muon_names))
         if plan.stem == REST and config.adamw_lr is not None:
             rest = replace(rest, stem=ADAMW, lr=config.adamw_lr)
         parts.append((ADAMW, rest))

@@ -41,10 +41,10 @@ class Following:
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 continue  # it is the same in both
-            mine, weight = local_part(own[name].detach()), local_part(parameter.detach())
-            wide = torch.promote_types(mine.dtype, torch.float32)
-            mixed = torch.lerp(mine.to(wide), weight.to(mine.device, wide), self.mix)
+            follower, weight = local_part(own[name].detach()), local_part(parameter.detach())
+            wide = torch.promote_types(follower.dtype, torch.float32)
+            mixed = torch.lerp(follower.to(wide), weight.to(follower.device, wide), self.mix)
             if self.mix < 1:
-                round_evenly(mine, mixed, step // self.every_steps * SPREAD[0])
+                round_evenly(follower, mixed, step // self.every_steps * SPREAD[0])
             else:
-                mine.copy_(mixed)
+                follower.copy_(mixed)

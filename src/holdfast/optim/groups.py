@@ -60,15 +60,15 @@ def plan_groups(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> 
     left = trained
     plans: list[GroupPlan] = []
     for name, entry in config.groups.items():
-        mine = [parameter for parameter in left if _matches(entry.match, parameter)]
-        if not mine:
+        members = [parameter for parameter in left if _matches(entry.match, parameter)]
+        if not members:
             raise ConfigError(_nothing_matched(name, entry.match, parameters))
-        left = [parameter for parameter in left if parameter not in set(mine)]
-        halves = _halves(config, entry, name, mine)
+        left = [parameter for parameter in left if parameter not in set(members)]
+        halves = _halves(config, entry, name, members)
         if entry.weight_decay and not halves[0].decays:
             raise ConfigError(
                 f"optim.groups.{name}.weight_decay={entry.weight_decay:g} reaches nothing: optim.no_decay names all "
-                f"of the group's parameters ({_some(mine)}). Leave weight_decay out, or narrow optim.no_decay."
+                f"of the group's parameters ({_some(members)}). Leave weight_decay out, or narrow optim.no_decay."
             )
         plans += halves
     return plans + _halves(config, None, REST, left)
@@ -94,12 +94,14 @@ def _matches(pattern: str, name: str) -> bool:
 def _nothing_matched(name: str, pattern: str, parameters: Mapping[str, nn.Parameter]) -> str:
     """Return why an entry has no parameter, and what its pattern may have meant."""
     key = f"optim.groups.{name}.match={pattern!r}"
-    found = [parameter for parameter in parameters if _matches(pattern, parameter)]
-    trained = [parameter for parameter in found if parameters[parameter].requires_grad]
-    if not found:
+    matching = [parameter for parameter in parameters if _matches(pattern, parameter)]
+    trained = [parameter for parameter in matching if parameters[parameter].requires_grad]
+    if not matching:
         return f"{key} matches no parameter. Names look like {', '.join(_near(pattern, parameters))}."
     if not trained:
-        return f"{key} matches frozen parameters only ({_some(found)}). Remove the group, or train them (model.freeze)."
+        return (
+            f"{key} matches frozen parameters only ({_some(matching)}). Remove the group, or train them (model.freeze)."
+        )
     return (
         f"{key} matches only parameters that an earlier entry of optim.groups has ({_some(trained)}): of entries that "
         "match, the first one counts. Move it up, or remove it."

@@ -32,34 +32,34 @@ def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
     All ranks call this together.
     """
     names = names_of(optimizer, parameters)
-    found = Collected(optimizer)
+    collected = Collected(optimizer)
     for group in optimizer.param_groups:
-        known: dict[tuple[Any, ...], tuple[torch.Size, State]] = {}
+        samples: dict[tuple[Any, ...], tuple[torch.Size, State]] = {}
         exact: dict[tuple[Any, ...], State] = {}
         for parameter in group["params"]:
             name, kind = names[id(parameter)], (parameter.ndim, parameter.dtype, parameter.numel() == 1)
-            if _wraps(optimizer, group, parameter, known):
+            if _wraps(optimizer, group, parameter, samples):
                 shape = (parameter.shape, parameter.dtype)
                 if shape not in exact:
                     twin = nn.Parameter(zeros(parameter.shape, parameter))
                     exact[shape] = _state_after_one_step(optimizer, group, twin)
                 state = {key: _as_zeros(value) for key, value in exact[shape].items()}
             else:
-                small, learned = known[kind]
+                small, learned = samples[kind]
                 state = {
                     key: _grown(value, small, parameter) if isinstance(value, Tensor) else value
                     for key, value in learned.items()
                 }
             for key, value in state.items():
-                found.add(name, str(key), value, parameter)
-    return found.state(groups_of(optimizer, names))
+                collected.add(name, str(key), value, parameter)
+    return collected.state(groups_of(optimizer, names))
 
 
 def _wraps(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     parameter: Tensor,
-    known: dict[tuple[Any, ...], tuple[torch.Size, State]],
+    samples: dict[tuple[Any, ...], tuple[torch.Size, State]],
 ) -> bool:
     """Return whether state of such parameters, small ones or large ones, is of a class of its own."""
     kind = (parameter.ndim, parameter.dtype, parameter.numel() == 1)
@@ -67,10 +67,10 @@ def _wraps(
         if size == "large" and (kind[-1] or type(optimizer).__module__.startswith("torch.optim.")):
             return False  # torch's own never quantise
         key = kind if size == "small" else (*kind, size)
-        if key not in known:
+        if key not in samples:
             twin = stand_in(parameter) if size == "small" else _large_stand_in(parameter)
-            known[key] = twin.shape, _state_after_one_step(optimizer, group, twin)
-        if any(isinstance(value, Tensor) and odd_class(value) is not None for value in known[key][1].values()):
+            samples[key] = twin.shape, _state_after_one_step(optimizer, group, twin)
+        if any(isinstance(value, Tensor) and odd_class(value) is not None for value in samples[key][1].values()):
             return True
     return False
 
@@ -109,9 +109,9 @@ def zeros(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) 
     if not isinstance(like, DTensor):
         return torch.zeros(tuple(shape), dtype=dtype, device=like.device)
     size = torch.Size(shape)
-    mine, _ = compute_local_shape_and_global_offset(size, like.device_mesh, like.placements)
+    local_shape, _ = compute_local_shape_and_global_offset(size, like.device_mesh, like.placements)
     strides = torch.empty(size, device="meta").stride()
-    local = torch.zeros(mine, dtype=dtype, device=like.to_local().device)
+    local = torch.zeros(local_shape, dtype=dtype, device=like.to_local().device)
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=strides)
 
 

@@ -112,15 +112,15 @@ class Muon(Optimizer):
         if stack is not None:
             matrices = stack.apart(full_tensor(ahead).to(dtype))
             shape = matrices.shape[-2:]
-            mine = stack.together(orthogonalised(matrices, group["iterations"]))[local_rows(parameter)]
+            update = stack.together(orthogonalised(matrices, group["iterations"]))[local_rows(parameter)]
         elif parameter.ndim == 2:
             whole = orthogonalised(full_tensor(ahead).to(dtype), group["iterations"])
-            mine = whole[local_rows(parameter)]
+            update = whole[local_rows(parameter)]
         else:
-            mine = orthogonalised(local_part(ahead).to(dtype), group["iterations"])
+            update = orthogonalised(local_part(ahead).to(dtype), group["iterations"])
         weight = local_part(parameter)
         rate = group["lr"] * scale_of(group["scale"], *shape)
-        weight.sub_(mine.to(device=weight.device, dtype=weight.dtype), alpha=rate)
+        weight.sub_(update.to(device=weight.device, dtype=weight.dtype), alpha=rate)
 
     def _adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None

@@ -17,16 +17,16 @@ _CUT = 2**16
 """Values of the digits that float32 has and bfloat16 has not."""
 
 
-def round_evenly(kept: Tensor, exact: Tensor, place: float) -> None:
-    """Round to what an average is kept in: up where the part that is cut off, plus the fraction of `place`, reaches 1.
+def round_evenly(average: Tensor, exact: Tensor, place: float) -> None:
+    """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `place`, reaches 1.
 
     Args:
-        kept: Overwritten.
+        average: Overwritten.
         exact: float32, of the same shape.
         place: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
     """
-    if kept.dtype is not torch.bfloat16:
-        kept.copy_(exact)
+    if average.dtype is not torch.bfloat16:
+        average.copy_(exact)
         return
     digits = exact.view(torch.int32).add(int(place % 1 * _CUT)).bitwise_and_(-_CUT)  # of the magnitude, at either sign
-    kept.copy_(digits.view(torch.float32))
+    average.copy_(digits.view(torch.float32))

@@ -91,14 +91,14 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
         UnsavableOptimizer: Something in it cannot be written down.
     """
     names = names_of(optimizer, parameters)
-    found = Collected(optimizer)
+    collected = Collected(optimizer)
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None or not state:  # empty entries are left behind by whoever indexed the state
             continue
         for key, value in state.items():
-            found.add(name, str(key), value, parameter)
-    return found.state(groups_of(optimizer, names))
+            collected.add(name, str(key), value, parameter)
+    return collected.state(groups_of(optimizer, names))
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Collected:
         """Take one value of a parameter's state.
 
         Raises:
-            UnsavableOptimizer: It cannot be written down.
+            UnsavableOptimizer: The value cannot be written down.
         """
         what = f"state {key!r} of {name}"
         if not isinstance(value, Tensor):
@@ -124,8 +124,8 @@ class Collected:
         else:
             record, parts = separated(value, parameter, what, self.optimizer)
             self.wrapped.setdefault(name, {})[key] = record
-            mine = self.tensors.setdefault(name, {})
-            mine |= {f"{key}{BETWEEN}{part}": tensor for part, tensor in parts.items()}
+            slots = self.tensors.setdefault(name, {})
+            slots |= {f"{key}{BETWEEN}{part}": tensor for part, tensor in parts.items()}
 
     def state(self, groups: tuple[GroupState, ...]) -> OptimizerState:
         """Return all of it."""
@@ -160,13 +160,13 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         NotSeparable: A tensor of a class of its own cannot be made again; nothing was changed.
     """
     saved = put_together(saved, parameters)
-    known = saved.tensors.keys() | saved.values.keys()
+    saved_names = saved.tensors.keys() | saved.values.keys()
     names = {id(parameter): name for name, parameter in parameters.items()}
     # In the order of parameters, the same on every rank: somebody may gather what they find here.
-    by_name = {name: parameter for name, parameter in parameters.items() if name in known}
-    kept = {parameter: state for parameter, state in optimizer.state.items() if _as_built(state)}
+    by_name = {name: parameter for name, parameter in parameters.items() if name in saved_names}
+    as_built = {parameter: state for parameter, state in optimizer.state.items() if _as_built(state)}
     optimizer.state.clear()
-    optimizer.state.update({key: value for key, value in kept.items() if names.get(id(key)) not in by_name})
+    optimizer.state.update({key: value for key, value in as_built.items() if names.get(id(key)) not in by_name})
     on_device = _counting_on_device(optimizer)
     for name, parameter in by_name.items():
         state: dict[str, Any] = {}
@@ -191,21 +191,21 @@ def matched_hyperparameters(
     taken: list[dict[str, Any]] = []
     refused = []
     for group in live:
-        kept = _OF_THE_RUN if PEAK in group.hyperparameters else frozenset()
+        of_the_run = _OF_THE_RUN if PEAK in group.hyperparameters else frozenset()
         first: dict[str, tuple[str, Any]] = {}
         differing: set[str] = set()
         for name in group.parameters:
             for key, value in then.get(name, {}).items():
-                other, known = first.setdefault(key, (name, value))
-                if known == value:
+                other, first_value = first.setdefault(key, (name, value))
+                if first_value == value:
                     continue
                 if key not in differing | NOT_CHOSEN:
                     refused.append(
-                        f"{other} has {key} {decode(known)} there and {name} {decode(value)}, and this optimizer "
+                        f"{other} has {key} {decode(first_value)} there and {name} {decode(value)}, and this optimizer "
                         "updates them in one group (give them groups of their own, or keep this run's hyper-parameters)"
                     )
                 differing.add(key)
-        taken.append({key: decode(value) for key, (_, value) in first.items() if key not in differing | kept})
+        taken.append({key: decode(value) for key, (_, value) in first.items() if key not in differing | of_the_run})
     return taken, refused
 
 
@@ -217,15 +217,17 @@ def hyperparameter_words(optimizer: Optimizer) -> str:
     values: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
         for key, value in group.items():
-            held = values.setdefault(key, [])
+            distinct = values.setdefault(key, [])
             if key not in NOT_CHOSEN | {"params"} and not any(
-                value is each or str(value) == str(each) for each in held
+                value is each or str(value) == str(each) for each in distinct
             ):
-                held.append(value)
+                distinct.append(value)
     shown = {
-        key: held for key, held in values.items() if any(value is not None and value is not False for value in held)
+        key: distinct
+        for key, distinct in values.items()
+        if any(value is not None and value is not False for value in distinct)
     }
-    return ", ".join(f"{key}={' and '.join(map(str, held))}" for key, held in shown.items())
+    return ", ".join(f"{key}={' and '.join(map(str, distinct))}" for key, distinct in shown.items())
 
 
 def hyperparameter_changes(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[str]:
@@ -260,7 +262,7 @@ def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
     """Return a value's written form.
 
     Raises:
-        UnsavableOptimizer: It has none.
+        UnsavableOptimizer: The value has no written form.
     """
     try:
         return encode(value)
@@ -307,8 +309,8 @@ def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) 
     tensors = {name: dict(keys) for name, keys in saved.tensors.items()}
     for name, records in saved.wrapped.items():
         for key, record in records.items():
-            mine = {part: tensors[name].pop(f"{key}{BETWEEN}{part}") for part in record.parts}
-            tensors[name][key] = whole_of(record, mine, parameters[name].data)
+            parts = {part: tensors[name].pop(f"{key}{BETWEEN}{part}") for part in record.parts}
+            tensors[name][key] = whole_of(record, parts, parameters[name].data)
     return OptimizerState(saved.kind, saved.groups, tensors, saved.values)
 
 

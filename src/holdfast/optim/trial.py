@@ -40,7 +40,7 @@ def try_optimizer(build: Build, parameters: Mapping[str, nn.Parameter], exchange
         name: How messages call it.
 
     Raises:
-        ConfigError, UnsavableOptimizer: It cannot train, shard or be saved; the same on all ranks.
+        ConfigError, UnsavableOptimizer: The optimizer cannot train, shard or be saved; the same on all ranks.
     """
     kinds = {
         (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
@@ -52,10 +52,15 @@ def try_optimizer(build: Build, parameters: Mapping[str, nn.Parameter], exchange
         with exchange.together():
             _run(build(whole), whole, range(_STEPS), f"{name} fails in its first steps")
         if sharded:
-            mine = _started(small, whole=False)
+            shards = _started(small, whole=False)
             with exchange.together():
-                _run(build(mine), mine, range(_STEPS), f"{name} works on whole parameters and fails on shards of them")
-            _compare(name, whole, mine, exchange)
+                _run(
+                    build(shards),
+                    shards,
+                    range(_STEPS),
+                    f"{name} works on whole parameters and fails on shards of them",
+                )
+            _compare(name, whole, shards, exchange)
         _save_and_go_on(build, small, whole=not sharded, name=name, exchange=exchange)
 
 
@@ -78,14 +83,14 @@ def _save_and_go_on(
         restore(fresh, resumed, saved)
         for group, before in zip(fresh.param_groups, optimizer.param_groups, strict=True):
             group.update({key: value for key, value in before.items() if key != "params"})
-        held = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
-        began = {key: vars(fresh).get(key) for key in held}
+        attributes = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+        began = {key: vars(fresh).get(key) for key in attributes}
         _go_on(optimizer, straight, middle)
         _go_on(fresh, resumed, middle)
         for key, value in straight.items():
             if not torch.equal(local_part(value.detach()), local_part(resumed[key].detach())):
-                kept = sorted(key for key in held if _differs(began[key], vars(optimizer)[key]))
-                where = f" It keeps {', '.join(kept)} beside them." if kept else ""
+                differing = sorted(key for key in attributes if _differs(began[key], vars(optimizer)[key]))
+                where = f" It keeps {', '.join(differing)} beside them." if differing else ""
                 raise ConfigError(
                     f"{name} does not go on where it was saved: from its param groups and its state per parameter, two "
                     f"steps end elsewhere on a {key} parameter.{where} Keep in optimizer.state and "
@@ -130,12 +135,12 @@ def _step(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], step: in
 
 
 def _compare(
-    name: str, whole: Mapping[str, nn.Parameter], mine: Mapping[str, nn.Parameter], exchange: ProcessExchange
+    name: str, whole: Mapping[str, nn.Parameter], shards: Mapping[str, nn.Parameter], exchange: ProcessExchange
 ) -> None:
     for number, (key, value) in enumerate(whole.items()):
         way = float((value.detach() - _numbers(value, 100 + number)).abs().max())
-        part = value.detach()[local_rows(mine[key])]
-        differences = (local_part(mine[key].detach()) - part).abs()
+        part = value.detach()[local_rows(shards[key])]
+        differences = (local_part(shards[key].detach()) - part).abs()
         largest = max(exchange.gather(float(differences.max()) if differences.numel() else 0.0))
         if not largest <= _TOLERANCE.get(value.dtype, 1e-2) * max(way, 1e-12):
             raise ConfigError(
@@ -166,12 +171,12 @@ def _check_tensors(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]
 
 def _marks(saved: OptimizerState) -> dict[str, str]:
     """Return what must be the same on every rank: values, and tensors that are not sharded."""
-    found = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
+    marks = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
     for name, state in saved.tensors.items():
         for slot, value in state.items():
             if not isinstance(value, DTensor):
-                found[f"{name}, {slot}"] = repr(encode(value))
-    return found
+                marks[f"{name}, {slot}"] = repr(encode(value))
+    return marks
 
 
 def _check_alike(marks: list[dict[str, str]], name: str) -> None:

@@ -63,16 +63,16 @@ def _check_class(config: UserOptimizerConfig, kind: Callable[..., Any]) -> None:
 
 
 def _check_arguments(config: UserOptimizerConfig, kind: Callable[..., Any], plans: list[GroupPlan]) -> None:
-    known = inspect.signature(kind).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+    accepted = inspect.signature(kind).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
         return
-    if "lr" not in known:
+    if "lr" not in accepted:
         raise ConfigError(f"optim.path {config.path} takes no lr, so optim.lr and its schedule would change nothing.")
-    if "weight_decay" not in known and any(plan.weight_decay for plan in plans):
+    if "weight_decay" not in accepted and any(plan.weight_decay for plan in plans):
         raise ConfigError(
             f"optim.path {config.path} takes no weight_decay, so optim.weight_decay would change nothing. Leave it 0."
         )
-    names = [name for name in known if name not in {"params", "lr", "weight_decay"}]
+    names = [name for name in accepted if name not in {"params", "lr", "weight_decay"}]
     for name in config.kwargs:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -81,15 +81,15 @@ def _check_arguments(config: UserOptimizerConfig, kind: Callable[..., Any], plan
 
 
 def _made(config: UserOptimizerConfig, kind: Callable[..., Any], groups: list[dict[str, Any]], lr: float) -> Optimizer:
-    known = inspect.signature(kind).parameters
-    if "weight_decay" not in known:
+    accepted = inspect.signature(kind).parameters
+    if "weight_decay" not in accepted:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     try:
         optimizer: Optimizer = kind(groups, lr=lr, **config.kwargs)
     except Exception as error:  # the class may raise anything
-        given = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
+        words = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
         raise ConfigError(
-            f"optim.path {config.path} called with {given} raises {type(error).__name__}: {error}. Mend the class or "
+            f"optim.path {config.path} called with {words} raises {type(error).__name__}: {error}. Mend the class or "
             "optim.kwargs."
         ) from error
     if any("lr" not in group for group in optimizer.param_groups):

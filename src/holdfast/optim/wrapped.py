@@ -155,15 +155,15 @@ def listed_class(kind: str) -> type[Tensor] | None:
     if kind not in LISTED:
         return None
     module, _, name = kind.rpartition(".")
-    found: type[Tensor] = getattr(torchao_module(module, f"state of class {kind}"), name)
-    return found
+    tensor_class: type[Tensor] = getattr(torchao_module(module, f"state of class {kind}"), name)
+    return tensor_class
 
 
 def torchao_module(name: str, what: str) -> Any:
     """Import a module of torchao.
 
     Raises:
-        ConfigError: It is not installed, or too old.
+        ConfigError: torchao is not installed, or too old.
     """
     # On import it tells of kernels for GPUs that are not here, and of forms that Python and torch would have otherwise.
     logs = [logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")]
@@ -251,8 +251,8 @@ def _placed(name: str, part: Part, stored: Tensor, value: Tensor, shards: int) -
         return placed_like(value, stored, (shards, *stored.shape[1:]))
     whole = value.shape[0] // part.every
     rows = -(-whole // shards)
-    mine = stored.shape[0]
-    if value.shape[0] % part.every or mine > rows or (mine < rows and mine != whole - (shards - 1) * rows):
+    own_rows = stored.shape[0]
+    if value.shape[0] % part.every or own_rows > rows or (own_rows < rows and own_rows != whole - (shards - 1) * rows):
         raise NotSeparable(f"sharded so that blocks of its {name} do not end where shards do")
     return placed_like(value, stored, (whole, *stored.shape[1:]))
 

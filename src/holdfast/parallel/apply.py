@@ -182,8 +182,10 @@ def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> N
 
 
 def _module(policy: nn.Module, path: str) -> nn.Module:
-    found: nn.Module = next(module for name, module in policy.named_modules() if name and canonical_name(name) == path)
-    return found
+    at_path: nn.Module = next(
+        module for name, module in policy.named_modules() if name and canonical_name(name) == path
+    )
+    return at_path
 
 
 def _replace(policy: nn.Module, path: str, module: nn.Module) -> None:

@@ -91,7 +91,7 @@ class ProcessExchange:
             error = caught
         except NotRegular as caught:  # a pipe in the place of a file is for its user to take away
             error = UserError(f"{caught}. Put the file back, or remove what stands in its place.")
-        first = next((found for found in self.gather(error) if found is not None), None)
+        first = next((each for each in self.gather(error) if each is not None), None)
         if first is not None:
             raise first
 

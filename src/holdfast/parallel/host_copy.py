@@ -38,11 +38,11 @@ def live_tensors(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtyp
         exchange: Of all ranks.
         dtype: What tensors are used in. Those that would be cast are gathered one at a time instead.
     """
-    held = held_tensors(policy)
-    shards = _shareable(held, dtype)
+    holdings = held_tensors(policy)
+    shards = _shareable(holdings, dtype)
     common = _written_together(shards, exchange) if shards and exchange.size > 1 else {}
-    for name in list(held):
-        yield name, common.pop(name) if name in common else full_tensor(held[name])
+    for name in list(holdings):
+        yield name, common.pop(name) if name in common else full_tensor(holdings[name])
 
 
 def common_bytes(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype) -> int:
@@ -56,11 +56,11 @@ def common_bytes(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtyp
     return sum(shard.numel() * shard.element_size() for shard in shards.values())
 
 
-def _shareable(held: Mapping[str, Holding], dtype: torch.dtype) -> dict[str, DTensor]:
+def _shareable(holdings: Mapping[str, Holding], dtype: torch.dtype) -> dict[str, DTensor]:
     """Return what is parted among ranks on the CPU, and used in the dtype in which it is trained."""
     return {
         name: tensor
-        for name, tensor in held.items()
+        for name, tensor in holdings.items()
         if isinstance(tensor, DTensor)
         and tensor.device_mesh.device_type == "cpu"
         and tensor.dtype == dtype
@@ -84,15 +84,15 @@ def _written_together(shards: Mapping[str, DTensor], exchange: ProcessExchange) 
     memory = shared_bytes(count, exchange)
     if memory is None:
         return {}
-    found = {}
+    whole_tensors = {}
     for name, shard in shards.items():
         size = shard.numel() * shard.element_size()
-        found[name] = memory[places[name] : places[name] + size].view(shard.dtype).view(shard.shape)
+        whole_tensors[name] = memory[places[name] : places[name] + size].view(shard.dtype).view(shard.shape)
         local, owners = shard.to_local().detach(), owners_of(shard)
         if exchange.rank in owners and local.numel():
-            found[name][rows_at(shard, owners.index(exchange.rank), len(owners))].copy_(local)
+            whole_tensors[name][rows_at(shard, owners.index(exchange.rank), len(owners))].copy_(local)
     exchange.gather(None)  # nobody reads what another one has not written yet
-    return found
+    return whole_tensors
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,11 @@ def _kill_point(rank: int) -> KillPoint | None:
     return KillPoint(int(step), phase) if rank == int(who) else None
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
+def _device(setting: str, local_rank: int) -> torch.device:
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if setting == "cuda" and not available:
         raise ConfigError("launch.device: cuda, but torch finds no GPU here. Set launch.device: cpu or auto.")
-    if wanted == "cpu" or not available:
+    if setting == "cpu" or not available:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(

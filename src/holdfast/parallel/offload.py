@@ -47,14 +47,14 @@ class Residency:
         with self._lock:
             if self._stays:
                 return
-            found = storages_of(tensors)
-            kept = storages_of(besides).keys()
-            on_host = all(storage.device.type == "cpu" for storage in found.values())
+            storages = storages_of(tensors)
+            staying_keys = storages_of(besides).keys()
+            on_host = all(storage.device.type == "cpu" for storage in storages.values())
             resting = self._resting.setdefault(part, [])
-            for key, storage in found.items():
+            for key, storage in storages.items():
                 # Beside a device, counters of steps and the like are on the host by intent.
                 moves = on_host or storage.device.type != "cpu"
-                if storage.nbytes() == 0 or key in kept or not moves or not storage.resizable():
+                if storage.nbytes() == 0 or key in staying_keys or not moves or not storage.resizable():
                     continue
                 resting.append(_Resting(storage, _copy(storage)))
                 storage.resize_(0)

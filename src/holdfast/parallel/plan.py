@@ -213,11 +213,11 @@ def _reduce_last_only(config: ParallelConfig, storage: set[str]) -> bool:
     return config.reduce == "last_micro_batch"
 
 
-def _compute_dtype(wanted: str, wide: str, storage: set[str], device: str) -> str:
+def _compute_dtype(setting: str, wide: str, storage: set[str], device: str) -> str:
     if wide == "float64":
         return "float64"
-    if wanted != "auto":
-        return wanted
+    if setting != "auto":
+        return setting
     if device == "cuda" or storage == {"bfloat16"}:
         return "bfloat16"
     return "float32"
@@ -250,11 +250,11 @@ def _of_towers(blocks: Sequence[str], towers: Sequence[str], chosen: Mapping[str
 
     Left to the root, a tower would be gathered by every forward pass and kept until its end, images or not.
     """
-    found = list(towers)
+    units = list(towers)
     for tower in towers:
         if not any(path.startswith(f"{tower}.") for path in chosen):
-            found += [path for path in blocks if path.startswith(f"{tower}.")]
-    return found
+            units += [path for path in blocks if path.startswith(f"{tower}.")]
+    return units
 
 
 def _neighbours(blocks: Sequence[str], size: int) -> list[list[str]]:

@@ -84,12 +84,12 @@ def materialise(
     check_buffers(policy, buffers)
 
 
-def _refuse_missing(wanted: set[str], filled: set[str], ties: Mapping[str, tuple[str, ...]]) -> None:
+def _refuse_missing(required: set[str], filled: set[str], ties: Mapping[str, tuple[str, ...]]) -> None:
     for first, others in ties.items():
         names = {first, *others}
         if names & filled:
             filled = filled | names
-    missing = sorted(wanted - filled)
+    missing = sorted(required - filled)
     if missing:
         raise ModelError(f"No tensor was given for {', '.join(missing[:4])} ({len(missing)} in all).")
 
@@ -134,17 +134,17 @@ def check_buffers(policy: nn.Module, reference: Mapping[str, Tensor]) -> None:
     """Compare the buffers that no checkpoint holds with their CPU reference.
 
     Raises:
-        ModelError: One differs, or was cast.
+        ModelError: A buffer differs from its reference, or was cast.
     """
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
-        known = canonical_name(name)
-        if known in stored or known not in reference:
+        path = canonical_name(name)
+        if path in stored or path not in reference:
             continue
-        expected = reference[known]
+        expected = reference[path]
         if buffer.dtype != expected.dtype or not torch.equal(buffer.cpu(), expected):
             raise ModelError(
-                f"The buffer {known} ({buffer.dtype}) differs from what the model's code computes ({expected.dtype}). "
+                f"The buffer {path} ({buffer.dtype}) differs from what the model's code computes ({expected.dtype}). "
                 "Nothing may cast or move it: rotary frequencies in bfloat16 turn every position."
             )
 

@@ -50,23 +50,23 @@ def held_tensors(policy: nn.Module) -> dict[str, Holding]:
     Adapters are no tensors of a directory: their matrices hold them.
     """
     parameters = sharded_parameters(policy)
-    held: dict[str, Holding] = dict(parameters)
+    holdings: dict[str, Holding] = dict(parameters)
     for name, join in joins_of(policy).items():
         for part in join.parts:
-            held.pop(part, None)
-        held[name] = Merged(tuple(parameters[part] for part in join.parts), join)
+            holdings.pop(part, None)
+        holdings[name] = Merged(tuple(parameters[part] for part in join.parts), join)
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
         if canonical_name(name) in stored:
-            held[canonical_name(name)] = buffer
-    return held
+            holdings[canonical_name(name)] = buffer
+    return holdings
 
 
-def headers_of(held: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[str, Header]:
-    """Return their shapes, with floating-point dtypes replaced by `dtype` if given."""
+def headers_of(holdings: Mapping[str, Holding], dtype: torch.dtype | None) -> dict[str, Header]:
+    """Return the shapes of holdings, with floating-point dtypes replaced by `dtype` if given."""
     return {
         name: Header(tuple(tensor.shape), dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in held.items()
+        for name, tensor in holdings.items()
     }
 
 
@@ -160,27 +160,27 @@ Pieces = Iterator[Tensor]
 
 
 def converted_tensors(
-    held: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
+    holdings: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
 ) -> Iterator[tuple[str, Pieces]]:
     """Yield tensors under the names of the model's directory, gathering one group at a time.
 
     Pieces must be used before the next tensor is asked for; those that were not are gathered and lost.
 
     Args:
-        held: From `held_tensors`.
+        holdings: From `held_tensors`.
         conversions: From `plan_outgoing`, on their headers.
         dtype: Cast floating-point tensors to this.
         keep: Whether this is rank 0, which gets the tensors; others send their shards and yield nothing.
     """
     for conversion in conversions:
         if conversion.renames_only:
-            pieces = (_cast(piece, dtype) for piece in pieces_on_first(held[conversion.sources[0]]))
+            pieces = (_cast(piece, dtype) for piece in pieces_on_first(holdings[conversion.sources[0]]))
             if keep:
                 yield next(iter(conversion.targets)), pieces
             for _ in pieces:
                 pass
             continue
-        gathered = _gathered(held, conversion.sources, dtype)
+        gathered = _gathered(holdings, conversion.sources, dtype)
         if keep:
             # No name may hold a tensor that was handed out while the next one is gathered.
             yield from _handed_out(conversion.run(gathered))
@@ -191,14 +191,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _gathered(held: Mapping[str, Holding], names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _gathered(holdings: Mapping[str, Holding], names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return whole tensors, cast if asked to, on rank 0; nothing elsewhere."""
-    found = {}
+    whole_tensors = {}
     for name in names:
-        tensor = whole_on_first(held[name])
+        tensor = whole_on_first(holdings[name])
         if tensor is not None:
-            found[name] = _cast(tensor, dtype)
-    return found
+            whole_tensors[name] = _cast(tensor, dtype)
+    return whole_tensors
 
 
 def _handed_out(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Pieces]]:

@@ -135,7 +135,7 @@ def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:
         whole: Compare hashes, for which every byte is read; else sizes.
 
     Raises:
-        ModelError: One is missing or has changed.
+        ModelError: A weights file is missing or has changed.
     """
     for name, then in exported.files.items():
         path = directory / name

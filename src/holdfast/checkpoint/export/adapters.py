@@ -90,18 +90,18 @@ def write_adapters(
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         reached("tensors")
-        wanted = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
+        headers = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
         # Not by safetensors' own function, which writes notes in another order each time.
         with LocalStorage(staging).create(WEIGHTS, sync=False) as file:
             notes = {} if about.base is None else {BASE: about.base}
-            write_file(file, wanted, ((name, iter([tensors[name]])) for name in wanted), notes)
+            write_file(file, headers, ((name, iter([tensors[name]])) for name in headers), notes)
         reached("assets")
         hashes = {WEIGHTS: file.hexdigest()}
         hashes |= write_texts(staging, {**completed(texts, staging, hashes), SETTINGS: about.settings})
         reached("read back")
         with settled(staging, hashes):
             check_bytes(staging, hashes)
-        if read_header(staging / WEIGHTS) != wanted or not _same(staging / WEIGHTS, tensors):
+        if read_header(staging / WEIGHTS) != headers or not _same(staging / WEIGHTS, tensors):
             raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")
         reached("publish")
         replace_directory(staging, directory)

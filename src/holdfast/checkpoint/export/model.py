@@ -86,13 +86,13 @@ def export(
     Raises:
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
-    held = held_tensors(policy)
+    holdings = held_tensors(policy)
     form = Form(dtype, largest_file_bytes, dict(extra_files or {}), reached)
-    write_model(held, headers_of(held, dtype), origin, directory, exchange, form)
+    write_model(holdings, headers_of(holdings, dtype), origin, directory, exchange, form)
 
 
 def write_model(
-    held: Mapping[str, Holding],
+    holdings: Mapping[str, Holding],
     held_headers: Mapping[str, Header],
     origin: Blueprint,
     directory: Path,
@@ -102,7 +102,7 @@ def write_model(
     """Do what `export` does with tensors that may be sharded, or be read only when they are asked for.
 
     Args:
-        held: The model's tensors under their canonical names.
+        holdings: The model's tensors under their canonical names.
         held_headers: Their shapes, with the dtypes that are written.
         origin, directory, exchange: As in `export`.
         form: The other arguments of `export`.
@@ -114,7 +114,7 @@ def write_model(
         if exchange.rank == 0:
             check_target(directory)
     conversions, headers = _planned(held_headers, origin)
-    tensors = converted_tensors(held, conversions, form.dtype, keep=exchange.rank == 0)
+    tensors = converted_tensors(holdings, conversions, form.dtype, keep=exchange.rank == 0)
     with exchange.together():
         if exchange.rank == 0:
             _write(directory, origin, headers, tensors, form)
@@ -132,8 +132,8 @@ def check_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None)
     return _planned(headers_of(held_tensors(policy), dtype), origin)[1]
 
 
-def _planned(held: Mapping[str, Header], origin: Blueprint) -> tuple[Sequence[Conversion], dict[str, Header]]:
-    conversions = plan_outgoing(origin.skeleton, held, origin.used_conversions)
+def _planned(headers: Mapping[str, Header], origin: Blueprint) -> tuple[Sequence[Conversion], dict[str, Header]]:
+    conversions = plan_outgoing(origin.skeleton, headers, origin.used_conversions)
     return conversions, {name: header for conversion in conversions for name, header in conversion.targets.items()}
 
 
@@ -227,9 +227,9 @@ def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
 def _forget_loading(file: Path) -> None:
     """Drop what transformers notes of how a tokenizer was loaded: an export is the same wherever it was made."""
     values = json.loads(file.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in values.items() if key not in {"is_local", "local_files_only"}}
-    if kept != values:
-        text = json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False)
+    remaining = {key: value for key, value in values.items() if key not in {"is_local", "local_files_only"}}
+    if remaining != values:
+        text = json.dumps(remaining, indent=2, sort_keys=True, ensure_ascii=False)
         file.write_text(text + "\n", encoding="utf-8")
 
 
@@ -278,11 +278,11 @@ def check_bytes(staging: Path, hashes: Mapping[str, str]) -> None:
         ExportFailed: A file holds other bytes, is missing, or was written by somebody else.
     """
     place = LocalStorage(staging)
-    found = {name: place.hash(name) for name in place.files("")}
-    for name in sorted({*found, *hashes}):
-        if found.get(name) != hashes.get(name):
+    actual = {name: place.hash(name) for name in place.files("")}
+    for name in sorted({*actual, *hashes}):
+        if actual.get(name) != hashes.get(name):
             raise ExportFailed(
-                f"{staging / name} reads back differently from what was written: its hash is {found.get(name)}, "
+                f"{staging / name} reads back differently from what was written: its hash is {actual.get(name)}, "
                 f"{hashes.get(name)} was written. The export was thrown away; look at the disk."
             )
 

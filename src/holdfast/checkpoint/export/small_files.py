@@ -32,8 +32,8 @@ def check_readable(folder: Path, origin: Blueprint) -> None:
         ExportFailed: One cannot be loaded, or is another than was to be written.
     """
     config: Any = origin.original_config
-    found = _loaded(folder, "configuration", config)
-    _refuse(folder, "configuration", _differing(_as_read(config), _plain(found)))
+    reloaded = _loaded(folder, "configuration", config)
+    _refuse(folder, "configuration", _differing(_as_read(config), _plain(reloaded)))
     if origin.tokenizer is None:
         return
     tokenizer = _loaded(folder, "tokenizer", origin.tokenizer)
@@ -82,9 +82,9 @@ def _marks(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def _differing(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     return [
-        f"{key} {found.get(key)!r:.60} instead of {expected.get(key)!r:.60}"
-        for key in sorted({*expected, *found})
-        if expected.get(key) != found.get(key)
+        f"{key} {actual.get(key)!r:.60} instead of {expected.get(key)!r:.60}"
+        for key in sorted({*expected, *actual})
+        if expected.get(key) != actual.get(key)
     ]

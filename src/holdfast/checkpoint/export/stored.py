@@ -98,9 +98,9 @@ def export_stored(
         tensors = ModelTensors(checkpoints, averaged=averaged)
         each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
-        held, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
+        merged, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
         form = Form(dtype, largest_file_bytes, texts)
-        write_model(_Read(held, last), headers, origin, directory, ProcessExchange(), form)
+        write_model(_Read(merged, last), headers, origin, directory, ProcessExchange(), form)
 
 
 def export_stored_adapter(
@@ -137,13 +137,13 @@ def export_stored_adapter(
         )
     if described_as is None:
         raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
-    held = ModelTensors([checkpoint], averaged=averaged)
+    stored = ModelTensors([checkpoint], averaged=averaged)
     tensors = {}
     whole = tuple(f"{module}." for module in modules_in(described_as.settings))
     with _reading(checkpoint):
-        for name in held:
+        for name in stored:
             if ".lora_" in name or name.startswith(whole):
-                tensors[PEFT_PREFIX + name] = held[name] if dtype is None else held[name].to(dtype)
+                tensors[PEFT_PREFIX + name] = stored[name] if dtype is None else stored[name].to(dtype)
     write_adapters(directory, tensors, described_as, texts)
 
 
@@ -188,18 +188,18 @@ def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
 class _Read(Mapping[str, Tensor]):
     """Tensors of a checkpoint that may be deleted while they are read."""
 
-    def __init__(self, held: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
-        self._held, self._checkpoint = held, checkpoint
+    def __init__(self, tensors: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
+        self._tensors, self._checkpoint = tensors, checkpoint
 
     def __getitem__(self, name: str) -> Tensor:
         with _reading(self._checkpoint):
-            return self._held[name]
+            return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._tensors)
 
 
 def _held(
@@ -307,8 +307,8 @@ def headers_json(headers: dict[str, Header]) -> bytes:
 def _stored_headers(path: Path) -> dict[str, Header] | None:
     if not path.exists():
         return None
-    found = read_json(path)
-    return {name: Header(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in found.items()}
+    plain = read_json(path)
+    return {name: Header(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in plain.items()}
 
 
 def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:

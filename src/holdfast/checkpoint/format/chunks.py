@@ -24,8 +24,8 @@ def verified_metadata(storage: Storage, name: str, manifest: Manifest) -> Metada
     """Return DCP's metadata, of bytes that have the manifest's hash, without running anything they bring.
 
     Raises:
-        CheckpointCorrupt: It is missing, damaged or hostile.
-        CheckpointUnreadable: It cannot be read, also after some patience, or this machine is short of memory.
+        CheckpointCorrupt: The metadata is missing, damaged or hostile.
+        CheckpointUnreadable: The metadata cannot be read, also after some patience, or this machine is short of memory.
     """
     file = f"{DCP}/{METADATA}"
     if file not in manifest.files:
@@ -59,11 +59,11 @@ class VerifiedChunks:
         """
         path = f"{self._name}/{DCP}/{info.relative_path}"
         where = f"{self._storage.root}/{path}"
-        wanted = self._known.get((index.fqn, tuple(index.offset or ())))
+        expected = self._known.get((index.fqn, tuple(index.offset or ())))
         seen = set()
         for _ in range(2):
             part = patiently(where, lambda: chunk_within(self._storage, path, info))
-            if part is not None and wanted is not None and _is(part, *wanted):
+            if part is not None and expected is not None and _is(part, *expected):
                 return part
             seen.add(None if part is None else hash_tensor(part))
             patiently(where, lambda: self._storage.hash(path, from_disk=True))

@@ -56,7 +56,7 @@ def read_dcp_metadata(data: bytes, where: str) -> Metadata:
     """Read DCP's metadata without running anything it brings.
 
     Raises:
-        CheckpointCorrupt: It is damaged, hostile, or lists something that is no tensor.
+        CheckpointCorrupt: The metadata is damaged, hostile, or lists something that is no tensor.
         CheckpointUnreadable: This machine is short of memory.
     """
     try:
@@ -110,12 +110,12 @@ def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> li
     DCP checks neither when it loads: memory that no chunk covers keeps what was in it.
     """
     stored = {(index.fqn, tuple(index.offset or ())) for index in metadata.storage_data or {}}
-    found = []
+    incomplete = []
     for name, entry in tensors.items():
         listed: Any = metadata.state_dict_metadata.get(name)
         there = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks} if listed else set()
-        wanted = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
+        expected = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
         there = {(offsets, sizes) for offsets, sizes in there if 0 not in sizes}  # a rank without rows may write none
-        if there != wanted or any((name, offsets) not in stored for offsets, _ in wanted):
-            found.append(name)
-    return found
+        if there != expected or any((name, offsets) not in stored for offsets, _ in expected):
+            incomplete.append(name)
+    return incomplete

@@ -17,8 +17,8 @@ def first_difference(one: Any, two: Any, path: str = "") -> tuple[str, Any, Any]
         case Mapping(), Mapping():
             pairs = [(str(key), one.get(key, ABSENT), two.get(key, ABSENT)) for key in sorted({*one, *two})]
         case list(), list() if len(one) == len(two):
-            pairs = [(str(number), mine, theirs) for number, (mine, theirs) in enumerate(zip(one, two, strict=True))]
+            pairs = [(str(number), left, right) for number, (left, right) in enumerate(zip(one, two, strict=True))]
         case _:
             return None if repr(one) == repr(two) else (path, one, two)
-    steps = (first_difference(mine, theirs, f"{path}.{key}" if path else key) for key, mine, theirs in pairs)
-    return next((found for found in steps if found is not None), None)
+    steps = (first_difference(left, right, f"{path}.{key}" if path else key) for key, left, right in pairs)
+    return next((difference for difference in steps if difference is not None), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.checkpoint.place.storage import Storage
 
-Known = tuple[Callable[[set[str], set[str]], bool], str]
+System = tuple[Callable[[set[str], set[str]], bool], str]
 """Whether names in a directory, and those one level below, are a system's; and what to say then."""
 
 
@@ -17,15 +17,17 @@ def describe_foreign(storage: Storage, name: str) -> str:
     if not names:
         return _without_names(storage, name)
     inner = {entry for folder in names for entry in storage.names(f"{name}/{folder}" if name else folder)}
-    held = ", ".join(sorted(names)[:6])
-    return _first([*_SYSTEMS, *_OTHERS], names, inner) or f"it holds {held}."
+    entries = ", ".join(sorted(names)[:6])
+    return _first([*_SYSTEMS, *_OTHERS], names, inner) or f"it holds {entries}."
 
 
 def foreign_checkpoints(storage: Storage) -> str | None:
     """Return a sentence about checkpoints of another system that lie in a place; None where there are none."""
     below = {name: _entries(storage, name) for name in storage.names()}
-    found = _first(_SYSTEMS, set(below), {name for names in below.values() for name in names})
-    return found or next((told for names in below.values() if (told := _first(_SYSTEMS, names, set()))), None)
+    sentence = _first(_SYSTEMS, set(below), {name for names in below.values() for name in names})
+    return sentence or next(
+        (inner_sentence for names in below.values() if (inner_sentence := _first(_SYSTEMS, names, set()))), None
+    )
 
 
 def _entries(storage: Storage, name: str) -> set[str]:
@@ -36,15 +38,15 @@ def _entries(storage: Storage, name: str) -> set[str]:
         return set()
 
 
-def _first(known: Sequence[Known], names: set[str], inner: set[str]) -> str | None:
-    return next((sentence for test, sentence in known if test(names, inner)), None)
+def _first(systems: Sequence[System], names: set[str], inner: set[str]) -> str | None:
+    return next((sentence for test, sentence in systems if test(names, inner)), None)
 
 
 def _without_names(storage: Storage, name: str) -> str:
     if not storage.exists(name) and (name or storage.renames):
         return "there is nothing at this path."
-    known = (words for ending, words in _FILES.items() if (name or storage.root).endswith(ending))
-    return next(known, "it is a file, or a directory that holds nothing.")
+    sentences = (words for ending, words in _FILES.items() if (name or storage.root).endswith(ending))
+    return next(sentences, "it is a file, or a directory that holds nothing.")
 
 
 def _any(names: set[str], pattern: str) -> bool:
@@ -60,7 +62,7 @@ _FILES = {
 }
 """By ending: files that are somebody else's checkpoint."""
 
-_SYSTEMS: list[Known] = [
+_SYSTEMS: list[System] = [
     (
         lambda names, inner: _any(names | inner, r"world_size_\d+_rank_\d+\.pt$"),
         "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). Merge it with their model merger, then "
@@ -105,7 +107,7 @@ _SYSTEMS: list[Known] = [
 ]
 """Checkpoints of other systems, and directories of them."""
 
-_OTHERS: list[Known] = [
+_OTHERS: list[System] = [
     (
         lambda names, _: "config.json" in names and _any(names, r"\.safetensors"),
         "it is a Hugging Face model directory. Start from it with model.path; only a checkpoint can be resumed.",

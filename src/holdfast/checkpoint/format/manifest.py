@@ -130,7 +130,7 @@ def parse(data: bytes, where: str) -> Manifest:
     Every format keeps the envelope: canonical JSON of `manifest` and of its hash.
 
     Raises:
-        CheckpointCorrupt: It is damaged in any way.
+        CheckpointCorrupt: The manifest is damaged in any way.
         NewerFormat: A later version wrote it.
     """
     try:
@@ -163,9 +163,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_plain(body: Mapping[str, Any]) -> Manifest:
-    known = {each.name for each in fields(Manifest)}
-    if set(body) != known:
-        raise ValueError(f"its fields differ: {sorted(set(body) ^ known)}")
+    field_names = {each.name for each in fields(Manifest)}
+    if set(body) != field_names:
+        raise ValueError(f"its fields differ: {sorted(set(body) ^ field_names)}")
     values = dict(body)
     values["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     values["tensors"] = {name: _tensor(entry) for name, entry in body["tensors"].items()}

@@ -13,7 +13,7 @@ def settings_of(data: bytes, where: str) -> dict[str, Any]:
     """Return a tree of settings that `to_yaml` wrote.
 
     Raises:
-        CheckpointCorrupt: It is something else, although its hash may fit.
+        CheckpointCorrupt: The bytes are something else, although their hash may fit.
     """
     try:
         return parse_text(data.decode("utf-8"), where).values

@@ -66,11 +66,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors_of(hold(model))
 
 
-def tensors_of(held: Held) -> dict[str, Tensor]:
-    """Return what was held, under DCP names."""
-    found: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in held.parameters.items()}
-    found |= {MODEL + name: buffer for name, buffer in held.buffers.items()}
-    return found | {AVERAGE + name: average for name, average in held.averages.items()}
+def tensors_of(model_parts: Held) -> dict[str, Tensor]:
+    """Return the tensors of a model's parts under DCP names."""
+    tensors: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in model_parts.parameters.items()}
+    tensors |= {MODEL + name: buffer for name, buffer in model_parts.buffers.items()}
+    return tensors | {AVERAGE + name: average for name, average in model_parts.averages.items()}
 
 
 def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
@@ -116,11 +116,11 @@ def hold(
     buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
     parameters = sharded_parameters(model)
     refuse_lazy({**parameters, **buffers})
-    kept = {name: value for name, value in parameters.items() if frozen or value.requires_grad or name in later}
+    selected = {name: value for name, value in parameters.items() if frozen or value.requires_grad or name in later}
     return Held(
-        kept,
+        selected,
         {name: buffer for name, buffer in buffers.items() if name in stored},
-        {name: others for name, others in tied_names(model).items() if name in kept},
+        {name: others for name, others in tied_names(model).items() if name in selected},
         frozen,
         averages or {},
         coordinate_of(model),
@@ -150,29 +150,29 @@ def take(
         UnsavableOptimizer: The optimizer holds something that cannot be written down.
         ModelError: A tensor of the model is of a class that holds more than its numbers.
     """
-    held = model if isinstance(model, Held) else hold(model)
-    parameters = held.parameters
+    model_parts = model if isinstance(model, Held) else hold(model)
+    parameters = model_parts.parameters
     state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
-    tensors = tensors_of(held)
+    tensors = tensors_of(model_parts)
     refuse_odd(tensors)
     if state is not None:
         tensors |= optimizer_tensors(state)
     return Snapshot(
         tensors=tensors,
         trained=frozenset(MODEL + name for name, parameter in parameters.items() if parameter.requires_grad),
-        ties=held.ties,
+        ties=model_parts.ties,
         optimizer=state,
         rank_state={"random": written(random_then or random_state()), **(rank_state or {})},
         shared=dict(shared or {}),
         assets=dict(assets or {}),
         contents=(
-            "model" if held.whole else TRAINED,
-            *(("averages",) if held.averages else ()),
+            "model" if model_parts.whole else TRAINED,
+            *(("averages",) if model_parts.averages else ()),
             *(("optimizer",) if state is not None else ()),
             "trainer",
             "rank",
         ),
-        coordinate=held.coordinate,
+        coordinate=model_parts.coordinate,
     )
 
 
@@ -244,16 +244,16 @@ class Described(NamedTuple):
 
 def describe(snapshot: Snapshot) -> Described:
     """Hash this rank's part of every tensor, and look for NaN and infinity while it is in the processor's cache."""
-    found: dict[str, TensorEntry] = {}
+    entries: dict[str, TensorEntry] = {}
     finite = True
     for name, tensor in snapshot.tensors.items():
         offsets, sizes = chunk_of(tensor)
         local = local_part(tensor)
         chunks = (Chunk(offsets, sizes, hash_tensor(local)),) if local.numel() or not tensor.numel() else ()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        found[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
+        entries[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
         finite = finite and is_finite(local)
-    return Described(found, finite)
+    return Described(entries, finite)
 
 
 def outline(snapshot: Snapshot) -> Outline:
@@ -287,34 +287,34 @@ def written(state: RandomState) -> dict[str, Any]:
     """Return random state JSON-ready."""
     version, numbers, gauss = state.python
     name, keys, position, has_gauss, cached = state.numpy
-    found: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
         "numpy": [str(name), _text(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(cached)],
         "torch": _text(state.torch.numpy().tobytes()),
     }
     if state.cuda is not None:
-        found["cuda"] = _text(state.cuda.numpy().tobytes())
-    return found
+        plain["cuda"] = _text(state.cuda.numpy().tobytes())
+    return plain
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Put back what `written` returned."""
-    found = _read(state)
-    random.setstate(found.python)
-    np.random.set_state(found.numpy)  # noqa: NPY002 - as above
-    torch.set_rng_state(found.torch)
-    if found.cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found.cuda)
+    decoded = _read(state)
+    random.setstate(decoded.python)
+    np.random.set_state(decoded.numpy)  # noqa: NPY002 - as above
+    torch.set_rng_state(decoded.torch)
+    if decoded.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(decoded.cuda)
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
-    """Put it into generators that nobody uses; raises what they raise if it is none."""
-    found = _read(state)
-    random.Random().setstate(found.python)  # noqa: S311 - no secret
-    np.random.RandomState().set_state(found.numpy)
-    torch.Generator().set_state(found.torch)
-    if found.cuda is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(found.cuda)
+    """Put a state into generators that nobody uses; they raise their own errors if it is not one."""
+    decoded = _read(state)
+    random.Random().setstate(decoded.python)  # noqa: S311 - no secret
+    np.random.RandomState().set_state(decoded.numpy)
+    torch.Generator().set_state(decoded.torch)
+    if decoded.cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(decoded.cuda)
 
 
 def _read(state: Mapping[str, Any]) -> RandomState:

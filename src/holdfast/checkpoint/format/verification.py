@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Return a checkpoint's manifest; what is wrong with it was seen twice.
+    """Return a checkpoint's manifest; a fault is reported only after two reads have shown it.
 
     Raises:
         NoCheckpoint: There is none; what is there instead is named.
-        CheckpointCorrupt: It is damaged.
-        CheckpointUnreadable: It cannot be read, also after some patience, or is another one each time.
+        CheckpointCorrupt: The manifest is damaged.
+        CheckpointUnreadable: The manifest cannot be read, also after some patience, or differs at each read.
     """
     where = f"{storage.root}/{name}" if name else storage.root
     path = f"{name}/{NAME}" if name else NAME
@@ -263,9 +263,9 @@ def _metadata(storage: Storage, name: str) -> Metadata:
 
 def _differing(storage: Storage, name: str, manifest: Manifest, places: Iterable[tuple[Any, Any]]) -> Iterator[str]:
     """Yield the tensor of every stored chunk, of those at these places, that reads back differently."""
-    wanted = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
+    hashes = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
     for index, info in places:
-        expected = wanted.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
+        expected = hashes.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
         path = f"{name}/{DCP}/{info.relative_path}"
         chunk = patiently(f"{storage.root}/{path}", partial(chunk_within, storage, path, info))
         if chunk is None or hash_tensor(chunk) != expected:

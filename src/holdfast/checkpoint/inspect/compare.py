@@ -31,18 +31,18 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
     one, two = first.manifest.tensors, second.manifest.tensors
     for key in sorted({*one, *two}):
         if key in one and key in two:
-            told = _tensor_difference(first, second, key, one[key], two[key])
+            sentence = _tensor_difference(first, second, key, one[key], two[key])
         else:
-            told = f"{key} is only in the {'first' if key in one else 'second'}"
-        if told is not None:
-            yield told
-    told = _optimizer_difference(first, second)
-    if told is not None:
-        yield told
+            sentence = f"{key} is only in the {'first' if key in one else 'second'}"
+        if sentence is not None:
+            yield sentence
+    sentence = _optimizer_difference(first, second)
+    if sentence is not None:
+        yield sentence
     for file in sorted(_states(first.manifest) | _states(second.manifest)):
-        told = _state_difference(first, second, file)
-        if told is not None:
-            yield told
+        sentence = _state_difference(first, second, file)
+        if sentence is not None:
+            yield sentence
 
 
 def _tensor_difference(
@@ -83,15 +83,15 @@ def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
 def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: str) -> str | None:
     if file not in first.manifest.files or file not in second.manifest.files:
         return f"{file} is only in the {'first' if file in first.manifest.files else 'second'}"
-    found = first_difference_of(parse_json(_read(first, file)), parse_json(_read(second, file)))
-    return None if found is None else f"{file}: {found[0] or 'everything'} differs"
+    difference = first_difference_of(parse_json(_read(first, file)), parse_json(_read(second, file)))
+    return None if difference is None else f"{file}: {difference[0] or 'everything'} differs"
 
 
 def _optimizer_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
     """Return what differs of optimizers besides tensors; how state is cut into parts follows from the ranks."""
     one, two = (_without_records(each.manifest.optimizer or {}) for each in (first, second))
-    found = first_difference_of(one, two)
-    return None if found is None else f"optimizer: {found[0]} is {found[1]!r} and {found[2]!r}"
+    difference = first_difference_of(one, two)
+    return None if difference is None else f"optimizer: {difference[0]} is {difference[1]!r} and {difference[2]!r}"
 
 
 def _without_records(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,10 +74,10 @@ class StoredCheckpoint:
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[Any, Any]]]:
-        found: dict[str, list[tuple[Any, Any]]] = {}
+        places: dict[str, list[tuple[Any, Any]]] = {}
         for index, info in (self._metadata.storage_data or {}).items():
-            found.setdefault(index.fqn, []).append((index, info))
-        return found
+            places.setdefault(index.fqn, []).append((index, info))
+        return places
 
     def _read_chunk(self, info: Any) -> Tensor | None:
         if info is None:
@@ -121,8 +121,9 @@ class ModelTensors(Mapping[str, Tensor]):
         first = self._checkpoints[0]
         self._names = list(first.model_headers(None))
         for other in self._checkpoints[1:]:
-            mine, theirs = first.model_headers(None), other.model_headers(None)
-            different = next((name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)), None)
+            first_headers, other_headers = first.model_headers(None), other.model_headers(None)
+            names = sorted({*first_headers, *other_headers})
+            different = next((name for name in names if first_headers.get(name) != other_headers.get(name)), None)
             if different is not None:
                 raise CheckpointMismatch(f"{first.path} and {other.path} hold different models: {different} differs.")
 

@@ -171,22 +171,22 @@ def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: ProcessExcha
     """Put aside what is whole and not finite, as the run will come to these steps again; return words about each."""
     words = []
     for step, name in spoiled.items():
-        told = _NOT_FINITE
+        reason = _NOT_FINITE
         if rename:
             aside = ranks.agree(fresh(NOT_FINITE, name))
             _put_aside(storage, name, aside, ranks)
-            told += f"; it was put aside as {aside}"
-        words.append(f"step {step} ({told})")
+            reason += f"; it was put aside as {aside}"
+        words.append(f"step {step} ({reason})")
     return words
 
 
 def _on_rank_0(ranks: ProcessExchange, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
-    """Return rank 0's answer, or raise on every rank what keeps it from one."""
-    found: list[T] = []
+    """Return rank 0's answer, or raise its error on every rank."""
+    answer: list[T] = []
     with ranks.together():
         if ranks.rank == 0:
-            found += patiently(storage.root, ask)
-    return ranks.agree(found)
+            answer += patiently(storage.root, ask)
+    return ranks.agree(answer)
 
 
 def _put_aside(storage: Storage, name: str, aside: str, ranks: ProcessExchange) -> None:
@@ -207,6 +207,6 @@ def _not_looked_at(storage: Storage, passed: Sequence[str]) -> list[str]:
 
 def _earlier(storage: Storage) -> list[str]:
     """Return words about checkpoints that an earlier start found damaged or not finite."""
-    found = [name.startswith(NOT_FINITE) for name in storage.names() if name.startswith(QUARANTINE)]
-    counts = {"damaged": found.count(False), "not finite": found.count(True)}
+    not_finite = [name.startswith(NOT_FINITE) for name in storage.names() if name.startswith(QUARANTINE)]
+    counts = {"damaged": not_finite.count(False), "not finite": not_finite.count(True)}
     return [f"{count} were {what} and put aside earlier" for what, count in counts.items() if count]

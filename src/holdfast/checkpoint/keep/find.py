@@ -60,9 +60,9 @@ def _last(storage: Storage) -> str:
     return next((name for name in newest_first if read_manifest(storage, name).finite), newest_first[0])
 
 
-def newer_not_finite(found: StoredCheckpoint) -> list[int]:
+def newer_not_finite(checkpoint: StoredCheckpoint) -> list[int]:
     """Return the steps after a checkpoint's own that `one` passed over."""
-    return [step for step in steps(found.storage) if step > found.manifest.step]
+    return [step for step in steps(checkpoint.storage) if step > checkpoint.manifest.step]
 
 
 def _why_not(storage: Storage, name: str) -> CheckpointError | NoCheckpoint:
@@ -85,11 +85,13 @@ def best(storage: Storage, metric: str, mode: str | None) -> tuple[str, Manifest
         NoCheckpoint: No checkpoint has such a metric; the known ones are named.
         ConfigError: Nobody says whether more of it is better.
     """
-    found = {step: manifest for step, manifest in manifests(storage).items() if manifest.finite}
-    rated = [(value, step) for step, manifest in found.items() if (value := manifest.metrics.get(metric)) is not None]
+    healthy = {step: manifest for step, manifest in manifests(storage).items() if manifest.finite}
+    rated = [(value, step) for step, manifest in healthy.items() if (value := manifest.metrics.get(metric)) is not None]
     if not rated:
-        known = sorted({name for manifest in found.values() for name in manifest.metrics})
-        raise NoCheckpoint(f"No checkpoint in {storage.root} has the metric {metric}; they have {', '.join(known)}.")
+        metric_names = sorted({name for manifest in healthy.values() for name in manifest.metrics})
+        raise NoCheckpoint(
+            f"No checkpoint in {storage.root} has the metric {metric}; they have {', '.join(metric_names)}."
+        )
     sign = 1.0 if better(recorded(storage), metric, mode) == "max" else -1.0
     step = max(rated, key=lambda pair: (sign * pair[0], pair[1]))[1]
-    return steps(storage)[step], found[step]
+    return steps(storage)[step], healthy[step]

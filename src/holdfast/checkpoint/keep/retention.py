@@ -63,12 +63,16 @@ _rated: dict[str, Rated] = {}
 
 
 def kept_steps(
-    found: Mapping[int, Manifest | Rated], policy: Retention, *, pinned: Iterable[int] = (), needed: Iterable[int] = ()
+    checkpoints: Mapping[int, Manifest | Rated],
+    policy: Retention,
+    *,
+    pinned: Iterable[int] = (),
+    needed: Iterable[int] = (),
 ) -> set[int]:
     """Return the steps that stay.
 
     Args:
-        found: Whole checkpoints by step; damaged ones are not here and count for nothing.
+        checkpoints: Whole ones by step; damaged ones are not here and count for nothing.
         policy: The rules.
         pinned: Kept by the user.
         needed: The step a run resumed from, and the newest verified one.
@@ -76,12 +80,12 @@ def kept_steps(
     A checkpoint with NaN or infinity in it counts neither among the last nor among the best. Of equal metrics the
     later step wins.
     """
-    healthy = [step for step in sorted(found) if found[step].finite]
-    keep = set(healthy[-policy.last :]) | ({*pinned, *needed} & set(found))
+    healthy = [step for step in sorted(checkpoints) if checkpoints[step].finite]
+    keep = set(healthy[-policy.last :]) | ({*pinned, *needed} & set(checkpoints))
     if policy.every is not None:
-        keep |= {step for step in found if step % policy.every == 0}
+        keep |= {step for step in checkpoints if step % policy.every == 0}
     for best in policy.best:
-        rated = [(value, step) for step in healthy if (value := found[step].metrics.get(best.metric)) is not None]
+        rated = [(value, step) for step in healthy if (value := checkpoints[step].metrics.get(best.metric)) is not None]
         sign = 1.0 if best.mode == "max" else -1.0
         keep |= {step for _, step in sorted(rated, key=lambda pair: (sign * pair[0], pair[1]))[-best.count :]}
     return keep
@@ -93,10 +97,10 @@ def steps(storage: Storage) -> dict[int, str]:
     On an object store, a name without a manifest is what a killed save left. In a directory it is somebody else's, or
     a checkpoint that lost its manifest, and is returned so that it can be named.
     """
-    found = {step: name for name in all_steps(storage) if (step := step_of(name)) is not None}
+    names_by_step = {step: name for name in all_steps(storage) if (step := step_of(name)) is not None}
     if not storage.renames:
-        found = {step: name for step, name in found.items() if storage.exists(f"{name}/{NAME}")}
-    return dict(sorted(found.items()))
+        names_by_step = {step: name for step, name in names_by_step.items() if storage.exists(f"{name}/{NAME}")}
+    return dict(sorted(names_by_step.items()))
 
 
 def has_any(storage: Storage) -> bool:
@@ -133,30 +137,30 @@ def all_steps(storage: Storage) -> list[str]:
 
 def manifests(storage: Storage) -> dict[int, Manifest]:
     """Return the manifests of all checkpoints whose manifest is whole and of a format that this version knows."""
-    found = {}
+    by_step = {}
     for step, name in steps(storage).items():
         try:
-            found[step] = parse(storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}/{NAME}")
+            by_step[step] = parse(storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}/{NAME}")
         except (OSError, CheckpointCorrupt, NewerFormat):
             continue
-    return found
+    return by_step
 
 
 def _all_rated(storage: Storage) -> dict[int, Rated]:
     """Return what the rules ask, of the checkpoints that `manifests` returns."""
-    found = {}
+    by_step = {}
     for step, name in steps(storage).items():
         place = f"{name}/{NAME}"
         try:
             data = storage.read(place)
-            known = hash_bytes(data)
-            if known not in _rated:
+            digest = hash_bytes(data)
+            if digest not in _rated:
                 manifest = parse(data, f"{storage.root}/{place}")
-                _rated[known] = Rated(manifest.finite, manifest.metrics)
+                _rated[digest] = Rated(manifest.finite, manifest.metrics)
         except (OSError, CheckpointCorrupt, NewerFormat):
             continue
-        found[step] = _rated[known]
-    return found
+        by_step[step] = _rated[digest]
+    return by_step
 
 
 def read_pins(storage: Storage) -> set[int]:
@@ -194,7 +198,7 @@ def prune(
     policy: Retention,
     *,
     needed: Iterable[int] = (),
-    told: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
     wait: bool = False,
 ) -> list[int]:
     """Delete what the policy does not keep, and return the deleted steps.
@@ -203,21 +207,21 @@ def prune(
         storage: The checkpoints.
         policy: The rules.
         needed: As in `kept_steps`.
-        told: Told of each step that cannot be deleted; it keeps no other from being.
+        notify: Told of each step that cannot be deleted; the others are deleted all the same.
         wait: Return when the files are gone.
 
     Each is renamed before it is deleted, so that nobody sees half a checkpoint; files go on a thread of their own.
     """
-    found = _all_rated(storage)
-    keep = kept_steps(found, policy, pinned=read_pins(storage), needed=needed)
+    rated = _all_rated(storage)
+    keep = kept_steps(rated, policy, pinned=read_pins(storage), needed=needed)
     trash = {}
-    for step in found:
+    for step in rated:
         if step in keep:
             continue
         try:
             trash[step] = _thrown_away(storage, step_name(step))
         except OSError as error:
-            told(f"{step_name(step)} could not be deleted: {error}. The next save tries again.")
+            notify(f"{step_name(step)} could not be deleted: {error}. The next save tries again.")
     _delete(storage, list(trash.values()), wait=wait)
     return list(trash)
 

@@ -66,18 +66,18 @@ def _parsed(section: Mapping[str, Any], where: str) -> Recorded:
     return Recorded(retention_of(keep), modes)
 
 
-def better(found: Recorded | None, metric: str, mode: str | None) -> Literal["max", "min"]:
+def better(record: Recorded | None, metric: str, mode: str | None) -> Literal["max", "min"]:
     """Return whether more of a metric is better: as asked for, else as the run was configured.
 
     Raises:
         ConfigError: Nobody says, or the configuration says both.
     """
-    known = found.modes.get(metric, frozenset()) if found is not None else frozenset()
+    modes = record.modes.get(metric, frozenset()) if record is not None else frozenset()
     match mode:
         case "max" | "min":
             return mode
-        case None if len(known) == 1:
-            return next(iter(known))
+        case None if len(modes) == 1:
+            return next(iter(modes))
         case None:
             raise ConfigError(
                 f"The run does not say whether more of {metric} is better or less of it (checkpoint.keep.best and "

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, Held, Snapshot, hold
-from holdfast.checkpoint.load.matching import Declared, Plan, Wanted, allow
+from holdfast.checkpoint.load.matching import Declared, Plan, Target, allow
 from holdfast.checkpoint.load.trained import (
     Hyperparameters,
     Planned,
@@ -105,7 +105,7 @@ def plan_companions(
         declared: What may differ; patterns are searched in a companion's own names.
         hyperparameters: As in `reader.load`.
     """
-    found: dict[str, Planned] = {}
+    planned: dict[str, Planned] = {}
     for name in sorted({*companions, *manifest.contents} - OWN_CONTENTS):
         part = part_of(manifest, name)
         if name not in companions:
@@ -115,11 +115,11 @@ def plan_companions(
         else:
             model, optimizer, _ = companions[name]
             part = part if optimizer is not None else replace(part, contents=(TRAINED,))
-            theirs = found[name] = Planned()
+            theirs = planned[name] = Planned()
             plan_trained(theirs, model, sharded_parameters(model), optimizer, part, declared, hyperparameters)
             plan.refused += [f"{name}: {line}" for line in theirs.plan.refused]
             plan.deviations += [f"{name}: {line}" for line in theirs.plan.deviations]
-    return found
+    return planned
 
 
 def companion_state(
@@ -133,6 +133,6 @@ def companion_state(
     return optimizer_state(own, optimizer, sharded_parameters(model), part, planned.wrapped)
 
 
-def wanted_of(plans: Mapping[str, Planned]) -> dict[str, Wanted]:
+def targets_of(plans: Mapping[str, Planned]) -> dict[str, Target]:
     """Return what companions take, under the names of the DCP."""
-    return {_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.wanted.items()}
+    return {_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.targets.items()}

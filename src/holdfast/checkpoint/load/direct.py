@@ -18,7 +18,7 @@ from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import chunk_of, like
 from holdfast.checkpoint.format.stored_chunks import chunk_from
-from holdfast.checkpoint.load.matching import Wanted
+from holdfast.checkpoint.load.matching import Target
 from holdfast.checkpoint.place.hashing import BLOCK, hash_bytes, hash_tensor
 from holdfast.checkpoint.place.layout import DCP
 from holdfast.checkpoint.place.storage import Storage
@@ -39,7 +39,7 @@ class _Differs(Exception):  # noqa: N818 - says what happened
 
 
 def read_parts(
-    wanted: Mapping[str, Wanted],
+    targets: Mapping[str, Target],
     storage: Storage,
     name: str,
     manifest: Manifest,
@@ -50,35 +50,35 @@ def read_parts(
     """Return the parts that were saved as every rank wants them, in the live sharding; all ranks call this together.
 
     Args:
-        wanted: The same names on every rank.
+        targets: What parts are read into; the same names on every rank.
         storage, name, manifest: The checkpoint, its names verified.
         ranks: A group of its own.
         verify: Compare the hash of every file of the checkpoint too.
 
     Returns:
         Parts by name, each compared with the hash of its chunk; None, on all ranks, if any byte of what was read is in
-        doubt. Who asks more slowly then learns what it is.
+        doubt. The caller then verifies every file, which names the fault.
     """
-    other = [key for key, each in wanted.items() if each.stored_hash is None and local_part(each.live).numel()]
+    other = [key for key, each in targets.items() if each.stored_hash is None and local_part(each.live).numel()]
     left = {key for part in ranks.gather(other) for key in part}
-    mine = {key: each for key, each in wanted.items() if key not in left}
-    found: dict[str, Tensor] | None = None
+    direct = {key: each for key, each in targets.items() if key not in left}
+    parts: dict[str, Tensor] | None = None
     items: dict[str, list[_Item]] | None = None
     try:
-        items = _items(mine, storage, name, manifest)
+        items = _items(direct, storage, name, manifest)
     except _Differs:
         items = None
     owned = _dealt(manifest, items, ranks) if verify else set()
     if items is not None:
         try:
-            found = _read(mine, items, owned, storage, name, manifest)
+            parts = _read(direct, items, owned, storage, name, manifest)
         except _Differs:
-            found = None
-    return None if any(ranks.gather(found is None)) else found
+            parts = None
+    return None if any(ranks.gather(parts is None)) else parts
 
 
-def _items(wanted: Mapping[str, Wanted], storage: Storage, name: str, manifest: Manifest) -> dict[str, list[_Item]]:
-    """Return where the wanted chunks lie, by file."""
+def _items(targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest) -> dict[str, list[_Item]]:
+    """Return where the chunks of targets lie, by file."""
     file = f"{DCP}/{METADATA}"
     try:
         data = storage.read(f"{name}/{file}")
@@ -90,8 +90,8 @@ def _items(wanted: Mapping[str, Wanted], storage: Storage, name: str, manifest: 
     stored: dict[tuple[str, tuple[int, ...]], Any] = {
         (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
     }
-    found: dict[str, list[_Item]] = {}
-    for key, each in wanted.items():
+    by_file: dict[str, list[_Item]] = {}
+    for key, each in targets.items():
         if not local_part(each.live).numel():
             continue
         info = stored.get((key, chunk_of(each.live)[0]))
@@ -104,8 +104,8 @@ def _items(wanted: Mapping[str, Wanted], storage: Storage, name: str, manifest: 
             or not 0 <= info.offset < info.offset + info.length <= manifest.files[place].size
         ):
             raise _Differs
-        found.setdefault(place, []).append(_Item(info.offset, info.length, key))
-    return found
+        by_file.setdefault(place, []).append(_Item(info.offset, info.length, key))
+    return by_file
 
 
 def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_Item]] | None, ranks: ProcessExchange) -> set[str]:
@@ -121,16 +121,16 @@ def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_Item]] | None, rank
 
 
 def _read(
-    wanted: Mapping[str, Wanted],
+    targets: Mapping[str, Target],
     items: Mapping[str, Sequence[_Item]],
     owned: set[str],
     storage: Storage,
     name: str,
     manifest: Manifest,
 ) -> dict[str, Tensor]:
-    found = {
+    parts = {
         key: like(each.live, torch.empty(local_part(each.live).shape, dtype=each.dtype))
-        for key, each in wanted.items()
+        for key, each in targets.items()
         if not local_part(each.live).numel()
     }
     for file in sorted({*items, *owned}):
@@ -138,12 +138,12 @@ def _read(
         try:
             with storage.open(f"{name}/{file}") as stream:
                 for key, data in _chunks(stream, sorted(items.get(file, ())), digest):
-                    found[key] = like(wanted[key].live, _part(data, wanted[key], f"{storage.root}/{name}/{file}"))
+                    parts[key] = like(targets[key].live, _part(data, targets[key], f"{storage.root}/{name}/{file}"))
         except (OSError, MemoryError, CheckpointUnreadable) as error:
             raise _Differs from error
         if digest is not None and digest.hexdigest() != manifest.files[file].hash:
             raise _Differs
-    return found
+    return parts
 
 
 def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[tuple[str, memoryview]]:
@@ -187,10 +187,10 @@ def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
         size = None if size is None else size - len(data)
 
 
-def _part(data: memoryview, wanted: Wanted, where: str) -> Tensor:
+def _part(data: memoryview, target: Target, where: str) -> Tensor:
     part = chunk_from(data, where)
-    if part is None or (part.shape, part.dtype) != (local_part(wanted.live).shape, wanted.dtype):
+    if part is None or (part.shape, part.dtype) != (local_part(target.live).shape, target.dtype):
         raise _Differs
-    if hash_tensor(part) != wanted.stored_hash:
+    if hash_tensor(part) != target.stored_hash:
         raise _Differs
     return part

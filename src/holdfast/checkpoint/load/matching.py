@@ -53,7 +53,7 @@ class Declared:
     """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
 
 
-class Wanted(NamedTuple):
+class Target(NamedTuple):
     """One stored tensor, and the sharding in which this rank wants its part."""
 
     live: Tensor
@@ -62,8 +62,8 @@ class Wanted(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The stored one."""
-        found: torch.dtype = getattr(torch, self.entry.dtype)
-        return found
+        stored: torch.dtype = getattr(torch, self.entry.dtype)
+        return stored
 
     @property
     def stored_hash(self) -> str | None:
@@ -86,11 +86,11 @@ class Wanted(NamedTuple):
 class Plan:
     """What will be read, and what was allowed to differ."""
 
-    wanted: dict[str, Wanted] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
     """By DCP name."""
     deviations: list[str] = field(default_factory=list)
-    kept: int = 0
-    """Frozen tensors that the checkpoint leaves to the model."""
+    unsaved: int = 0
+    """How many frozen tensors the checkpoint leaves to the model."""
     refused: list[str] = field(default_factory=list)
     hyperparameters: list[dict[str, Any]] | None = None
     """What each param group takes from the checkpoint; None: nothing."""
@@ -126,15 +126,15 @@ def plan_model(
 def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
     """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
     if partial and parameter is not None and not parameter.requires_grad:
-        plan.kept += 1
+        plan.unsaved += 1
     else:
         allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
 def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
-    wanted = plan.wanted[key] = Wanted(live, entry)
+    target = plan.targets[key] = Target(live, entry)
     name = key.removeprefix(MODEL)
-    if wanted.dtype != live.dtype:
+    if target.dtype != live.dtype:
         here = str(live.dtype).removeprefix("torch.")
         allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
 
@@ -193,8 +193,9 @@ def plan_optimizer(
         )
         return
     live, saved = groups_of(optimizer, names_of(optimizer, parameters)), saved_groups(manifest)
-    held = {name for group in live for name in group.parameters}
-    _plan_members(plan, held, {name for group in saved for name in group.parameters}, parameters, manifest, declared)
+    updated_names = {name for group in live for name in group.parameters}
+    saved_names = {name for group in saved for name in group.parameters}
+    _plan_members(plan, updated_names, saved_names, parameters, manifest, declared)
     plan.changes = hyperparameter_changes(live, saved)
     if hyperparameters:
         plan.hyperparameters, refused = matched_hyperparameters(live, saved)
@@ -203,11 +204,11 @@ def plan_optimizer(
     wrapped = manifest.optimizer.get("wrapped", {})
     for key, entry in manifest.tensors.items():
         name, _, slot = key.removeprefix(OPTIM).rpartition(".")
-        if not key.startswith(OPTIM) or name not in held:
+        if not key.startswith(OPTIM) or name not in updated_names:
             continue  # the parameter's own deviation was declared, or refused above
         if slot.rpartition(BETWEEN)[0] in wrapped.get(name, {}):
             continue  # a part of a tensor that is planned as a whole
-        plan.wanted[key] = Wanted(layouts.of(key, name, entry), entry)
+        plan.targets[key] = Target(layouts.of(key, name, entry), entry)
 
 
 @dataclass
@@ -219,7 +220,7 @@ class _Layouts:
     learned: Mapping[str, Mapping[str, Tensor]] | None = None
 
     def of(self, key: str, name: str, entry: TensorEntry) -> Tensor:
-        """Return a tensor in whose sharding a stored one belongs here: the parameter's, or what the optimizer makes."""
+        """Return the tensor whose sharding a stored one takes here: the parameter, or state the optimizer makes."""
         parameter, slot = self.parameters[name], key.rpartition(".")[2]
         if entry.shape == tuple(parameter.shape):
             return parameter.data
@@ -229,8 +230,8 @@ class _Layouts:
         live = self.optimizer.state.get(parameter, {}).get(slot)
         if live is None and self.learned is None:
             self.learned = inert_state(self.optimizer, self.parameters).tensors
-        found = live if live is not None else (self.learned or {}).get(name, {}).get(slot)
-        return found if found is not None and tuple(found.shape) == tuple(entry.shape) else whole
+        template = live if live is not None else (self.learned or {}).get(name, {}).get(slot)
+        return template if template is not None and tuple(template.shape) == tuple(entry.shape) else whole
 
 
 def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:

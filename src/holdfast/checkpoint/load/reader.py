@@ -45,13 +45,13 @@ from holdfast.checkpoint.load.companions import (
     companion_state,
     own_tensors,
     plan_companions,
-    wanted_of,
+    targets_of,
 )
 from holdfast.checkpoint.load.direct import read_parts
 from holdfast.checkpoint.load.matching import (
     Declared,
     Plan,
-    Wanted,
+    Target,
     plan_averages,
     poisoned,
     refusal,
@@ -134,7 +134,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
         live = _Live(model, parameters, optimizer, averages, companions)
         everything.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
     own, beside = everything[0]
-    tensors = _tensors(own.plan.wanted | wanted_of(beside), storage, name, manifest, ranks, verify=verified is None)
+    tensors = _tensors(own.plan.targets | targets_of(beside), storage, name, manifest, ranks, verify=verified is None)
     small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, model))
@@ -146,8 +146,8 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     # From here on nothing can fail for a reason of the checkpoint's.
     _fill(model_tensors(model), parameters, averages or {}, tensors)
     notes = list(own.plan.deviations)
-    if own.plan.kept:
-        notes.append(f"{own.plan.kept} frozen tensors are not in the checkpoint and stay as the model came with them")
+    if count := own.plan.unsaved:
+        notes.append(f"{count} frozen tensors are not in the checkpoint and stay as the model came with them")
     notes += _set_state(optimizer, parameters, states.get(""), own.plan)
     for each, theirs in beside.items():
         notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
@@ -220,12 +220,12 @@ def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manif
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
     """
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     with ranks.together():
         if ranks.rank == 0:
-            found.append(read_manifest(storage, name))
-            check_names(storage, name, found[0])
-    manifest = ranks.agree(found[0] if found else None)
+            manifests.append(read_manifest(storage, name))
+            check_names(storage, name, manifests[0])
+    manifest = ranks.agree(manifests[0] if manifests else None)
     assert manifest is not None
     return manifest
 
@@ -242,11 +242,11 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange, *, fr
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
     """
     manifest = named_manifest(storage, name, ranks)
-    mine: list[str] = []
+    own_damaged: list[str] = []
     with ranks.together():
         files = sorted(manifest.files)[ranks.rank :: ranks.size]
-        mine += damaged_files(storage, name, manifest, files, from_disk=from_disk)
-    damaged = sorted({file for part in ranks.gather(mine) for file in part})
+        own_damaged += damaged_files(storage, name, manifest, files, from_disk=from_disk)
+    damaged = sorted({file for part in ranks.gather(own_damaged) for file in part})
     if damaged:
         tensors: list[str] = []
         with ranks.together():
@@ -257,7 +257,7 @@ def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange, *, fr
 
 
 def _tensors(
-    wanted: Mapping[str, Wanted],
+    targets: Mapping[str, Target],
     storage: Storage,
     name: str,
     manifest: Manifest,
@@ -265,18 +265,18 @@ def _tensors(
     *,
     verify: bool,
 ) -> dict[str, Tensor]:
-    """Return this rank's part of every wanted tensor, in its live sharding, verified."""
-    found = read_parts(wanted, storage, name, manifest, ranks, verify=verify)
-    if found is None:  # in doubt: every file is asked twice, and says what is wrong with it
+    """Return this rank's part of every target, in its live sharding, verified."""
+    parts = read_parts(targets, storage, name, manifest, ranks, verify=verify)
+    if parts is None:  # in doubt: every file is asked twice, and says what is wrong with it
         verified_manifest(storage, name, ranks)
-        found = {}
+        parts = {}
     other: dict[str, Tensor] = {}
-    left = {key: each for key, each in wanted.items() if key not in found}
+    left = {key: each for key, each in targets.items() if key not in parts}
     size = sum(local_part(each.live).nbytes for each in left.values())
     with ranks.together(), memory_for(f"{storage.root}/{name}", size):
         other |= {key: each.staging() for key, each in left.items()}
     _read(other, storage, name, manifest, ranks)
-    return found | other
+    return parts | other
 
 
 def check_read_back(
@@ -303,18 +303,18 @@ def check_read_back(
 def _read(
     tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
 ) -> None:
-    """Read into staging memory; each chunk is compared when it is read, and wanted ones that fit once more."""
+    """Read into staging memory and compare each chunk; compare a rank's part again where it is exactly one chunk."""
     if not tensors:
         return
     if ranks.size == 1:
         one_process_is_meant()
-    found: list[Metadata] = []
+    metadata: list[Metadata] = []
     with ranks.together():
-        found.append(verified_metadata(storage, name, manifest))
-        partly = without_chunks(found[0], manifest.tensors) if ranks.rank == 0 else []
+        metadata.append(verified_metadata(storage, name, manifest))
+        partly = without_chunks(metadata[0], manifest.tensors) if ranks.rank == 0 else []
         if partly:
             raise TensorsDiffer(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
-    reader = Reader(f"{name}/{DCP}", found[0], VerifiedChunks(storage, name, manifest))
+    reader = Reader(f"{name}/{DCP}", metadata[0], VerifiedChunks(storage, name, manifest))
     try:
         dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
     except CheckpointException as error:
@@ -379,10 +379,10 @@ def _check_small(
     except _WRONG as error:
         if is_out_of_memory(error):
             raise no_memory_for(where) from error
-        told = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
         raise CheckpointCorrupt(
-            f"{where}: {whose} of step {manifest.step} is not what was written there, although its hash fits: {told}. "
-            "Somebody changed it, or another program wrote it. Nothing was changed."
+            f"{where}: {whose} of step {manifest.step} is not what was written there, although its hash fits: "
+            f"{reason}. Somebody changed it, or another program wrote it. Nothing was changed."
         ) from error
 
 

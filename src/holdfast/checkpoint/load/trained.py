@@ -74,8 +74,8 @@ def optimizer_state(
                 local if counter else like(staged, local.to(local_part(parameters[name].data).device))
             )
     names = names_of(optimizer, parameters)
-    known = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-    values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in known}
+    updated_names = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    values = {name: keys for name, keys in manifest.optimizer["values"].items() if name in updated_names}
     saved = OptimizerState(manifest.optimizer["kind"], saved_groups(manifest), tensors, values)
     return made_again(saved, wrapped, parameters)
 

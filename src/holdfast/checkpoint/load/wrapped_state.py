@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OPTIM
-from holdfast.checkpoint.load.matching import Declared, Plan, Wanted, allow
+from holdfast.checkpoint.load.matching import Declared, Plan, Target, allow
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
 from holdfast.optim.wrapped import (
@@ -49,8 +49,8 @@ class WrappedPlan:
 
 def records(manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
     """Return what a manifest says of state of classes of its own: parameter name -> state key -> plain record."""
-    found: Mapping[str, Mapping[str, Any]] = (manifest.optimizer or {}).get("wrapped", {})
-    return found
+    by_name: Mapping[str, Mapping[str, Any]] = (manifest.optimizer or {}).get("wrapped", {})
+    return by_name
 
 
 def plan_wrapped(
@@ -70,10 +70,10 @@ def plan_wrapped(
     stored = records(manifest)
     if not stored or manifest.optimizer is None or manifest.optimizer["kind"] != qualified_name(optimizer):
         return planned
-    wanted = _wanted(optimizer, parameters, stored)
-    if any(plain["class"] not in LISTED for _, _, plain in wanted):
+    entries = _wanted(optimizer, parameters, stored)
+    if any(plain["class"] not in LISTED for _, _, plain in entries):
         planned.made_here = inert_state(optimizer, parameters)
-    for name, slot, plain in wanted:
+    for name, slot, plain in entries:
         made_by = _class_of(plain["class"], planned.made_here)
         if made_by is None:
             plan.refused.append(
@@ -93,15 +93,15 @@ def _wanted(
 ) -> list[tuple[str, str, Any]]:
     """Return parameter, state key and record of what the optimizer updates."""
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    held = sorted(name for name in stored if name in parameters and id(parameters[name]) in updated)
-    return [(name, slot, plain) for name in held for slot, plain in sorted(stored[name].items())]
+    names = sorted(name for name in stored if name in parameters and id(parameters[name]) in updated)
+    return [(name, slot, plain) for name in names for slot, plain in sorted(stored[name].items())]
 
 
 def _class_of(kind: str, made_here: OptimizerState | None) -> type[Tensor] | None:
     """Return a class by name, from the list or from what the live optimizer makes; never by import of anything else."""
-    found = listed_class(kind)
-    if found is not None or made_here is None:
-        return found
+    listed = listed_class(kind)
+    if listed is not None or made_here is None:
+        return listed
     live = (record for slots in made_here.wrapped.values() for record in slots.values())
     return next((record.made_by for record in live if record.kind == kind), None)
 
@@ -154,7 +154,7 @@ def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known 
         entry = manifest.tensors[key]
         whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
         live = whole if why is not None else _layout(record.parts[part], whole, parameter, shards, record)
-        plan.wanted[key] = Wanted(live, entry)
+        plan.targets[key] = Target(live, entry)
     (planned.exact if why is None else planned.cast).setdefault(name, {})[slot] = record
 
 
@@ -237,16 +237,16 @@ def _requantised(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor
     rows = record.rows_per_shard(record.shards)
     for shard in range(record.shards):
         shape = record.shape_of(shard, record.shards)
-        mine = {}
+        shard_parts = {}
         for name, how in record.parts.items():
             start, size = (shard * rows // how.every, shape[0] // how.every) if how.every else (shard, 1)
-            mine[name] = parts[name][start : start + size]
+            shard_parts[name] = parts[name][start : start + size]
         into = numbers[shard * rows : shard * rows + shape[0]] if record.shards > 1 else numbers
-        into.copy_(record.put_together(mine, shape))
-    wanted = numbers[local_rows(parameter)] if isinstance(template, DTensor) else numbers
+        into.copy_(record.put_together(shard_parts, shape))
+    own_numbers = numbers[local_rows(parameter)] if isinstance(template, DTensor) else numbers
     local = template._local_tensor if isinstance(template, DTensor) else template
-    local.copy_(wanted.to(local.device))
-    back = torch.empty_like(wanted).copy_(local)
-    if wanted.numel() and float((back - wanted).abs().max()) > 0.5 * float(wanted.abs().max()):
+    local.copy_(own_numbers.to(local.device))
+    back = torch.empty_like(own_numbers).copy_(local)
+    if own_numbers.numel() and float((back - own_numbers).abs().max()) > 0.5 * float(own_numbers.abs().max()):
         raise NotSeparable(f"{type(local).__qualname__} does not take numbers by copy_, so it cannot be quantised anew")
     return template

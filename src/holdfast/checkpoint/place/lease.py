@@ -32,16 +32,16 @@ class Lease(Renewed):
 
     Args:
         directory: Of the checkpoints.
-        told: Told that this waits for a job of another host to be heard of; None: such a job is refused at once.
+        notify: Told that this waits for a job of another host to be heard of; None: such a job is refused at once.
     """
 
-    def __init__(self, directory: Path, told: Told | None = None) -> None:
+    def __init__(self, directory: Path, notify: Told | None = None) -> None:
         super().__init__("holdfast-lease")
         self._path = directory / LEASE
         self._storage = LocalStorage(directory)
         # What users call it: the run's directory, or the place of checkpoints that has a name of its own.
         self._place = str(directory.parent if directory.name == FOLDER else directory)
-        self._told = told
+        self._notify = notify
         self._token = uuid.uuid4().hex
         self._writing = threading.Lock()
         self._file: RegularFile | None = None
@@ -76,8 +76,8 @@ class Lease(Renewed):
 
     def _refuse_living(self, file: RegularFile) -> None:
         holder = self._living(file)
-        if self._told is not None and holder.get("host") not in {None, socket.gethostname()}:
-            self._told(waiting_words(self._place, holder))
+        if self._notify is not None and holder.get("host") not in {None, socket.gethostname()}:
+            self._notify(waiting_words(self._place, holder))
             holder = after_silence(holder, lambda: self._living(file))
         if holder:
             raise DirectoryTaken(taken(self._place, holder))
@@ -160,10 +160,10 @@ class Lease(Renewed):
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        held: Any = parse_json(text or b"{}")
+        values: Any = parse_json(text or b"{}")
     except ValueError:
         return {}
-    return held if isinstance(held, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _inode(path: Path) -> tuple[int, int] | None:

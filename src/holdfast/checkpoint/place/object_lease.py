@@ -29,15 +29,15 @@ class ObjectLease(Renewed):
     Args:
         storage: The place.
         of: What in the place is held; default: all of it. Leases of different things do not exclude each other.
-        told: As of `Lease`.
+        notify: As of `Lease`.
     """
 
-    def __init__(self, storage: Storage, of: str = "", told: Told | None = None) -> None:
+    def __init__(self, storage: Storage, of: str = "", notify: Told | None = None) -> None:
         super().__init__("holdfast-object-lease")
         self._storage = storage
         self._prefix = f".lease-{of}." if of else ".lease-"
         self._place = f"{storage.root}/{of}".rstrip("/")
-        self._told = told
+        self._notify = notify
         self._token = uuid.uuid4().hex
         self._turn = 0
         self._lost = False
@@ -49,7 +49,7 @@ class ObjectLease(Renewed):
             DirectoryTaken: Another job holds it, or was faster.
         """
         before = self._turns()
-        self._refuse_living(before, self._told)
+        self._refuse_living(before, self._notify)
         self._turn = max(before, default=0) + 1
         try:
             self._storage.put_new(self._name(self._turn), self._text())
@@ -102,10 +102,10 @@ class ObjectLease(Renewed):
             return
         self._storage.replace(self._name(self._turn), self._text())
 
-    def _refuse_living(self, turns: list[int], told: Told | None = None) -> None:
+    def _refuse_living(self, turns: list[int], notify: Told | None = None) -> None:
         holder = self._living(turns)
-        if told is not None and holder and not _is_of_here(holder):
-            told(waiting_words(self._place, holder))
+        if notify is not None and holder and not _is_of_here(holder):
+            notify(waiting_words(self._place, holder))
             holder = after_silence(holder, lambda: self._living(turns))
         if holder:
             raise DirectoryTaken(taken(self._place, holder))
@@ -128,7 +128,7 @@ class ObjectLease(Renewed):
 
     def _turns(self) -> list[int]:
         pattern = re.compile(re.escape(self._prefix) + r"(\d{8})\.json")
-        return [int(found.group(1)) for name in self._storage.names() if (found := pattern.fullmatch(name))]
+        return [int(match.group(1)) for name in self._storage.names() if (match := pattern.fullmatch(name))]
 
     def _name(self, turn: int) -> str:
         return f"{self._prefix}{turn:08d}.json"
@@ -139,10 +139,10 @@ class ObjectLease(Renewed):
     def _holder(self, turn: int) -> dict[str, Any]:
         """Return who holds a turn; empty if it was given back in the meantime."""
         try:
-            held: dict[str, Any] = parse_json(self._storage.read(self._name(turn)))
+            values: dict[str, Any] = parse_json(self._storage.read(self._name(turn)))
         except FileNotFoundError:
             return {}
-        return held
+        return values
 
 
 def lease_of(storage: Storage) -> Lease | ObjectLease:

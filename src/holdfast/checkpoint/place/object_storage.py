@@ -242,8 +242,8 @@ class ObjectStorage:
 
     def _version(self, path: str) -> object:
         """Return what tells an object from another one that was put under its name later."""
-        found = self._fs.info(self._path(path))
-        return [found.get(key) for key in ("ETag", "LastModified", "generation", "mtime", "size")]
+        info = self._fs.info(self._path(path))
+        return [info.get(key) for key in ("ETag", "LastModified", "generation", "mtime", "size")]
 
     @_as_os_errors()
     def age(self, path: str) -> float:

@@ -237,11 +237,11 @@ class LocalStorage:
     def files(self, path: str) -> list[str]:
         """Return sorted files; a link is listed as itself and never followed out of the tree."""
         place = self.path(path)
-        found = []
+        files = []
         for folder, below, names in os.walk(place, onerror=_unless_absent):
             linked = [name for name in below if (Path(folder) / name).is_symlink()]
-            found += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
-        return sorted(found)
+            files += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
+        return sorted(files)
 
     def make(self, path: str) -> None:
         """Create a directory, and the root if need be."""

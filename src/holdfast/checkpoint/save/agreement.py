@@ -86,11 +86,11 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> s
 
 def _disagreement(first: Any, other: Any, rank: int) -> str:
     """Return words about the first plain value of an optimizer that ranks hold differently: one would be lost."""
-    path, mine, theirs = first_difference(first, other) or ("", first, other)
+    path, first_value, other_value = first_difference(first, other) or ("", first, other)
     return (
-        f"ranks 0 and {rank} disagree on the optimizer's {path}: {mine!r} and {theirs!r}. Only one would be saved. "
-        "Every rank must give its param groups the same hyper-parameters and keep the same values besides tensors; "
-        "what is a rank's own belongs into rank_state."
+        f"ranks 0 and {rank} disagree on the optimizer's {path}: {first_value!r} and {other_value!r}. Only one "
+        "would be saved. Every rank must give its param groups the same hyper-parameters and keep the same values "
+        "besides tensors; what is a rank's own belongs into rank_state."
     )
 
 
@@ -98,14 +98,14 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: 
     differing = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
     part = next((name for name in differing if name.startswith(OPTIM) and BETWEEN in name), None)
     name = part or differing[0]
-    said = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')}"
+    words = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')}"
     if part is not None:
         return (
-            f"{said}. It is a part of optimizer state of a class of its own: the optimizer decides by the size of a "
+            f"{words}. It is a part of optimizer state of a class of its own: the optimizer decides by the size of a "
             "rank's shard whether it quantises, and these differ. Use optim.kind: adamw_8bit, which decides for all "
             "ranks alike, or another number of ranks."
         )
-    return f"{said} (shape, dtype, trained). Every rank must build the same model and optimizer."
+    return f"{words} (shape, dtype, trained). Every rank must build the same model and optimizer."
 
 
 def _file_of(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:

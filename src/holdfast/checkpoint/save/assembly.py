@@ -88,8 +88,8 @@ def _merged(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
         chunks: dict[tuple[Any, Any], Chunk] = {}
         for rank, part in enumerate(parts):
             for chunk in part[name].chunks:
-                known = chunks.setdefault((chunk.offsets, chunk.sizes), chunk)
-                if known.hash != chunk.hash:
+                earlier = chunks.setdefault((chunk.offsets, chunk.sizes), chunk)
+                if earlier.hash != chunk.hash:
                     raise SaveFailed(
                         f"{name} is replicated, and rank {rank} holds other numbers than an earlier rank. One of them "
                         "would be lost; per-rank state belongs into rank_state."

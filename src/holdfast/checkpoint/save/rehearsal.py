@@ -142,10 +142,10 @@ def rehearse(
     name = ranks.agree(fresh(REHEARSAL, "0"))
     beside = beside or Beside()
     with ranks.together():
-        held = model if isinstance(model, Held) else hold(model)
+        parts = model if isinstance(model, Held) else hold(model)
         others = {each: take(theirs, _state(theirs, own)) for each, (theirs, own) in (companions or {}).items()}
         snapshot = take(
-            held, _state(held, optimizer), shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets
+            parts, _state(parts, optimizer), shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets
         )
         snapshot = joined(snapshot, others)
     try:
@@ -172,18 +172,18 @@ def rehearse(
     return report
 
 
-def _state(held: Held, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
+def _state(model_parts: Held, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
     """Return the state that an optimizer will have after its next step, with zeros where it has none yet."""
     if optimizer is None:
         return None
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    known = {id(parameter) for parameter, state in optimizer.state.items() if state}
-    if all(id(parameter) in known for parameter in members):
+    with_state = {id(parameter) for parameter, state in optimizer.state.items() if state}
+    if all(id(parameter) in with_state for parameter in members):
         return optimizer
-    inert = inert_state(optimizer, held.parameters)
+    inert = inert_state(optimizer, model_parts.parameters)
     if not optimizer.state:
         return inert
-    live = collect(optimizer, held.parameters)
+    live = collect(optimizer, model_parts.parameters)
     return replace(live, tensors={**inert.tensors, **live.tensors}, values={**inert.values, **live.values})
 
 
@@ -221,25 +221,25 @@ def _check_shared(storage: Storage, ranks: ProcessExchange) -> None:
         seen = storage.read(f"{folder}/{NONCE}").decode() == word
     except OSError:
         seen = False
-    told = ranks.gather((socket.gethostname(), seen))
+    answers = ranks.gather((socket.gethostname(), seen))
     if ranks.rank == 0:
         storage.remove(folder)
-    blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(told) if not sees]
+    blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
     if blind:
         raise RehearsalFailed(
-            f"{storage.root} is not one directory for all ranks: what rank 0 on {told[0][0]} wrote is not there for "
+            f"{storage.root} is not one directory for all ranks: what rank 0 on {answers[0][0]} wrote is not there for "
             f"{', '.join(blind[:4])}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
         )
 
 
 def _check_space(storage: Storage, name: str, size: int, room: Room) -> None:
     there = min(room.keep, room.replaced)
-    wanted = size * (room.keep + 2 - there)
-    missing = storage.lacks(f"{name}/reserved", wanted)
+    needed_bytes = size * (room.keep + 2 - there)
+    missing = storage.lacks(f"{name}/reserved", needed_bytes)
     if missing is not None:
         place = f"beside the {there} that are there" if there else "in all"
         raise RehearsalFailed(
             f"{storage.root} has no room: a checkpoint takes {size_words(size)}, {room.keep} are kept and two "
-            f"more must fit, {size_words(wanted)} {place} ({missing}). Free space, lower checkpoint.keep.last, or "
-            "choose another run.dir."
+            f"more must fit, {size_words(needed_bytes)} {place} ({missing}). Free space, lower checkpoint.keep.last, "
+            "or choose another run.dir."
         )

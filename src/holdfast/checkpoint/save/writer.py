@@ -51,7 +51,7 @@ def commit(
     *,
     name: str | None = None,
     reached: Reached = lambda _: None,
-    told: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Write a checkpoint; every rank calls this.
 
@@ -62,7 +62,7 @@ def commit(
         ranks: A group of its own, with its own timeout.
         name: Of the checkpoint; default: step-<step>.
         reached: Told each phase.
-        told: Told, on every rank, of a rank that took much longer than the others.
+        notify: Told, on every rank, of a rank that took much longer than the others.
 
     Raises:
         SaveFailed: On all ranks, with the first cause; nothing was left behind.
@@ -88,7 +88,7 @@ def commit(
         with together(ranks, "collect"):
             described = describe(snapshot)
         everything = ranks.gather((files, described))
-        _tell_of_straggler(ranks.gather(seconds), told)
+        _tell_of_straggler(ranks.gather(seconds), notify)
         manifest: Manifest | None = None
         with together(ranks, "manifest"):
             if ranks.rank == 0:
@@ -129,11 +129,11 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
 
 
 def _free_bytes(storage: Storage, ranks: ProcessExchange) -> int | None:
-    known: int | None = None
+    free_bytes: int | None = None
     with together(ranks, "begin"):
         if ranks.rank == 0:
-            known = storage.free_bytes()
-    return ranks.agree(known)
+            free_bytes = storage.free_bytes()
+    return ranks.agree(free_bytes)
 
 
 class _TimedWriter(Writer):
@@ -150,11 +150,11 @@ class _TimedWriter(Writer):
             self.seconds += time.monotonic() - began
 
 
-def _tell_of_straggler(seconds: list[float], told: Callable[[str], None]) -> None:
+def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> None:
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     others = sorted(seconds[:slowest] + seconds[slowest + 1 :])
     if others and seconds[slowest] - others[len(others) // 2] > max(_LATE_SECONDS, others[len(others) // 2]):
-        told(
+        notify(
             f"rank {slowest} took {seconds[slowest]:.1f} s to write its part of a checkpoint, the others "
             f"{others[len(others) // 2]:.1f} s; look at its disk, its network and its neighbours."
         )

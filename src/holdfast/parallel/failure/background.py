@@ -41,8 +41,8 @@ class BesideLoop:
         if silent:
             return silent, "; ".join(place.words() + self._save_of(place.rank) for place in silent)
         others = [rank for rank in range(self._ranks) if rank != self._rank]
-        found = [rank for rank in others if not self._phase_of(rank).endswith(_GIVEN_UP)]
-        return [], "; ".join(f"rank {rank} is{self._save_of(rank).lstrip(',')}" for rank in found)
+        awaited_ranks = [rank for rank in others if not self._phase_of(rank).endswith(_GIVEN_UP)]
+        return [], "; ".join(f"rank {rank} is{self._save_of(rank).lstrip(',')}" for rank in awaited_ranks)
 
     def _phase_of(self, rank: int) -> str:
         return (self._board.read(self.note(rank)) or "").strip()

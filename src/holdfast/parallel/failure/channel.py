@@ -223,8 +223,8 @@ class FailureChannel:
         missing = self._heartbeat.missing() if timed_out(error) else []
         if not missing:
             return None
-        first, told = missing[0], "; ".join(place.words() for place in missing)
-        text = f"it kept the others waiting until their time was over ({told})"
+        first, whereabouts = missing[0], "; ".join(place.words() for place in missing)
+        text = f"it kept the others waiting until their time was over ({whereabouts})"
         return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
 
     def _news(self, failure: Failure) -> str:

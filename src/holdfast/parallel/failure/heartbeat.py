@@ -90,13 +90,13 @@ class Heartbeat:
         silent = self._silent()
         if silent:
             return silent
-        found = [_parse(rank, self._read(rank), silent=False) for rank in self._others()]
-        return [place for place in found if (place.step, place.phase) != self._now()]
+        places = [_parse(rank, self._read(rank), silent=False) for rank in self._others()]
+        return [place for place in places if (place.step, place.phase) != self._now()]
 
     def silent(self) -> list[Whereabouts]:
         """Return the ranks that have stopped answering; none where nobody beats. Takes a few seconds."""
-        found = self._silent()
-        return found if self._thread.ident is not None else []
+        places = self._silent()
+        return places if self._thread.ident is not None else []
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._ranks) if rank != self._rank]

@@ -134,8 +134,8 @@ class Reports:
     def _first_in_files(self) -> Failure | None:
         if self._directory is None:
             return None
-        found = [_parse(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
-        others = [one for one in found if one is not None and one.kind != "peer" and one.rank != self._rank]
+        failures = [_parse(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
+        others = [one for one in failures if one is not None and one.kind != "peer" and one.rank != self._rank]
         return min(others, key=lambda one: one.time, default=None)
 
     def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:

@@ -123,7 +123,7 @@ class Places:
         place = Path(self._storage.root)
         try:
             if not self._storage.renames:
-                self._leases.append(stack.enter_context(ObjectLease(self._storage, told=self._announce)))
+                self._leases.append(stack.enter_context(ObjectLease(self._storage, notify=self._announce)))
             elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
                 self._made = [each for each in (place, *place.parents) if not each.exists()]
                 self._leases.append(stack.enter_context(Lease(place, self._announce)))
