@@ -44,9 +44,9 @@ def paint(shapes: Sequence[tuple[str, str]], below: Callable[[int], int]) -> byt
         light = 0.8 + below(41) / 100
         cell = pixels[:, number * CELL : (number + 1) * CELL]
         cell[SHAPES[shape](x, y)] = np.minimum(255, np.array(COLOURS[colour]) * light)
-    held = io.BytesIO()
-    image_module.fromarray(pixels.astype(np.uint8)).save(held, "PNG")
-    return held.getvalue()
+    file = io.BytesIO()
+    image_module.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _pil() -> Any:

@@ -63,7 +63,7 @@ def answered_by_next_rows(
     """
     mine = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
     found = with_next_answers(mine, run.exchange, run.config.data.max_length)
-    if len(found.known) < 2:
+    if len(found.sequences) < 2:
         return []
     batches = assemble(found, run.exchange, run.config.data, replace(layout, columns={}))
     return scored(run, reference, batches, "reference_logprobs").micro_batches
