@@ -123,7 +123,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for line in _read_lines(path):
         if line.get("event") == "rewind":
-            lines = [kept for kept in lines if kept.get("step", 0) <= line["to"]]
+            lines = [earlier for earlier in lines if earlier.get("step", 0) <= line["to"]]
         else:
             lines.append(line)
     return lines
