@@ -77,7 +77,7 @@ def check_sinks(kinds: Sequence[str]) -> None:
     """Refuse a sink whose package is missing, while nothing has been written.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: A package is missing.
     """
     if "tensorboard" in kinds and find_spec("tensorboard") is None:
         raise ConfigError("metrics.sinks: tensorboard needs a package: pip install 'holdfast[tensorboard]'.")

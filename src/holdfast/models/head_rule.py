@@ -52,7 +52,7 @@ def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype:
         dtype: What the model computes in.
 
     Raises:
-        ModelError: They differ; the rule that was measured is named.
+        ModelError: The heads differ. The message names the rule that was measured.
     """
     if sent.shape != returned.shape:
         raise ModelError(

@@ -99,7 +99,7 @@ def _refuse_unread(model: Any, as_experts: list[str], refused: list[str]) -> Non
     """Refuse layers that a pattern names and peft does not adapt.
 
     Raises:
-        ModelError: There are such.
+        ModelError: A pattern names such a layer.
     """
     kind = model.config.model_type
     if as_experts:
@@ -150,10 +150,10 @@ def _tried(model: Any, targets: list[str]) -> tuple[set[str] | None, str]:
 
 
 def _check_laid(model: Any, expected: set[str]) -> None:
-    """Refuse adapters that peft laid elsewhere than it was told to.
+    """Refuse adapters if peft adapted other layers than it was told to.
 
     Raises:
-        ModelError: It did; one is named.
+        ModelError: The layers differ. The message names one.
     """
     laid = set(adapters_of(model))
     if laid != expected:
@@ -202,10 +202,10 @@ def _matching(key: str, patterns: list[str], names: list[str], kind: str) -> lis
 
 
 def _refuse_idle(patterns: list[str], names: list[str], key: str) -> None:
-    """Refuse patterns that match none of the names, which whoever wrote them did not mean.
+    """Refuse patterns that match none of the names; each is probably a mistake.
 
     Raises:
-        ModelError: One does.
+        ModelError: A pattern matches none.
     """
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):

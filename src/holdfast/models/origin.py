@@ -160,7 +160,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     """Return the transformers configuration of a model directory.
 
     Raises:
-        ModelError: There is none, it is damaged, or it brings code that may not run.
+        ModelError: The directory has no configuration, it is damaged, or it brings code that may not run.
     """
     from transformers import AutoConfig
 
@@ -251,7 +251,7 @@ def load_tokenizer(config: ModelConfig, base: Path) -> Any:
     """Return the run's tokenizer.
 
     Raises:
-        ModelError: There is none where it was looked for.
+        ModelError: The directory has no tokenizer that transformers can load, or no built-in tokenizer has this name.
     """
     from transformers import AutoTokenizer
 

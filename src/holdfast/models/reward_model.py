@@ -47,7 +47,7 @@ class Reading:
         directory: Of its files.
 
     Raises:
-        ModelError: It has several outputs and none is chosen.
+        ModelError: The model has several outputs and `section` chooses none, or one that it does not have.
     """
 
     def __init__(self, section: ModelRewardConfig, tokenizer: Any, config: Any, directory: Path) -> None:
@@ -84,10 +84,10 @@ class Reading:
         return prompt + completion + (self._tokenizer.eos_token if self._section.append_eos else "")
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text, without those at the beginning for which there is no room.
+        """Return the tokens of a text, cut to `max_length`; what is cut is the beginning.
 
         Raises:
-            ValueError: There is one that the model does not know.
+            ValueError: A token is not in the model's vocabulary.
         """
         read = self._tokenizer(text, truncation=True, max_length=self._section.max_length, add_special_tokens=False)
         tokens = [int(token) for token in read["input_ids"]]

@@ -93,7 +93,7 @@ def _entries(text: bytes) -> dict[str, _Entry]:
     """Return what a header says.
 
     Raises:
-        ValueError: It is none, or says it in another form than the format's.
+        ValueError: The text is no header of the format.
     """
     tree = parse_json(text, _without_twice)
     if not isinstance(tree, dict):
@@ -169,7 +169,7 @@ def _weight_map(tree: Any) -> dict[str, str]:
     """Return the file of each tensor, as an index says it.
 
     Raises:
-        ValueError: It says something else, or names a file outside of its directory.
+        ValueError: The index has another form, or names a file outside of its directory.
     """
     match tree:
         case {"weight_map": dict(names)} if names and all(isinstance(file, str) for file in names.values()):

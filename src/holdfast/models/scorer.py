@@ -105,10 +105,10 @@ def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
 
 
 def check_layer(skeleton: Any) -> None:
-    """Refuse a class whose scores are no linear layer of a token's hidden state.
+    """Refuse a class whose scores do not come from a linear layer `score` that reads a token's hidden state.
 
     Raises:
-        ModelError: It is one.
+        ModelError: The class has no such layer.
     """
     if type(getattr(skeleton, "score", None)) is not nn.Linear:
         raise ModelError(
@@ -132,10 +132,10 @@ def is_scorer(config: Any) -> bool:
 
 
 def one_score(config: Any, tokenizer: Any) -> None:
-    """Make a transformers configuration one of a reward model.
+    """Turn a transformers configuration into that of a reward model, which has one output.
 
     Raises:
-        ModelError: It has several outputs already.
+        ModelError: The files are those of a scorer with several outputs.
     """
     if is_scorer(config) and config.num_labels != 1:
         raise ModelError(

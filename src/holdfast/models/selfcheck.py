@@ -146,10 +146,10 @@ def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
 
 
 def _spread_of_logits(sides: Sides) -> float | None:
-    """Return the spread, after looking at what the model makes of its output layer; None where it has no logits.
+    """Return the spread of the logits; None for a model without logits. Compare the head's rule with ours first.
 
     Raises:
-        ModelError: It makes something else of it than we do.
+        ModelError: The model makes its logits of the output layer by another rule than ours.
     """
     policy = sides.policy
     if isinstance(policy, ScoreModel):

@@ -38,7 +38,7 @@ class Recorder(Protocol):
         """Return what repeats the operations of a step; the step may run meanwhile, any number of times.
 
         Raises:
-            RuntimeError: It cannot be recorded.
+            RuntimeError: The step cannot be recorded.
         """
         ...
 

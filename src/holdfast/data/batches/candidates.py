@@ -77,7 +77,7 @@ class _Fact(NamedTuple):
     head: int = 0
 
 
-_Told = _Fact | UserError | EndOfStream
+_Outcome = _Fact | UserError | EndOfStream
 
 
 class CandidateReader(Generic[S]):
@@ -114,7 +114,7 @@ class CandidateReader(Generic[S]):
             UserError: A row is malformed; the same error on all ranks.
         """
         size, rank = self._exchange.size, self._exchange.rank
-        outcomes: dict[int, _Told] = {draw: self._read(draw, candidates) for draw in range(first + rank, last, size)}
+        outcomes: dict[int, _Outcome] = {draw: self._read(draw, candidates) for draw in range(first + rank, last, size)}
         everyone = self._exchange.gather(outcomes)
         for draw in range(first, last):
             owner = (draw - first) % size
@@ -167,7 +167,7 @@ class CandidateReader(Generic[S]):
             total += count
         return total
 
-    def _read(self, draw: int, candidates: Candidates[S]) -> _Told:
+    def _read(self, draw: int, candidates: Candidates[S]) -> _Outcome:
         try:
             source, name, row = self.reader.read(draw)
             if self._accept is not None and not self._accept(row):
@@ -186,10 +186,10 @@ class CandidateReader(Generic[S]):
 
 @contextmanager
 def broken_text_named(row: Row, name: str) -> Iterator[None]:
-    """Say which column of a row is no text, where tokenising the row fails in the block for that.
+    """Name the column of a row that is not valid text if tokenising the row fails in the block because of it.
 
     Raises:
-        DataError: One holds half of a UTF-16 pair.
+        DataError: A column holds half of a UTF-16 pair.
     """
     try:
         yield

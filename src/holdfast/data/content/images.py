@@ -252,8 +252,8 @@ class ImageFiles:
         """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
 
         Raises:
-            DataError: It is no image, or there is no such file.
-            OSError, ValueError, RuntimeError: It cannot be read.
+            DataError: The value is no image, or the file it names does not exist.
+            OSError, ValueError, RuntimeError: The image cannot be read.
         """
         from PIL import Image
 
@@ -266,7 +266,7 @@ class ImageFiles:
         """Return the file that a row names.
 
         Raises:
-            DataError: There is none, or it is named in a way that no file is.
+            DataError: The file does not exist, or the value is not a path.
         """
         if not isinstance(image, str | Path):
             raise DataError(

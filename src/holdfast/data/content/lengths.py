@@ -58,7 +58,7 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
     Counts `truncated`, `split` and `overlong_dropped` sequences, and the `untrained` ones left out.
 
     Raises:
-        DataError: It is longer and `text.overlong` is `refuse`.
+        DataError: The sequence is longer and `text.overlong` is `refuse`.
     """
     limit, length = text.max_length, len(stretch.tokens)
     pieces = [stretch]

@@ -148,7 +148,7 @@ class RowReader:
         """Note the size of a stream whose end was met; from there on it is passed over again and again.
 
         Raises:
-            DataError: It has no row at all.
+            DataError: The stream has no rows.
         """
         if size == 0:
             raise DataError(f"{self.sources[source].name} has no rows.")

@@ -191,7 +191,7 @@ def columns_of(source: Source) -> tuple[str, ...]:
     """Return the columns of the first row, under our names.
 
     Raises:
-        DataError: There is no row.
+        DataError: The source has no rows.
     """
     for row in source.scan(0):
         return tuple(row)

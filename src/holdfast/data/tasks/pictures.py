@@ -34,7 +34,7 @@ def paint(shapes: Sequence[tuple[str, str]], below: Callable[[int], int]) -> byt
         below: Gives an integer in [0, limit): how far a shape is moved, and how light it is.
 
     Raises:
-        DataError: There is no PIL.
+        DataError: PIL is not installed.
     """
     image_module = _pil()
     pixels = np.full((CELL, CELL * len(shapes), 3), 20 + below(60), dtype=np.float64)

@@ -206,7 +206,7 @@ def _fitted(sides: list[Stretch], config: PairDataConfig, name: str, counts: Cou
     """Bring the sequences of a row to at most `max_length` tokens, or leave all of them out.
 
     Raises:
-        DataError: One is longer and `data.overlong` is `refuse`.
+        DataError: A sequence is longer and `data.overlong` is `refuse`.
     """
     limit = config.max_length
     longest = max(len(side.tokens) for side in sides)

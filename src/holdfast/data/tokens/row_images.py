@@ -84,7 +84,7 @@ class RowImages:
             whole: All of it is one sequence, whoever speaks last.
 
         Raises:
-            DataError: One cannot be read, or the model cannot take it.
+            DataError: An image cannot be read, or the model cannot take it.
         """
         if isinstance(self._side, str):
             return PreparedImages((), {0})
