@@ -166,7 +166,7 @@ def rank_of_rollouts(device: str) -> None:
         run.engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
         for number in range(STEPS):
-            prompts = run.stream.next(number, 2).mine[:1]
+            prompts = run.stream.next(number, 2).own_prompts[:1]
             run.state.updates = number  # new weights, as far as the engine can know
             seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}
             take_turn()

@@ -80,15 +80,15 @@ def test_windows_are_full_and_every_token_is_used_once_however_often_one_stops(
 
 def test_a_piece_keeps_its_tokens_and_loses_the_loss_of_its_first() -> None:
     whole = example(3, [False, True, True, False, True], per_token={"values": np.arange(5)})
-    found = Candidates(mine={(0, 0): whole}, known=[Known(0, 0, 5, 3, 0)], counted=[(0, {"seen": 1})])
+    found = Candidates(own_sequences={(0, 0): whole}, sequences=[Known(0, 0, 5, 3, 0)], counted=[(0, {"seen": 1})])
 
     cut, rest = cut_windows(found, Alone(), offset=0, goal=5, window=2)
 
-    pieces = [cut.mine[(0, number)] for number in range(3)]
+    pieces = [cut.own_sequences[(0, number)] for number in range(3)]
     assert [piece.tokens.tolist() for piece in pieces] == [[300, 301], [302, 303], [304]]
     assert [piece.loss_mask.tolist() for piece in pieces] == [[False, True], [False, False], [False]]
     assert [piece.per_token["values"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4]]
-    assert [known.trained for known in cut.known] == [1, 0, 0]
+    assert [piece.trained for piece in cut.sequences] == [1, 0, 0]
     assert whole.loss_mask.tolist() == [False, True, True, False, True]
     assert rest is None
 

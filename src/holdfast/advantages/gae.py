@@ -37,13 +37,13 @@ def generalised_advantages(
     order = np.argsort(sequence, kind="stable")
     _, row, lengths = np.unique(sequence[order], return_inverse=True, return_counts=True)
     column = np.arange(order.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    reward, value, found = np.zeros((3, lengths.size, int(lengths.max()) + 1))
+    reward, value, advantage = np.zeros((3, lengths.size, int(lengths.max()) + 1))
     reward[row, column], value[row, column] = rewards[order], values[order]
-    for t in range(found.shape[1] - 2, -1, -1):
+    for t in range(advantage.shape[1] - 2, -1, -1):
         # Past a row's end rewards and values are 0, and so is what comes from there.
-        found[:, t] = reward[:, t] + gamma * value[:, t + 1] - value[:, t] + gamma * lam * found[:, t + 1]
+        advantage[:, t] = reward[:, t] + gamma * value[:, t + 1] - value[:, t] + gamma * lam * advantage[:, t + 1]
     result = np.empty(order.size)
-    result[order] = found[row, column]
+    result[order] = advantage[row, column]
     return result
 
 

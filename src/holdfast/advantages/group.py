@@ -93,8 +93,8 @@ def without_advantages(
         trained: [P, G], completions that are trained; others are compared with, and learn nothing.
     """
     rows = [slice(number, number + 1) for number in range(len(rewards))]
-    found = [advantages(config, rewards[row], {name: parts[name][row] for name in parts}, weights) for row in rows]
-    learned = [values[trained[row]] for row, values in zip(rows, found, strict=True)]
+    by_group = [advantages(config, rewards[row], {name: parts[name][row] for name in parts}, weights) for row in rows]
+    learned = [values[trained[row]] for row, values in zip(rows, by_group, strict=True)]
     return np.array([not values.any() for values in learned], dtype=np.bool_)
 
 

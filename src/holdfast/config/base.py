@@ -42,10 +42,10 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> Self:
-        found = tuple(self.mistakes())
-        if found:
-            text = "; ".join(f"{key}: {wrong}" for key, wrong in found)
-            raise PydanticCustomError("rules", "{text}", {"text": text, "mistakes": found})
+        mistakes = tuple(self.mistakes())
+        if mistakes:
+            text = "; ".join(f"{key}: {wrong}" for key, wrong in mistakes)
+            raise PydanticCustomError("rules", "{text}", {"text": text, "mistakes": mistakes})
         return self
 
 
@@ -130,8 +130,8 @@ class ByKind:
         return {"oneOf": [{"enum": kinds, "type": "string"}, *functions, *sections]}
 
     def _chosen(self, value: Any) -> str:
-        found = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
-        return str(found)
+        kind = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
+        return str(kind)
 
 
 class OneOrSeveral:

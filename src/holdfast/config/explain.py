@@ -68,7 +68,7 @@ def rules_beside(
         root: Its root model.
         origins: As in `explain`.
     """
-    values, known, removed = copy.deepcopy(document.values), set(explain(error, document, root, origins)), set()
+    values, explained, removed = copy.deepcopy(document.values), set(explain(error, document, root, origins)), set()
     for item in error.errors(include_url=False):
         if item["type"] == "rules":
             continue
@@ -79,15 +79,15 @@ def rules_beside(
     try:
         root.model_validate(values)
     except ValidationError as again:
-        found = []
+        rules = []
         for item in again.errors(include_url=False):
             path = key_path(root, item["loc"], values)
             for key, text in _described(path, [item], document, root) if item["type"] == "rules" else ():
                 words = {*map(str, key), *re.findall(r"\w+", text)}
                 # Close is enough: an unknown key is one that was meant.
                 if not any(difflib.get_close_matches(name, words, 1) for name in removed):
-                    found.append(_placed(key, text, document, origins))
-        return [each for each in found if each not in known]
+                    rules.append(_placed(key, text, document, origins))
+        return [each for each in rules if each not in explained]
     return []
 
 
@@ -156,8 +156,8 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
 
 def _wrong_value(items: Sequence[Any]) -> str:
     """Say what a value should have been; of a key with alternatives, all of them."""
-    wanted = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
-    return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(wanted))}"
+    expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
+    return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
 
 
 def _words(expected: str) -> list[str]:
@@ -225,8 +225,8 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
 
 def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
     """Return the keys that end so; those under names of the user's (`*`) only if there is no other."""
-    found = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
-    return [dotted for dotted in found if "*" not in dotted] or found
+    matches = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
+    return [dotted for dotted in matches if "*" not in dotted] or matches
 
 
 def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
@@ -235,8 +235,8 @@ def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
     return f"there is no kind {word!r}.{meant} Kinds: {', '.join(kinds)}"
 
 
-def _close(word: str, known: Sequence[str], cutoff: float) -> str | None:
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), None)
+def _close(word: str, candidates: Sequence[str], cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), None)
 
 
 def _short(value: Any) -> str:

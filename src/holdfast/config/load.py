@@ -83,14 +83,16 @@ def check(draft: Draft, root: type[Root]) -> Root:
         ConfigError: One line for each mistake.
     """
     document = draft.document
-    found: list[tuple[float, str]] = [(line, f"{document.file}:{line}: {message}") for line, message in document.twice]
+    mistakes: list[tuple[float, str]] = [
+        (line, f"{document.file}:{line}: {message}") for line, message in document.twice
+    ]
     config: Root | None = None
     try:
         config = root.model_validate(document.values)
     except ValidationError as error:
-        found += explain(error, document, root, draft.origins)
-        found += rules_beside(error, document, root, draft.origins)
-    lines = [text for _, text in sorted(found, key=lambda pair: pair[0])] + draft.mistakes
+        mistakes += explain(error, document, root, draft.origins)
+        mistakes += rules_beside(error, document, root, draft.origins)
+    lines = [text for _, text in sorted(mistakes, key=lambda pair: pair[0])] + draft.mistakes
     if config is not None and not lines:
         return config
     heading = f"{document.file} has {len(lines)} mistakes:\n" if len(lines) > 1 else ""

@@ -80,35 +80,35 @@ def all_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted path of every key of the tree, sections included; `*` stands for a name or number."""
     for name in root.model_fields:
         dotted = f"{prefix}{name}"
-        held = Held((root,)).below(name)
+        shape = Held((root,)).below(name)
         yield dotted
-        for section in held.sections:
-            yield from all_keys(section, f"{dotted}.{'*.' if held.several else ''}")
+        for section in shape.sections:
+            yield from all_keys(section, f"{dotted}.{'*.' if shape.several else ''}")
 
 
 def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[BaseModel] | None, Held]:
     """Return the section that a path of the file leads to, and what could stand there instead."""
-    held = choice = Held((root,))
+    shape = choice = Held((root,))
     for key in path:
         values = _below(values, key)
-        choice = held.below(key).alone(values)
-        held = choice.chosen(values) if choice.is_union else choice
-    return held.section, choice
+        choice = shape.below(key).alone(values)
+        shape = choice.chosen(values) if choice.is_union else choice
+    return shape.section, choice
 
 
 def key_path(root: type[BaseModel], location: Sequence[int | str], values: Any) -> KeyPath:
     """Return the keys of the file that a location of pydantic's means: without the kinds of unions and other marks."""
     path: list[int | str] = []
-    held = Held((root,))
+    shape = Held((root,))
     for part in location:
-        if held.is_union:
-            held = held.of_kind(part)
-        elif held.alone(values) is not held:
-            held = held.below(part)
-        elif held.section is not None or held.several or _has(values, part):
+        if shape.is_union:
+            shape = shape.of_kind(part)
+        elif shape.alone(values) is not shape:
+            shape = shape.below(part)
+        elif shape.section is not None or shape.several or _has(values, part):
             path.append(part)
             values = _below(values, part)
-            held = held.below(part)
+            shape = shape.below(part)
     return tuple(path)
 
 

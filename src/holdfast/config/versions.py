@@ -10,10 +10,10 @@ LIBRARIES = ("holdfast", "torch", "transformers", "datasets", "safetensors", "to
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that decide numbers."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    installed = {"python": platform.python_version(), "platform": platform.platform()}
     for name in LIBRARIES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -41,15 +41,15 @@ class Health:
             return {}
         self._past.append(metrics)
         past = list(self._past)
-        found = {}
+        alarms = {}
         for name, alarm in _ALARMS.items():
             last = self._sounded.get(name)
             if last is not None and step - last < self._config.repeat_steps:
                 continue
             if sentence := alarm(self._config, past):
-                found[name] = sentence
+                alarms[name] = sentence
                 self._sounded[name] = step
-        return found
+        return alarms
 
 
 def _flat_reward(config: HealthConfig, past: Past) -> str | None:

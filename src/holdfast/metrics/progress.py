@@ -57,8 +57,8 @@ def summary(metrics: Mapping[str, float]) -> str:
         ("throughput/mfu", "mfu", "{:.1%}"),
     ]
     hidden = {"entropy_estimate"} if "entropy" in metrics else set()
-    known = metrics.keys() - hidden
-    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in shown if name in known)
+    visible = metrics.keys() - hidden
+    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in shown if name in visible)
 
 
 class Silent:

@@ -77,7 +77,7 @@ def check_sinks(kinds: Sequence[str]) -> None:
     """Refuse a sink whose package is missing, while nothing has been written.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: A package is missing.
     """
     if "tensorboard" in kinds and find_spec("tensorboard") is None:
         raise ConfigError("metrics.sinks: tensorboard needs a package: pip install 'holdfast[tensorboard]'.")
@@ -123,7 +123,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for line in _read_lines(path):
         if line.get("event") == "rewind":
-            lines = [kept for kept in lines if kept.get("step", 0) <= line["to"]]
+            lines = [earlier for earlier in lines if earlier.get("step", 0) <= line["to"]]
         else:
             lines.append(line)
     return lines

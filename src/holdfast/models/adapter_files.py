@@ -69,7 +69,7 @@ class AdapterFile:
         """Open a directory that peft, or an export of ours, wrote.
 
         Raises:
-            ModelError: It holds no adapter.
+            ModelError: The directory has no adapter.
         """
         from safetensors import safe_open
 
@@ -153,7 +153,7 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
     """Compare the weights that adapters were trained beside with those in a directory.
 
     Raises:
-        ModelError: They are others, and that was not allowed.
+        ModelError: The weights differ, and `section` does not allow another base.
     """
     if stored.base is None or section.any_base:
         return

@@ -21,12 +21,12 @@ def note_of_base(directory: Path, model: str, here: Path) -> str | None:
         here: Where that lies.
     """
     file = directory / SETTINGS
-    said = read_json(file).get("base_model_name_or_path") if file.exists() else None
-    if not said or str(said) == model or expanded(str(said)).resolve() == here:
+    named_base = read_json(file).get("base_model_name_or_path") if file.exists() else None
+    if not named_base or str(named_base) == model or expanded(str(named_base)).resolve() == here:
         return None
     return (
-        f"lora: the adapter in {directory} names {said} as its model, and this run's is {model}; no mark in its file "
-        "tells whether the weights are the same. Beside other weights it does not do what it was trained for."
+        f"lora: the adapter in {directory} names {named_base} as its model, and this run's is {model}; no mark in its "
+        "file tells whether the weights are the same. Beside other weights it does not do what it was trained for."
     )
 
 
@@ -40,9 +40,9 @@ def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
         return
     file = directory / SETTINGS
     try:
-        said = read_json(file)
-        stabilised, alone = bool(said.get("use_rslora", False)), dict(said.get("alpha_pattern") or {})
-        there = {"alpha": f"{said.get('lora_alpha', section.alpha):g}", "rank_stabilised": str(stabilised).lower()}
+        settings = read_json(file)
+        stabilised, alone = bool(settings.get("use_rslora", False)), dict(settings.get("alpha_pattern") or {})
+        there = {"alpha": f"{settings.get('lora_alpha', section.alpha):g}", "rank_stabilised": str(stabilised).lower()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = f"{file} is not what peft writes ({error})"
         raise ModelError(f"model.lora.path: {why}. Save the adapter again.") from error

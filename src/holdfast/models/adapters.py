@@ -66,18 +66,18 @@ class Adapter:
 
 def lengths(matrix: Tensor) -> Tensor:
     """Return [out] lengths of the rows of [out, in]."""
-    found: Tensor = torch.linalg.norm(matrix, dim=1)
-    return found
+    norms: Tensor = torch.linalg.norm(matrix, dim=1)
+    return norms
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapter of each adapted matrix or stack, by its canonical name; empty without adapters."""
-    found = {}
+    adapters = {}
     for path, layer in layers_of(model):
         stack = hasattr(layer, "parameter_name")
         adapted = canonical_name(f"{path}.{layer.parameter_name if stack else 'weight'}")
         magnitude = canonical_name(f"{path}.lora_magnitude_vector.{NAME}.weight")
-        found[adapted] = Adapter(
+        adapters[adapted] = Adapter(
             canonical_name(f"{path}.lora_A.{NAME}.weight"),
             canonical_name(f"{path}.lora_B.{NAME}.weight"),
             int(layer.r[NAME]),
@@ -86,7 +86,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
             int(layer.num_experts) if stack else 0,
             is_transposed(layer.get_base_layer()),
         )
-    return found
+    return adapters
 
 
 def is_linear(layer: nn.Module) -> bool:

@@ -250,15 +250,15 @@ def head_sizes(model: Any) -> set[tuple[int, int]]:
     The layers tell them. A configuration has one `head_dim`, while the layers of Gemma 4 are of two sizes, and that of
     DeepSeek's counts only what is rotated.
     """
-    found = set()
+    sizes = set()
     for layer in model.get_decoder().modules():
         size = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
         if isinstance(size, int) and hasattr(layer, "layer_idx"):
             value_size: Any = getattr(layer, "v_head_dim", None) or size
-            found.add((size, int(value_size)))
+            sizes.add((size, int(value_size)))
     text = model.config.get_text_config()
     size = text.hidden_size // text.num_attention_heads
-    return found or {(size, size)}
+    return sizes or {(size, size)}
 
 
 @cache

@@ -91,7 +91,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     register()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
-    places = _processor_directories(config, raw_config, directory, base, given=tokenizer is not None)
+    places = _processor_directories(config, raw_config, directory, base, has_tokenizer=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
     old_vocabulary, new_vocabulary = _meet_tokenizer(config, raw_config, tokenizer, live)
     if scorer:
@@ -149,11 +149,11 @@ def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None
     if not hasattr(skeleton, "generation_config"):
         return  # a scorer writes nothing
     if live is not None:
-        found = getattr(live.generation_config, "eos_token_id", None)
+        end_tokens = getattr(live.generation_config, "eos_token_id", None)
     else:
-        found = None if directory is None else read_end_tokens(directory)
-    if found is not None:
-        skeleton.generation_config.eos_token_id = found
+        end_tokens = None if directory is None else read_end_tokens(directory)
+    if end_tokens is not None:
+        skeleton.generation_config.eos_token_id = end_tokens
 
 
 def storage_of(config: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
@@ -173,11 +173,11 @@ def _with_adapters(  # noqa: PLR0913 - what they lie in, and what they start fro
     lora = config.lora
     assert lora is not None
     at = None if lora.path is None else locate(lora.path, config, base, weights=True)
-    found = AdapterSource.of(source, model, lora, seed, at, storage_of(config)[1])
+    adapters = AdapterSource.of(source, model, lora, seed, at, storage_of(config)[1])
     refuse_other_scale(at, lora)
-    if found.stored is not None and directory is not None:
-        check_base(directory, found.stored, lora)
-    return found
+    if adapters.stored is not None and directory is not None:
+        check_base(directory, adapters.stored, lora)
+    return adapters
 
 
 def _notes_of_adapters(config: ModelConfig, source: AdapterSource, directory: Path | None) -> list[str]:
@@ -198,17 +198,17 @@ def _meet_tokenizer(config: ModelConfig, raw_config: Any, tokenizer: Any, live: 
 
 
 def _processor_directories(
-    config: ModelConfig, raw_config: Any, directory: Path | None, base: Path, *, given: bool
+    config: ModelConfig, raw_config: Any, directory: Path | None, base: Path, *, has_tokenizer: bool
 ) -> list[Path]:
     """Return where the model's image processor may lie: beside its weights, else beside a random start's tokenizer.
 
-    A tokenizer that was `given` in memory has no directory.
+    With `has_tokenizer` the caller has a tokenizer in memory, which has no directory.
     """
     if directory is not None:
         return [directory]
     name = config.tokenizer
     sees = raw_config.model_type in FAMILIES and config.config is not None
-    if given or not sees or name is None or name.startswith("builtin:"):
+    if has_tokenizer or not sees or name is None or name.startswith("builtin:"):
         return []
     return [locate(name, config, base, weights=False)]
 
@@ -241,7 +241,7 @@ def configured(config: ModelConfig, base: Path) -> tuple[Any, Any]:
     """
     directory = None if config.path is None else locate(config.path, config, base, weights=False)
     raw_config = _raw_config(config, directory, None)
-    places = _processor_directories(config, raw_config, directory, base, given=False)
+    places = _processor_directories(config, raw_config, directory, base, has_tokenizer=False)
     return raw_config, load_image_processor(config, raw_config, places)
 
 
@@ -347,34 +347,34 @@ def set_storage(model: nn.Module, dtype: torch.dtype, frozen_dtype: torch.dtype)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in stored:
                 target = dtype if parameter.requires_grad else frozen_dtype
-                wanted = target if parameter.is_floating_point() else parameter.dtype
-                cast = nn.Parameter(parameter.detach().to(wanted), requires_grad=parameter.requires_grad)
+                storage_dtype = target if parameter.is_floating_point() else parameter.dtype
+                cast = nn.Parameter(parameter.detach().to(storage_dtype), requires_grad=parameter.requires_grad)
                 stored[id(parameter)] = stored[id(cast)] = cast
             module.register_parameter(name, stored[id(parameter)])
 
 
-def choose_attention(model: Any, family: Family, wanted: str, notes: list[str]) -> bool:
+def choose_attention(model: Any, family: Family, implementation: str, notes: list[str]) -> bool:
     """Set the attention implementation; return whether it is the packed one.
 
     Raises:
         ModelError: Packed attention was asked for and cannot be exact.
     """
     reason = family.why_not_packed
-    if wanted in {"auto", "packed"} and not reason:
+    if implementation in {"auto", "packed"} and not reason:
         set_attention(model, PACKED)
         return True
-    if wanted == "packed":
+    if implementation == "packed":
         raise ModelError(f"model.attention: packed is not exact for {family.name}: {reason}. Use auto or sdpa.")
-    if wanted == "auto":  # what transformers chose: sdpa wherever the model has it
+    if implementation == "auto":  # what transformers chose: sdpa wherever the model has it
         notes.append(f"attention: one document per row, since {reason}")
         return False
-    if wanted == "sdpa" and upstream_attention(model) != "sdpa":
+    if implementation == "sdpa" and upstream_attention(model) != "sdpa":
         raise ModelError(f"{family.name} has no sdpa attention that is exact. Use auto or eager.")
     try:
-        if model.config._attn_implementation != wanted:  # noqa: SLF001 - what set_attn_implementation sets
-            model.set_attn_implementation(wanted)
+        if model.config._attn_implementation != implementation:  # noqa: SLF001 - what set_attn_implementation sets
+            model.set_attn_implementation(implementation)
     except ValueError as error:
-        raise ModelError(f"{family.name} has no {wanted} attention: {error}") from error
-    if model.config._attn_implementation != wanted:  # noqa: SLF001 - same; it warns and goes on where it cannot
-        raise ModelError(f"model.attention: {wanted} cannot be set, {family.name} chooses by itself. Use auto.")
+        raise ModelError(f"{family.name} has no {implementation} attention: {error}") from error
+    if model.config._attn_implementation != implementation:  # noqa: SLF001 - same; it warns and goes on where it cannot
+        raise ModelError(f"model.attention: {implementation} cannot be set, {family.name} chooses by itself. Use auto.")
     return False

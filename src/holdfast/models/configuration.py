@@ -57,10 +57,10 @@ def config_from_values(values: Mapping[str, Any]) -> Any:
 
 def _refuse_unknown(config: Any, values: Mapping[str, Any], where: str) -> None:
     """Refuse values that became attributes which the configuration's class does not have."""
-    known = {field.name for field in fields(config)} | set(config.attribute_map)
+    names = {field.name for field in fields(config)} | set(config.attribute_map)
     for name, value in values.items():
-        if name in vars(config) and name not in known and name != "model_type":
-            raise ModelError(f"{where}: {type(config).__name__} has no field {name}.{_nearest(name, known)}")
+        if name in vars(config) and name not in names and name != "model_type":
+            raise ModelError(f"{where}: {type(config).__name__} has no field {name}.{_nearest(name, names)}")
         part = getattr(config, name, None)
         if isinstance(value, Mapping) and part in list(sub_configs(config))[1:]:
             _refuse_unknown(part, value, f"{where}.{name}")

@@ -67,33 +67,33 @@ def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str, *, abse
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    wanted = _state_headers(model)
+    model_headers = _state_headers(model)
     transforms = get_model_conversion_mapping(model)
     renamings, converters, by_pattern = _sorted_out(transforms)
     groups: dict[str, _Group] = {}
     unknown = []
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
-        if target not in wanted and name in wanted:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, model_headers)
+        if target not in model_headers and name in model_headers:
             target, pattern = name, None
-        if target not in wanted:
+        if target not in model_headers:
             unknown.append(name)
             continue
         group = groups.setdefault(target, _Group(target, by_pattern.get(pattern or "")))
         group.members.append((name, pattern or name))
     conversions = tuple(group.conversion(model, stored, ()) for group in groups.values())
     ignored = _ignored(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    needed = {name: header for name, header in wanted.items() if name not in absent}
+    needed = {name: header for name, header in model_headers.items() if name not in absent}
     _check_complete(model, conversions, needed, [name for name in unknown if name not in ignored], origin)
     return Incoming(conversions, tuple(entry for entry in transforms if entry.was_used()), tuple(ignored))
 
 
-def plan_outgoing(model: Any, held: Mapping[str, Header], used: Sequence[Any] | None) -> tuple[Conversion, ...]:
+def plan_outgoing(model: Any, headers: Mapping[str, Header], used: Sequence[Any] | None) -> tuple[Conversion, ...]:
     """Plan how a model's tensors become the names and shapes that its directories have.
 
     Args:
         model: A transformers model, on any device.
-        held: The model's tensors to write, one name of each tie.
+        headers: The model's tensors to write, one name of each tie.
         used: The transforms that matched when the weights came in; None if they did not come from a directory.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -101,18 +101,18 @@ def plan_outgoing(model: Any, held: Mapping[str, Header], used: Sequence[Any] | 
 
     if used is None:
         # Whether a prefix was there before is known only from the files, so without files none is added.
-        known = get_model_conversion_mapping(model, add_legacy=False)
-        used = [entry for entry in known if not isinstance(entry, PrefixChange)]
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        used = [entry for entry in transforms if not isinstance(entry, PrefixChange)]
     backwards = [entry.reverse_transform() for entry in reversed(list(used))]
     renamings, converters, by_pattern = _sorted_out(backwards)
     groups: dict[str, _Group] = {}
-    for name in sorted(held, key=dot_natural_key):
+    for name in sorted(headers, key=dot_natural_key):
         target, pattern = _first_match(name, converters)
         if pattern is None:
             target = _rename(name, renamings)
         group = groups.setdefault(target, _Group(target, by_pattern.get(pattern or "")))
         group.members.append((name, pattern or name))
-    return tuple(group.conversion(model, held, renamings) for group in groups.values())
+    return tuple(group.conversion(model, headers, renamings) for group in groups.values())
 
 
 def _sorted_out(transforms: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
@@ -158,13 +158,13 @@ class _Group:
         self, run: Callable[[dict[str, Tensor]], dict[str, Tensor]], headers: Mapping[str, Header]
     ) -> dict[str, Header]:
         """Run the conversion on the meta device, where shapes cost nothing."""
-        given = {name: headers[name] for name, _ in self.members}
-        on_meta = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in given.items()}
+        inputs = {name: headers[name] for name, _ in self.members}
+        on_meta = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in inputs.items()}
         try:
             return {name: Header(tuple(value.shape), value.dtype) for name, value in run(on_meta).items()}
         except (RuntimeError, ValueError, IndexError) as error:
-            found = " and ".join(f"{len(names)} tensors like {names[-1]}" for names in self._by_pattern())
-            raise ModelError(f"{self.target} cannot be made from {found}: {error}") from error
+            sources = " and ".join(f"{len(names)} tensors like {names[-1]}" for names in self._by_pattern())
+            raise ModelError(f"{self.target} cannot be made from {sources}: {error}") from error
 
     def _by_pattern(self) -> list[list[str]]:
         names: dict[str, list[str]] = {}
@@ -208,33 +208,34 @@ def _ignored(names: Sequence[str], patterns: Iterable[str] | None) -> list[str]:
 def _check_complete(
     model: nn.Module,
     conversions: Sequence[Conversion],
-    wanted: Mapping[str, Header],
+    expected: Mapping[str, Header],
     unknown: Sequence[str],
     origin: str,
 ) -> None:
     from holdfast.models.names import tied_names
 
-    given = {name: header for conversion in conversions for name, header in conversion.targets.items()}
-    covered = set(given) | set(_ignored(list(wanted), getattr(model, "_keys_to_ignore_on_load_missing", None)))
+    converted = {name: header for conversion in conversions for name, header in conversion.targets.items()}
+    covered = set(converted) | set(_ignored(list(expected), getattr(model, "_keys_to_ignore_on_load_missing", None)))
     for first, others in tied_names(model).items():
         if covered & {first, *others}:
             covered |= {first, *others}
-    missing = [name for name in wanted if name not in covered]
+    missing = [name for name in expected if name not in covered]
     misshapen = [
-        f"{name} is {list(header.shape)}, the model wants {list(wanted[name].shape)}"
-        for name, header in given.items()
-        if name in wanted and header.shape != wanted[name].shape
+        f"{name} is {list(header.shape)}, the model wants {list(expected[name].shape)}"
+        for name, header in converted.items()
+        if name in expected and header.shape != expected[name].shape
     ]
-    unknown = [*unknown, *(name for name in given if name not in wanted)]
+    unknown = [*unknown, *(name for name in converted if name not in expected)]
     parts = [
         _listing("missing tensors", missing),
         _listing("tensors the model does not know", unknown),
         _listing("tensors of another shape", misshapen),
     ]
-    found = "; ".join(part for part in parts if part)
-    if found:
+    problems = "; ".join(part for part in parts if part)
+    if problems:
         raise ModelError(
-            f"{origin} does not fit {type(model).__name__}: {found}. Check that its config.json belongs to its weights."
+            f"{origin} does not fit {type(model).__name__}: {problems}. Check that its config.json belongs to "
+            "its weights."
         )
 
 

@@ -115,21 +115,21 @@ class _Following(TorchFunctionMode):
         """[T, 2]: whether the router would have sent a token elsewhere, and whether it was told."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's form
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func in _MASKING:
-            self._unmasked = (found, args[0])
-        if func not in _TOPK or found[1].shape != self.chosen.shape:
-            return found
+            self._unmasked = (output, args[0])
+        if func not in _TOPK or output[1].shape != self.chosen.shape:
+            return output
         scores: Tensor = args[0] if args else kwargs["input"]
         if scores.shape[-1] != self._experts:
-            return found
+            return output
         if self._unmasked is not None and scores is self._unmasked[0]:
             scores = self._unmasked[1]  # a group that the router would leave out now has the weight that it has
         with torch.no_grad():
-            told = self.chosen > 0
-            indices = torch.where(told, self.chosen - 1, found[1])
-            other = (indices.sort(-1).values != found[1].sort(-1).values).any(-1)
-            self.differing = torch.stack([other, told.any(-1)], -1).double()
+            has_choice = self.chosen > 0
+            indices = torch.where(has_choice, self.chosen - 1, output[1])
+            other = (indices.sort(-1).values != output[1].sort(-1).values).any(-1)
+            self.differing = torch.stack([other, has_choice.any(-1)], -1).double()
         return TopK(scores.gather(-1, indices), indices)
 
 
@@ -149,8 +149,8 @@ def why_not_replayed(routers: Sequence[nn.Module], width: int) -> str | None:
                 output = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             return f"router {layer} ({type(router).__name__}) does not run on hidden states alone: {error}"
-        told = output if isinstance(output, tuple) else (output,)
-        if asked.answers != 1 or not any(isinstance(part, Tensor) and part.dtype == torch.int64 for part in told):
+        parts = output if isinstance(output, tuple) else (output,)
+        if asked.answers != 1 or not any(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
             return (
                 f"router {layer} ({type(router).__name__}) does not choose by one topk over its experts, and say which"
             )
@@ -179,12 +179,12 @@ def column(prompt: NDArray[np.int16], own: Sequence[NDArray[np.int16]], length: 
         own: [layers, k] of each drawn token that was read, in their order; perhaps of some behind the end.
         length: L
     """
-    found = np.zeros((length, *prompt.shape[1:]), np.int16)
-    found[: len(prompt)] = prompt
+    choices = np.zeros((length, *prompt.shape[1:]), np.int16)
+    choices[: len(prompt)] = prompt
     read = own[: max(0, length - len(prompt) - 1)]
     if read:
-        found[len(prompt) : len(prompt) + len(read)] = np.stack(read)
-    return found
+        choices[len(prompt) : len(prompt) + len(read)] = np.stack(read)
+    return choices
 
 
 def _experts(router: nn.Module) -> int:

@@ -83,8 +83,8 @@ def family_of(model: nn.Module) -> Family:
 
 def _video_token(config: Any) -> int | None:
     vision = FAMILIES.get(str(config.model_type))
-    found = None if vision is None else video_token(vision, config)
-    return None if found is None else int(found)
+    token = None if vision is None else video_token(vision, config)
+    return None if token is None else int(token)
 
 
 def _image_tokens(config: Any) -> tuple[str, int] | None:
@@ -106,12 +106,12 @@ def _why_not_packed(model: Any, text: Any) -> str:
 
 def _recurrent_layers(model: Any) -> list[str]:
     """Return the class names of layers that mix tokens otherwise than by attention."""
-    found = {
+    classes = {
         type(module).__name__
         for module in model.get_decoder().modules()
         if any(word in type(module).__name__ for word in _RECURRENT_CLASSES) or isinstance(module, nn.Conv1d)
     }
-    return sorted(found)
+    return sorted(classes)
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -158,8 +158,8 @@ def _reader_in(model: Any) -> nn.Module | None:
 
 
 def _output_layer(model: Any) -> nn.Module | None:
-    found: nn.Module | None = model.get_output_embeddings()
-    return found
+    layer: nn.Module | None = model.get_output_embeddings()
+    return layer
 
 
 def output_layer_of(model: nn.Module) -> nn.Module:
@@ -178,13 +178,13 @@ def blocks_of(model: nn.Module) -> list[str]:
     """Return the paths of the transformer blocks: list members of the classes the model says must not be split."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [
+    blocks = [
         f"{path}.{index}"
         for path, members in lists
         for index, member in enumerate(members)
         if type(member).__name__ in classes
     ]
-    if found or not lists:
-        return found
+    if blocks or not lists:
+        return blocks
     path, members = max(lists, key=lambda item: sum(value.numel() for value in item[1].parameters()))
     return [f"{path}.{index}" for index in range(len(members))]

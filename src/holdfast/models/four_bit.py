@@ -24,10 +24,10 @@ BLOCK = 64
 
 
 def check_library(kind: FourBitKind) -> None:
-    """Import what rounds and expands.
+    """Import the library that rounds to four bits and expands again.
 
     Raises:
-        ModelError: It is not installed.
+        ModelError: The library cannot be imported.
     """
     try:
         import bitsandbytes.functional  # type: ignore[import-not-found,import-untyped,unused-ignore] # noqa: F401
@@ -113,7 +113,7 @@ def quantise(model: Any, kind: FourBitKind, dtype: torch.dtype) -> list[FourBitL
     Its output layer, embeddings, norms, towers, stacks of experts and what is trained stay as they are.
 
     Raises:
-        ModelError: There is none, or bitsandbytes is missing.
+        ModelError: No layer can be replaced, or bitsandbytes is missing.
     """
     check_library(kind)
     output = model.get_output_embeddings()

@@ -47,23 +47,23 @@ def freeze(model: nn.Module, patterns: Sequence[str], later: Sequence[UnfreezeCo
         raise ModelError(f"model.freeze {[*patterns]} leaves no parameter to train.")
     stages = []
     for section in sorted(later, key=lambda section: section.at_step):
-        mine: set[str] = set()
+        thawed: set[str] = set()
         for pattern in section.patterns:
-            found = _found(model, pattern, parameters, "model.unfreeze")
-            if not frozen.intersection(found):
+            names = _found(model, pattern, parameters, "model.unfreeze")
+            if not frozen.intersection(names):
                 raise ModelError(
                     f"model.unfreeze: {pattern!r} at step {section.at_step} matches only parameters that are trained "
-                    f"by then ({', '.join(found[:2])}). Name them in model.freeze, or remove the pattern."
+                    f"by then ({', '.join(names[:2])}). Name them in model.freeze, or remove the pattern."
                 )
-            mine.update(found)
+            thawed.update(names)
         stages.append(
             Stage(
                 section.at_step,
                 tuple(section.patterns),
-                tuple(name for name in parameters if name in mine and name in frozen),
+                tuple(name for name in parameters if name in thawed and name in frozen),
             )
         )
-        frozen -= mine
+        frozen -= thawed
     for name in frozen:
         parameters[name].requires_grad_(False)  # noqa: FBT003 - torch's own form
     return tuple(stages)
@@ -80,10 +80,10 @@ def timetable(stages: Sequence[Stage], model: nn.Module) -> list[str]:
 
 
 def _found(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter], key: str) -> list[str]:
-    """Return the names that a pattern or word means.
+    """Return the names of the parameters that a pattern or word means.
 
     Raises:
-        ModelError: There is none.
+        ModelError: It means none.
     """
     matched = _matching(model, pattern, parameters)
     if not matched:

@@ -52,7 +52,7 @@ def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype:
         dtype: What the model computes in.
 
     Raises:
-        ModelError: They differ; the rule that was measured is named.
+        ModelError: The heads differ. The message names the rule that was measured.
     """
     if sent.shape != returned.shape:
         raise ModelError(
@@ -60,40 +60,42 @@ def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype:
             f"{returned.numel()} logits, so probabilities would be taken over others than its own. Please report the "
             "architecture."
         )
-    given, logits = sent.double(), returned.double()
-    ours = _applied(given, spec.scale, spec.softcap)
+    outputs, logits = sent.double(), returned.double()
+    ours = _applied(outputs, spec.scale, spec.softcap)
     if float((ours - logits).abs().max()) > _LIMITS[dtype] * float(logits.abs().max()):
-        known = Rule(spec.scale, spec.softcap, 0.0, 0.0)
+        rule = Rule(spec.scale, spec.softcap, 0.0, 0.0)
         raise ModelError(
             f"The logits of {name} follow from its output layer by another rule than Holdfast reads from its "
-            f"configuration: measured, what the layer gives is returned {measured_rule(given, logits).words()}; read, "
-            f"{known.words()}. It would train on wrong probabilities; please report the architecture."
+            f"configuration: measured, what the layer gives is returned {measured_rule(outputs, logits).words()}; "
+            f"read, {rule.words()}. It would train on wrong probabilities; please report the architecture."
         )
 
 
-def measured_rule(given: Tensor, logits: Tensor) -> Rule:
-    """Return the scale, soft cap and addition that come closest; [V] each, float64, `given` rising."""
-    middle = given.abs() <= _LINEAR
+def measured_rule(outputs: Tensor, logits: Tensor) -> Rule:
+    """Return the scale, soft cap and addition that come closest; [V] each, float64, `outputs` rising."""
+    middle = outputs.abs() <= _LINEAR
     if int(middle.sum()) < 2:  # a small vocabulary
-        middle = given.abs() <= given.abs().sort().values[1]
-    y, z = given[middle], logits[middle]
+        middle = outputs.abs() <= outputs.abs().sort().values[1]
+    y, z = outputs[middle], logits[middle]
     offset = float(z.mean() - y.mean() * ((y - y.mean()) * (z - z.mean())).sum() / ((y - y.mean()) ** 2).sum())
     scale = float(((y - y.mean()) * (z - z.mean())).sum() / ((y - y.mean()) ** 2).sum())
-    softcap = _softcap(scale, float(given[-1]), float(logits[-1]) - offset)
+    softcap = _softcap(scale, float(outputs[-1]), float(logits[-1]) - offset)
     if softcap is not None:  # the middle is bent a little too
         scale *= 1 + float((y * y).mean()) * (scale / softcap) ** 2 / 3
-        softcap = _softcap(scale, float(given[-1]), float(logits[-1]) - offset) or softcap
-    error = float((_applied(given, scale, softcap) + offset - logits).abs().max() / logits.abs().max().clamp(min=1e-30))
+        softcap = _softcap(scale, float(outputs[-1]), float(logits[-1]) - offset) or softcap
+    error = float(
+        (_applied(outputs, scale, softcap) + offset - logits).abs().max() / logits.abs().max().clamp(min=1e-30)
+    )
     return Rule(scale, softcap, offset, error)
 
 
-def _applied(given: Tensor, scale: float, softcap: float | None) -> Tensor:
-    return given * scale if softcap is None else softcap * (given * scale / softcap).tanh()
+def _applied(outputs: Tensor, scale: float, softcap: float | None) -> Tensor:
+    return outputs * scale if softcap is None else softcap * (outputs * scale / softcap).tanh()
 
 
-def _softcap(scale: float, given: float, logit: float) -> float | None:
-    """Return the cap c for which c tanh(scale * given / c) is a logit, None where nothing bends."""
-    straight = abs(scale * given)
+def _softcap(scale: float, output: float, logit: float) -> float | None:
+    """Return the cap c for which c tanh(scale * output / c) is a logit, None where nothing bends."""
+    straight = abs(scale * output)
     if not 0 < abs(logit) < 0.999 * straight:
         return None
     low, high = abs(logit), 1e4 * straight

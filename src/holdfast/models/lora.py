@@ -99,7 +99,7 @@ def _refuse_unread(model: Any, as_experts: list[str], refused: list[str]) -> Non
     """Refuse layers that a pattern names and peft does not adapt.
 
     Raises:
-        ModelError: There are such.
+        ModelError: A pattern names such a layer.
     """
     kind = model.config.model_type
     if as_experts:
@@ -121,18 +121,18 @@ def _as_peft_reads(model: Any, targets: list[str]) -> tuple[list[str], list[str]
     all experts together (shared experts and dense blocks have such paths), and would read our adapters so too. Of
     models with Mamba layers it refuses matrices by the last part of their names.
     """
-    found, _ = _tried(model, targets)
-    if found is not None:
-        return [path for path in targets if path in found], [path for path in targets if path not in found], []
+    adapted, _ = _tried(model, targets)
+    if adapted is not None:
+        return [path for path in targets if path in adapted], [path for path in targets if path not in adapted], []
     refused = []
     for name in dict.fromkeys(path.rpartition(".")[2] for path in targets):
         alike = [path for path in targets if path.rpartition(".")[2] == name]
         refused += alike if _tried(model, alike)[0] is None else []
     left = [path for path in targets if path not in refused]
-    found, why = _tried(model, left)
-    if found is None:
+    adapted, why = _tried(model, left)
+    if adapted is None:
         raise ModelError(f"model.lora.targets: peft refuses these layers together: {why}")
-    return [path for path in left if path in found], [path for path in left if path not in found], refused
+    return [path for path in left if path in adapted], [path for path in left if path not in adapted], refused
 
 
 def _tried(model: Any, targets: list[str]) -> tuple[set[str] | None, str]:
@@ -149,16 +149,16 @@ def _tried(model: Any, targets: list[str]) -> tuple[set[str] | None, str]:
     return {path for path, layer in layers_of(trial) if is_linear(layer.base_layer)}, ""
 
 
-def _check_laid(model: Any, wanted: set[str]) -> None:
-    """Refuse adapters that peft laid elsewhere than it was told to.
+def _check_laid(model: Any, expected: set[str]) -> None:
+    """Refuse adapters if peft adapted other layers than it was told to.
 
     Raises:
-        ModelError: It did; one is named.
+        ModelError: The layers differ. The message names one.
     """
-    found = set(adapters_of(model))
-    if found != wanted:
-        different = sorted(found ^ wanted)[0]
-        how = "takes in" if different in found else "leaves out"
+    laid = set(adapters_of(model))
+    if laid != expected:
+        different = sorted(laid ^ expected)[0]
+        how = "takes in" if different in laid else "leaves out"
         raise ModelError(f"model.lora: peft {how} {different} of {model.config.model_type}, against what it was told.")
 
 
@@ -190,22 +190,22 @@ def _stacks(model: Any, section: LoRAConfig) -> list[str]:
 
 
 def _matching(key: str, patterns: list[str], names: list[str], kind: str) -> list[str]:
-    found: dict[str, None] = {}
+    matches: dict[str, None] = {}
     for pattern in patterns:
         matched = [name for name in names if re.search(pattern, name)]
         if not matched:
             raise ModelError(
                 f"model.lora.{key}: {pattern!r} matches no {kind}. They look like {', '.join(sorted(names)[:3])}."
             )
-        found |= dict.fromkeys(matched)
-    return list(found)
+        matches |= dict.fromkeys(matched)
+    return list(matches)
 
 
 def _refuse_idle(patterns: list[str], names: list[str], key: str) -> None:
-    """Refuse patterns that match none of the names, which whoever wrote them did not mean.
+    """Refuse patterns that match none of the names; each is probably a mistake.
 
     Raises:
-        ModelError: One does.
+        ModelError: A pattern matches none.
     """
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):

@@ -57,8 +57,8 @@ def same_files(then: str, now: str) -> bool:
 
 
 def _state_of(files: list[Path]) -> tuple[tuple[str, int, int, int], ...]:
-    found = [(file, file.stat()) for file in files]
-    return tuple((str(file), facts.st_size, facts.st_mtime_ns, facts.st_ino) for file, facts in found)
+    statuses = [(file, file.stat()) for file in files]
+    return tuple((str(file), facts.st_size, facts.st_mtime_ns, facts.st_ino) for file, facts in statuses)
 
 
 def _edges_mark(files: list[Path]) -> str:
@@ -160,14 +160,14 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     """Return the transformers configuration of a model directory.
 
     Raises:
-        ModelError: There is none, it is damaged, or it brings code that may not run.
+        ModelError: The directory has no configuration, it is damaged, or it brings code that may not run.
     """
     from transformers import AutoConfig
 
     path = directory / "config.json"
     if not path.exists():
-        held = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
-        raise ModelError(f"{directory} has no config.json, so it is no model directory. It holds {held}.")
+        entries = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
+        raise ModelError(f"{directory} has no config.json, so it is no model directory. It holds {entries}.")
     try:
         raw = read_json(path)
     except (OSError, ValueError) as error:
@@ -195,16 +195,16 @@ def read_end_tokens(directory: Path) -> int | list[int] | None:
     if not path.exists():
         return None
     try:
-        found: int | list[int] | None = read_json(path).get("eos_token_id")
+        tokens: int | list[int] | None = read_json(path).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} is no JSON object: {error}.") from error
-    several = found if isinstance(found, list) else [found]
-    if found is not None and not all(type(token) is int for token in several):
-        raise ModelError(f"{path} names {found!r} as eos_token_id; it is one token id or a list of them.")
-    return found
+    several = tokens if isinstance(tokens, list) else [tokens]
+    if tokens is not None and not all(type(token) is int for token in several):
+        raise ModelError(f"{path} names {tokens!r} as eos_token_id; it is one token id or a list of them.")
+    return tokens
 
 
-def _as_in_its_file(found: Any, directory: Path) -> Any:
+def _as_in_its_file(tokenizer: Any, directory: Path) -> Any:
     """Return the tokenizer as tokenizer.json describes it, if transformers made something else of it.
 
     transformers 5 loads a directory of a Qwen2 model as its own Qwen2 tokenizer, whatever tokenizer.json says; a
@@ -215,24 +215,24 @@ def _as_in_its_file(found: Any, directory: Path) -> Any:
 
     file = directory / "tokenizer.json"
     if not file.exists():
-        return found
+        return tokenizer
     written = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
-    if found(PROBE, add_special_tokens=False)["input_ids"] == written:
-        return found
+    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == written:
+        return tokenizer
     print(
-        f"warning: transformers' AutoTokenizer makes a {type(found).__name__} of {directory}, which splits text "
+        f"warning: transformers' AutoTokenizer makes a {type(tokenizer).__name__} of {directory}, which splits text "
         "otherwise than its tokenizer.json; the file is used. Load that of exports with PreTrainedTokenizerFast.",
         flush=True,
     )
     return PreTrainedTokenizerFast.from_pretrained(str(directory))
 
 
-def _with_template(found: Any, directory: Path) -> Any:
+def _with_template(tokenizer: Any, directory: Path) -> Any:
     """Give the tokenizer the chat template of its processor's file, where it has none of its own."""
     file = directory / "chat_template.json"
-    if not found.chat_template and file.exists():
-        found.chat_template = read_json(file)["chat_template"]
-    return found
+    if not tokenizer.chat_template and file.exists():
+        tokenizer.chat_template = read_json(file)["chat_template"]
+    return tokenizer
 
 
 def _built_in(name: str) -> Any:
@@ -251,7 +251,7 @@ def load_tokenizer(config: ModelConfig, base: Path) -> Any:
     """Return the run's tokenizer.
 
     Raises:
-        ModelError: There is none where it was looked for.
+        ModelError: The directory has no tokenizer that transformers can load, or no built-in tokenizer has this name.
     """
     from transformers import AutoTokenizer
 
@@ -261,8 +261,8 @@ def load_tokenizer(config: ModelConfig, base: Path) -> Any:
         return _built_in(name)
     directory = locate(name, config, base, weights=False)
     try:
-        found = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
-        return _with_template(_as_in_its_file(found, directory), directory)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
+        return _with_template(_as_in_its_file(tokenizer, directory), directory)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(" .:") or type(error).__name__
         raise ModelError(

@@ -220,9 +220,9 @@ class PolicyModel(nn.Module):
         Its features enter times zero: the units of the tower then run backwards too, as on ranks that have images.
         """
         backbone: Any = backbone_of(self.language_model)
-        found = backbone.get_image_features(**batch.model_inputs)
+        features = backbone.get_image_features(**batch.model_inputs)
         # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
-        used = [found[name] for name in _FEATURES if name in found] if isinstance(found, Mapping) else found
+        used = [features[name] for name in _FEATURES if name in features] if isinstance(features, Mapping) else features
         zero = sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor))
         embedded: Tensor = backbone.get_input_embeddings()(batch.tokens)
         return embedded + torch.as_tensor(zero).to(embedded.dtype)

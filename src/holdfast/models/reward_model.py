@@ -34,7 +34,7 @@ def bytes_of(section: ModelRewardConfig, base: Path) -> int:
         return 0
     headers = [read_header(file).values() for file in set(weight_files(directory).values())]
     dtype: torch.dtype = getattr(torch, section.dtype)
-    return sum(prod(header.shape) for held in headers for header in held) * dtype.itemsize
+    return sum(prod(header.shape) for file_headers in headers for header in file_headers) * dtype.itemsize
 
 
 class Reading:
@@ -47,7 +47,7 @@ class Reading:
         directory: Of its files.
 
     Raises:
-        ModelError: It has several outputs and none is chosen.
+        ModelError: The model has several outputs and `section` chooses none, or one that it does not have.
     """
 
     def __init__(self, section: ModelRewardConfig, tokenizer: Any, config: Any, directory: Path) -> None:
@@ -84,10 +84,10 @@ class Reading:
         return prompt + completion + (self._tokenizer.eos_token if self._section.append_eos else "")
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text, without those at the beginning for which there is no room.
+        """Return the tokens of a text, cut to `max_length`; what is cut is the beginning.
 
         Raises:
-            ValueError: There is one that the model does not know.
+            ValueError: A token is not in the model's vocabulary.
         """
         read = self._tokenizer(text, truncation=True, max_length=self._section.max_length, add_special_tokens=False)
         tokens = [int(token) for token in read["input_ids"]]
@@ -98,8 +98,8 @@ class Reading:
     def numbers(self, outputs: Tensor) -> list[float]:
         """Return [N] numbers of [N, outputs]."""
         chosen = outputs.double()[:, self._section.output or 0]
-        found: list[float] = (chosen.sigmoid() if self._section.sigmoid else chosen).tolist()
-        return found
+        scores: list[float] = (chosen.sigmoid() if self._section.sigmoid else chosen).tolist()
+        return scores
 
 
 class TextScorer(Protocol):
@@ -122,10 +122,10 @@ def scores_of(
     rows: Sequence[Row], batches: Iterable[Sequence[int]], numbers: Callable[[list[Row]], list[float]]
 ) -> list[float]:
     """Return one number per row, asked for batch by batch."""
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for members in batches:
-        found |= zip(members, numbers([rows[place] for place in members]), strict=True)
-    return [found[place] for place in range(len(rows))]
+        scores |= zip(members, numbers([rows[place] for place in members]), strict=True)
+    return [scores[place] for place in range(len(rows))]
 
 
 class RewardModel:
@@ -147,13 +147,13 @@ class RewardModel:
         directory = locate(section.path, named, base, weights=True)
         try:
             self._model: Any
-            self._model, told = AutoModelForSequenceClassification.from_pretrained(
+            self._model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype=getattr(torch, section.dtype), output_loading_info=True
             )
             tokenizer = load_tokenizer(named, base)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{directory} cannot be loaded for sequence classification: {error}") from error
-        absent = sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])})
+        absent = sorted({*loading_info["missing_keys"], *(name for name, *_ in loading_info["mismatched_keys"])})
         if absent:  # transformers draws them at random, on every rank others, and only says so
             raise not_trained_to_score(directory, absent[0])
         self.reading = Reading(section, tokenizer, self._model.config, directory)

@@ -59,9 +59,9 @@ class Routers:
         self.top_k = _top_k(model)
         self._seen: list[Routed] | None = None
         self._chosen: list[Tensor] | None = None
-        found = routers_of(model)
-        self.layers = len(found)
-        for router, index in found:
+        routers = routers_of(model)
+        self.layers = len(routers)
+        for router, index in routers:
             router.register_forward_hook(self._hook(index))
 
     def _hook(self, index: int) -> Any:
@@ -187,14 +187,14 @@ def global_loads(choices: Tensor, rows: Tensor, count: float) -> Tensor:
 
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Return the modules that transformers records router logits of, and the place of the logits in their output."""
-    found: dict[int, tuple[nn.Module, int]] = {}
+    routers: dict[int, tuple[nn.Module, int]] = {}
     for part in model.modules():
         recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", ())
         for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
             for module in part.modules():
                 if isinstance(module, recorder.target_class):
-                    found.setdefault(id(module), (module, recorder.index))
-    return list(found.values())
+                    routers.setdefault(id(module), (module, recorder.index))
+    return list(routers.values())
 
 
 def choose_router_loss(section: RouterLossConfig, model: nn.Module) -> tuple[RouterLoss | None, str]:

@@ -93,7 +93,7 @@ def _entries(text: bytes) -> dict[str, _Entry]:
     """Return what a header says.
 
     Raises:
-        ValueError: It is none, or says it in another form than the format's.
+        ValueError: The text is no header of the format.
     """
     tree = parse_json(text, _without_twice)
     if not isinstance(tree, dict):
@@ -169,7 +169,7 @@ def _weight_map(tree: Any) -> dict[str, str]:
     """Return the file of each tensor, as an index says it.
 
     Raises:
-        ValueError: It says something else, or names a file outside of its directory.
+        ValueError: The index has another form, or names a file outside of its directory.
     """
     match tree:
         case {"weight_map": dict(names)} if names and all(isinstance(file, str) for file in names.values()):
@@ -198,9 +198,9 @@ class StoredTensors:
         self._files: dict[str, Path] = {}
         self.headers: dict[str, Header] = {}
         for path in sorted(set(named.values())):
-            held = {name: header for name, header in read_header(path).items() if named.get(name, path) == path}
-            self.headers |= held
-            self._files |= dict.fromkeys(held, path)
+            headers = {name: header for name, header in read_header(path).items() if named.get(name, path) == path}
+            self.headers |= headers
+            self._files |= dict.fromkeys(headers, path)
         absent = sorted(set(named) - set(self._files))
         if absent:
             raise ModelError(
@@ -276,16 +276,16 @@ def write_file(
     with _Behind(file) as behind:
         behind.write(len(text).to_bytes(8, "little") + text)
         for name, header in headers.items():
-            given, pieces = next(tensors)
+            tensor_name, pieces = next(tensors)
             left = tensor_bytes(header)
             for piece in pieces:
                 left -= piece.numel() * piece.element_size()
-                if given != name or piece.dtype != header.dtype or left < 0:
-                    raise ValueError(f"planned {name} {header}, got {given} {tuple(piece.shape)} {piece.dtype}")
+                if tensor_name != name or piece.dtype != header.dtype or left < 0:
+                    raise ValueError(f"planned {name} {header}, got {tensor_name} {tuple(piece.shape)} {piece.dtype}")
                 behind.write(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
                 del piece  # the next one is gathered while it has a name
             if left:
-                raise ValueError(f"planned {name} {header}, and {left} bytes of {given} are missing")
+                raise ValueError(f"planned {name} {header}, and {left} bytes of {tensor_name} are missing")
 
 
 class _Behind:

@@ -37,13 +37,13 @@ class ScoreModel(PolicyModel):
     ) -> LossSum | Scores:
         del temperature, entropy
         scores = self._scores(hidden.flatten(0, 1).index_select(0, self._places(batch)))
-        found = Scores(scores, torch.ones_like(scores, dtype=torch.bool), None)
+        scored = Scores(scores, torch.ones_like(scores, dtype=torch.bool), None)
         if objective is None:
-            return found
+            return scored
         tokens = scored_tokens(batch)
-        terms = objective.token_terms(found.logprobs, None, tokens)
-        loss = (terms * tokens.weights.to(found.logprobs.dtype)).sum()
-        detached = found._replace(logprobs=scores.detach())
+        terms = objective.token_terms(scored.logprobs, None, tokens)
+        loss = (terms * tokens.weights.to(scored.logprobs.dtype)).sum()
+        detached = scored._replace(logprobs=scores.detach())
         return LossSum(loss, detached, objective.sums(detached, tokens))
 
     def _places(self, batch: Batch) -> Tensor:
@@ -82,8 +82,8 @@ class StoredScoreModel(ScoreModel):
     def _scores(self, hidden: Tensor) -> Tensor:
         """Return [N, K] outputs of [N, H] hidden states, in their dtype."""
         layer: Any = self.language_model.score
-        found: Tensor = layer(hidden)
-        return found
+        outputs: Tensor = layer(hidden)
+        return outputs
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the outputs for every token but the first, moved by what its class says otherwise of the text.
@@ -91,12 +91,12 @@ class StoredScoreModel(ScoreModel):
         So a class that makes its scores of more than the hidden state, or at another token, is found out at start, also
         where differences are averaged over tokens.
         """
-        found = super().upstream_logprobs(tokens, inputs)
+        scores = super().upstream_logprobs(tokens, inputs)
         config: Any = self.language_model.config
         place = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
         with self.rotary.as_upstream():
             output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        return found + (output.logits[0] - found[place - 1]) if place > 0 else found
+        return scores + (output.logits[0] - scores[place - 1]) if place > 0 else scores
 
 
 def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
@@ -105,10 +105,10 @@ def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
 
 
 def check_layer(skeleton: Any) -> None:
-    """Refuse a class whose scores are no linear layer of a token's hidden state.
+    """Refuse a class whose scores do not come from a linear layer `score` that reads a token's hidden state.
 
     Raises:
-        ModelError: It is one.
+        ModelError: The class has no such layer.
     """
     if type(getattr(skeleton, "score", None)) is not nn.Linear:
         raise ModelError(
@@ -132,10 +132,10 @@ def is_scorer(config: Any) -> bool:
 
 
 def one_score(config: Any, tokenizer: Any) -> None:
-    """Make a transformers configuration one of a reward model.
+    """Turn a transformers configuration into that of a reward model, which has one output.
 
     Raises:
-        ModelError: It has several outputs already.
+        ModelError: The files are those of a scorer with several outputs.
     """
     if is_scorer(config) and config.num_labels != 1:
         raise ModelError(

@@ -356,6 +356,6 @@ def _differentiate(terms: TokenTerms, chunk: _Chunk, rows: slice) -> tuple[Tenso
         entropy = None if chunk.entropy is None else chunk.entropy.detach().requires_grad_()
         value = terms(logprobs, entropy, rows.start, rows.stop).sum()
         inputs = [logprobs] if entropy is None else [logprobs, entropy]
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(value, inputs, allow_unused=True)
-    by_logprob = torch.zeros_like(chunk.logprobs) if found[0] is None else found[0]
-    return value.detach(), by_logprob, found[1] if len(found) > 1 else None
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(value, inputs, allow_unused=True)
+    by_logprob = torch.zeros_like(chunk.logprobs) if gradients[0] is None else gradients[0]
+    return value.detach(), by_logprob, gradients[1] if len(gradients) > 1 else None

@@ -146,10 +146,10 @@ def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
 
 
 def _spread_of_logits(sides: Sides) -> float | None:
-    """Return the spread, after looking at what the model makes of its output layer; None where it has no logits.
+    """Return the spread of the logits; None for a model without logits. Compare the head's rule with ours first.
 
     Raises:
-        ModelError: It makes something else of it than we do.
+        ModelError: The model makes its logits of the output layer by another rule than ours.
     """
     policy = sides.policy
     if isinstance(policy, ScoreModel):
@@ -180,13 +180,13 @@ def _measure(sides: Sides, spread: float | None) -> CheckResult:
 
 def documents(policy: PolicyModel, images: ImageSide | None) -> tuple[Example, Example, Example]:
     """Return a document, the same with other tokens, and another one; the first two have an image if there may be."""
-    found = []
+    examples = []
     for index, size in enumerate((LENGTHS[0], LENGTHS[0], LENGTHS[1])):
         tokens = plain_tokens(policy, images, size, index)
         if images is not None and index < 2:
             tokens[tokens.size // 3] = images.image_id
-        found.append(_document(tokens, index, images))
-    return found[0], found[1], found[2]
+        examples.append(_document(tokens, index, images))
+    return examples[0], examples[1], examples[2]
 
 
 def plain_tokens(policy: PolicyModel, images: ImageSide | None, size: int, seed: int) -> NDArray[np.int64]:
@@ -210,8 +210,8 @@ def upstream(sides: Sides, example: Example) -> Tensor:
     """Return transformers' own log-probabilities of a document's trained tokens, by the model of the files."""
     inputs: dict[str, Tensor] = {}
     if sides.images is not None and example.model_inputs:
-        wanted = sides.images.upstream_inputs(example.tokens, example.model_inputs)
-        inputs = {name: torch.as_tensor(values, device=sides.device) for name, values in wanted.items()}
+        upstream_inputs = sides.images.upstream_inputs(example.tokens, example.model_inputs)
+        inputs = {name: torch.as_tensor(values, device=sides.device) for name, values in upstream_inputs.items()}
     with as_files_say(sides.policy.language_model, sides.witness, sides.device):
         logprobs = sides.policy.upstream_logprobs(torch.as_tensor(example.tokens, device=sides.device), inputs)
     return logprobs[torch.as_tensor(example.loss_mask[1:], device=sides.device)]
@@ -228,11 +228,11 @@ def _beyond(sides: Sides, lengths: Lengths) -> float:
     with shortened(lengths.layers, policy.language_model, sides.witness):
         ours = policy.predicting_states(_batch(sides, examples))
         largest = 0.0
-        for example, mine in zip(examples, torch.split(ours, [size - 1 for size in sizes]), strict=True):
+        for example, states in zip(examples, torch.split(ours, [size - 1 for size in sizes]), strict=True):
             with as_files_say(policy.language_model, sides.witness, sides.device):
                 theirs = policy.upstream_hidden(torch.as_tensor(example.tokens, device=sides.device))[:-1]
             size = float(theirs.double().square().mean().sqrt())
-            largest = max(largest, _change(mine, theirs, sides.dtype) / max(size, 1e-6))
+            largest = max(largest, _change(states, theirs, sides.dtype) / max(size, 1e-6))
     return largest
 
 

@@ -46,12 +46,12 @@ def shrink(config: Any, build: Callable[[Any], nn.Module]) -> Any:
     problems = []
     for narrow in (True, False):
         try:
-            found = type(config).from_dict(_shrunken(config, narrow=narrow))
-            build(found)
+            small = type(config).from_dict(_shrunken(config, narrow=narrow))
+            build(small)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
             problems.append(" ".join(str(error).split())[:160])
             continue
-        return found
+        return small
     raise ModelError(f"{config.model_type} cannot be made small: {problems[-1]}. A run checks it before step 1.")
 
 
@@ -75,26 +75,26 @@ def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
     return values
 
 
-def _keep_layers(text: dict[str, Any], kept: list[int]) -> None:
+def _keep_layers(text: dict[str, Any], selected: list[int]) -> None:
     whole = count_of(text)
     for name, value in list(text.items()):
         if name in LAYER_COUNTS:
-            text[name] = len(kept)
+            text[name] = len(selected)
         elif lists_layers(name, value):
-            text[name] = [kept.index(number) for number in value if number in kept]
+            text[name] = [selected.index(number) for number in value if number in selected]
         elif isinstance(value, list) and len(value) == whole:
-            text[name] = [value[number] for number in kept]
-    _keep_exceptions(text, kept, whole)
+            text[name] = [value[number] for number in selected]
+    _keep_exceptions(text, selected, whole)
 
 
-def _keep_exceptions(text: dict[str, Any], kept: list[int], whole: int) -> None:
+def _keep_exceptions(text: dict[str, Any], selected: list[int], whole: int) -> None:
     """Keep what is said of single layers by their numbers, and how many share keys and values."""
     if text.get("per_layer_config"):
         own = {int(number): values for number, values in text["per_layer_config"].items()}
-        text["per_layer_config"] = {str(kept.index(number)): own[number] for number in own if number in kept}
+        text["per_layer_config"] = {str(selected.index(number)): own[number] for number in own if number in selected}
     if text.get("num_kv_shared_layers"):
         own_layers = whole - text["num_kv_shared_layers"]
-        text["num_kv_shared_layers"] = sum(number >= own_layers for number in kept)
+        text["num_kv_shared_layers"] = sum(number >= own_layers for number in selected)
 
 
 def _narrow(text: dict[str, Any], hidden: str, attention_heads: str) -> None:

@@ -139,13 +139,13 @@ class _Comparison:
         *,
         entropy: bool,
     ) -> None:
-        wanted = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
         self._inputs = (hidden, *head)
         self._states, self._head = _wide(hidden, head, spec)
         exact = torch.promote_types(self._states.dtype, torch.float32)
         self._spec, self._targets, self._weights, self._loss = spec, targets, weights.to(exact), loss
         self._by_hidden, self._by_weight, self._by_bias = (
-            torch.zeros_like(part, dtype=dtype) if part is not None and part.requires_grad and wanted else None
+            torch.zeros_like(part, dtype=dtype) if part is not None and part.requires_grad and grad_enabled else None
             for part, dtype in zip(self._inputs, (self._states.dtype, exact, exact), strict=True)
         )
         self._wants_gradients = any(part is not None for part in (self._by_hidden, self._by_weight, self._by_bias))
@@ -189,15 +189,15 @@ class _Comparison:
             self.entropy[rows] = -(own.exp() * own).sum(-1)
         same = loss.temperature == 1.0 and shared == logits.shape[1]
         student = own if same else (logits[:, :shared] / loss.temperature).log_softmax(-1)
-        found = generalised_jsd(student, (taught / loss.temperature).log_softmax(-1), loss.beta)
-        self.divergences[rows] = found.values
+        divergence = generalised_jsd(student, (taught / loss.temperature).log_softmax(-1), loss.beta)
+        self.divergences[rows] = divergence.values
         if not self._wants_gradients:
             return
         logits.zero_()
         if loss.sft_weight:
             torch.exp(own, out=logits).mul_(loss.sft_weight)
             logits.scatter_add_(1, targets, torch.full_like(targets, -loss.sft_weight, dtype=logits.dtype))
-        logits[:, :shared].add_(found.by_logits, alpha=1.0 / loss.temperature)
+        logits[:, :shared].add_(divergence.by_logits, alpha=1.0 / loss.temperature)
         logits.mul_(block.weights[:, None])
 
     def _add(self, by_logits: Tensor, rows: slice) -> None:
@@ -221,10 +221,10 @@ class _Comparison:
 
     def gradients(self) -> list[Tensor | None]:
         """Return those of hidden states, weight and bias, in the inputs' dtypes."""
-        found = (self._by_hidden, self._by_weight, self._by_bias)
+        sums = (self._by_hidden, self._by_weight, self._by_bias)
         return [
-            None if part is None or given is None else part.to(given.dtype)
-            for part, given in zip(found, self._inputs, strict=True)
+            None if part is None or source is None else part.to(source.dtype)
+            for part, source in zip(sums, self._inputs, strict=True)
         ]
 
     def sums(self) -> dict[str, Tensor]:

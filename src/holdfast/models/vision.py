@@ -106,9 +106,9 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
         values = read_json(file)
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}.") from None
-    found: dict[str, Any] | None = values.get("image_processor", values)
+    settings: dict[str, Any] | None = values.get("image_processor", values)
     own = file.name in {PROCESSOR_FILES[0], VIDEO_FILE}
-    return found if found and ("image_processor_type" in found or own) else None
+    return settings if settings and ("image_processor_type" in settings or own) else None
 
 
 def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> Any:
@@ -118,10 +118,10 @@ def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> A
     name = named.removesuffix("Fast").removesuffix("Pil")
     # transformers 5 has two classes for each: one for torchvision, and one that needs PIL alone.
     for candidate in (f"{name}Pil", name):
-        found = getattr(transformers, candidate, None)
-        if found is not None and not getattr(found, "is_dummy", False):
+        processor_class = getattr(transformers, candidate, None)
+        if processor_class is not None and not getattr(processor_class, "is_dummy", False):
             try:
-                return found.from_dict(copy.deepcopy(dict(settings)))
+                return processor_class.from_dict(copy.deepcopy(dict(settings)))
             except (TypeError, ValueError, KeyError) as error:
                 raise ModelError(f"{where} does not make a {candidate}: {error}.") from error
     raise ModelError(
@@ -162,5 +162,5 @@ def video_options(text: TextConfig, directory: Path | None) -> VideoOptions:
     """
     file = None if directory is None else directory / VIDEO_FILE
     size = (_settings_in(file) or {}).get("size") if file is not None and file.exists() else None
-    known = isinstance(size, Mapping) and {"shortest_edge", "longest_edge"} <= size.keys()
-    return VideoOptions(text.video_fps, text.video_min_pixels, text.video_max_pixels, size if known else None)
+    has_both_edges = isinstance(size, Mapping) and {"shortest_edge", "longest_edge"} <= size.keys()
+    return VideoOptions(text.video_fps, text.video_min_pixels, text.video_max_pixels, size if has_both_edges else None)

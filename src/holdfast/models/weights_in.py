@@ -74,10 +74,10 @@ class StoredGroup:
         converted = self.conversion.run({source: self.stored.read(source) for source in self.conversion.sources})
         return {target: self._grown(target, converted[target])[part] for target, part in rows.items()}
 
-    def _stacked(self, name: str, sources: Sequence[Sequence[str]], wanted: slice) -> Tensor:
+    def _stacked(self, name: str, sources: Sequence[Sequence[str]], rows: slice) -> Tensor:
         header = self.conversion.targets[name]
-        tensor = torch.empty(len(sources[wanted]), *header.shape[1:], dtype=header.dtype)
-        for row, members in zip(tensor, sources[wanted], strict=True):
+        tensor = torch.empty(len(sources[rows]), *header.shape[1:], dtype=header.dtype)
+        for row, members in zip(tensor, sources[rows], strict=True):
             row.copy_(self.conversion.run({source: self.stored.read(source) for source in members})[name][0])
         return tensor
 

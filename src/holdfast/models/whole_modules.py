@@ -20,10 +20,10 @@ def whole_modules(model: nn.Module) -> dict[str, list[str]] | None:
     """
     trained = _trained_whole(model)
     modules = _outermost({name.rpartition(".")[0] for name in trained})
-    found = {path: _below(path, named_parameters(model)) for path in modules}
-    held = {name for names in found.values() for name in names}
+    parameters_of = {path: _below(path, named_parameters(model)) for path in modules}
+    covered = {name for names in parameters_of.values() for name in names}
     apart = any(_below(path, (*_tied(model), *_stored_buffers(model))) for path in modules)
-    return None if held != trained or apart else found
+    return None if covered != trained or apart else parameters_of
 
 
 def _trained_whole(model: nn.Module) -> set[str]:

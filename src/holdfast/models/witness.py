@@ -94,8 +94,8 @@ def _leads_to_modules(value: Any) -> bool:
 
 def _restore(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]) -> None:
     own = vars(module)
-    kept = {name: own[name] for name in _OF_EVERY_MODULE if name in own}  # FSDP2 adds hooks while it runs
+    module_state = {name: own[name] for name in _OF_EVERY_MODULE if name in own}  # FSDP2 adds hooks while it runs
     own.clear()
-    own.update(attributes | kept)
+    own.update(attributes | module_state)
     module._buffers.clear()  # noqa: SLF001 - a forward pass may have registered some anew
     module._buffers.update(buffers)  # noqa: SLF001 - same

@@ -26,8 +26,8 @@ class Mismatch(NamedTuple):
 
     log_ratio: Tensor
     """[N] log proximal policy - log sampler, in nats; 0 where the sampler gave no finite number"""
-    known: Tensor
-    """[N] bool, whether it did"""
+    is_finite: Tensor
+    """[N] bool, whether the sampler gave a finite number"""
 
 
 class Correction(NamedTuple):
@@ -41,24 +41,24 @@ class Correction(NamedTuple):
 
 def mismatch(proximal: Tensor, sampler: Tensor) -> Mismatch:
     """Compare the log-probabilities of trainer and sampler, both [N]. A token without evidence counts as agreed."""
-    known = torch.isfinite(sampler)
-    return Mismatch(torch.where(known, proximal - sampler, 0.0).detach(), known)
+    is_finite = torch.isfinite(sampler)
+    return Mismatch(torch.where(is_finite, proximal - sampler, 0.0).detach(), is_finite)
 
 
-def correct(config: CorrectionConfig, found: Mismatch, tokens: Tokens) -> Correction:
+def correct(config: CorrectionConfig, differences: Mismatch, tokens: Tokens) -> Correction:
     """Return the coefficient of every token.
 
     truncate: min(r, cap), r = trainer / sampler: Yao et al. (2025), fengyao.notion.site/off-policy-rl. mask: r within
     [low, high], 0 outside: IcePop (arXiv:2510.18855). At level sequence r is the geometric mean over the sequence's
     tokens: the product of the ratios would leave any range with length alone (TRL #4772). That needs whole sequences.
     """
-    level = found.log_ratio
+    level = differences.log_ratio
     if corrects_sequences(config):
         level = sequence_mean(level, tokens)
     ratios = bounded_exp(level)
     match config:
         case NoCorrectionConfig():
-            return Correction(torch.ones_like(ratios), torch.zeros_like(found.known))
+            return Correction(torch.ones_like(ratios), torch.zeros_like(differences.is_finite))
         case TruncateConfig(cap=cap):
             return Correction(ratios.clamp(max=cap), ratios > cap)
         case MaskConfig(low=low, high=high, weighted=weighted):
@@ -81,7 +81,7 @@ def kept_by_policy(max_kl: float, logprobs: Tensor, sampler: Tensor, advantages:
     return ~(failed & (sequence_mean(away, tokens) > max_kl))
 
 
-def mismatch_sums(found: Mismatch, correction: Correction) -> dict[str, Tensor]:
+def mismatch_sums(differences: Mismatch, correction: Correction) -> dict[str, Tensor]:
     """Return metrics of trainer against sampler, over tokens whose sampler log-probability is known.
 
     - sampling/importance_sampling_ratio/mean: the ratio before any correction; TRL reports it after.
@@ -89,13 +89,13 @@ def mismatch_sums(found: Mismatch, correction: Correction) -> dict[str, Tensor]:
     - sampling/mismatch_kl: k3 of KL(sampler || trainer) in nats, which the sampler's own tokens estimate.
     - correction/changed_mean: share of tokens dropped by `mask` or capped by `truncate`.
     """
-    known = found.known.sum()
-    log_ratio = found.log_ratio.to(torch.float64)
-    ratios = torch.where(found.known, log_ratio.exp(), 0.0)
-    k3 = torch.where(found.known, log_ratio.exp() - log_ratio - 1, 0.0)
+    count = differences.is_finite.sum()
+    log_ratio = differences.log_ratio.to(torch.float64)
+    ratios = torch.where(differences.is_finite, log_ratio.exp(), 0.0)
+    k3 = torch.where(differences.is_finite, log_ratio.exp() - log_ratio - 1, 0.0)
     return {
-        "sampling/importance_sampling_ratio/mean": ratio(ratios.sum(), known),
-        "sampling/sampling_logp_difference/mean": ratio(log_ratio.abs().sum(), known),
-        "sampling/mismatch_kl": ratio(k3.sum(), known),
-        "correction/changed_mean": ratio(correction.changed.sum(), float(found.known.numel())),
+        "sampling/importance_sampling_ratio/mean": ratio(ratios.sum(), count),
+        "sampling/sampling_logp_difference/mean": ratio(log_ratio.abs().sum(), count),
+        "sampling/mismatch_kl": ratio(k3.sum(), count),
+        "correction/changed_mean": ratio(correction.changed.sum(), float(differences.is_finite.numel())),
     }

@@ -185,8 +185,8 @@ class BradleyTerry:
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
     """Return log(p / (1 - p)) of p = exp(mean log-probability)."""
-    held = mean_logps.clamp(max=-SMALLEST)
-    return held - (-torch.expm1(held)).log()
+    bounded = mean_logps.clamp(max=-SMALLEST)
+    return bounded - (-torch.expm1(bounded)).log()
 
 
 def pair_loss_of(config: BuiltInPairLoss) -> PairLoss:

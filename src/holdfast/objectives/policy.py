@@ -133,12 +133,12 @@ class PolicyGradient:
         actions = self._actions(scores.logprobs, tokens)
         count = float(scores.logprobs.numel())
         ratios = bounded_exp(actions.log_ratio).to(torch.float64)
-        found = self._mismatch(actions)
+        differences = self._mismatch(actions)
         sums = {
             "ratio/mean": ratio(ratios.sum(), count),
             "ratio/deviation_mean": ratio((ratios - 1).abs().sum(), count),
             **self.surrogate.sums(actions),
-            **mismatch_sums(found, correct(self.correction, found, tokens)),
+            **mismatch_sums(differences, correct(self.correction, differences, tokens)),
         }
         if self.needs_reference:
             reference = carried("reference_logprobs", scores.logprobs, tokens)
@@ -161,10 +161,10 @@ class PolicyGradient:
 
     def _weights(self, actions: Actions) -> Tensor:
         """Return [N] constants that multiply the surrogate; 0 where it is dropped."""
-        kept = (self._entropy_mask(actions) & self._on_policy(actions)).to(actions.logprobs.dtype)
+        mask = (self._entropy_mask(actions) & self._on_policy(actions)).to(actions.logprobs.dtype)
         if not self.needs_sampler:
-            return kept
-        return kept * correct(self.correction, self._mismatch(actions), actions.tokens).weights
+            return mask
+        return mask * correct(self.correction, self._mismatch(actions), actions.tokens).weights
 
     def _entropy_mask(self, actions: Actions) -> Tensor:
         if not self.needs_entropy_mask:

@@ -132,19 +132,19 @@ class KTO:
         desirable, kl = of_sequences("desirable", tokens).to(torch.bool), of_sequences("kl", tokens)
         count = float(answers.logps.numel())
         right = (answers.log_ratios > kl) == desirable
-        found = {
+        metrics = {
             "rewards/accuracies": ratio(right.sum(), count),
             "kto/kl": ratio(kl.sum(), count),
             "kto/desirable": ratio(desirable.sum(), count),
         }
-        return found | self._by_side(answers, desirable) | _entropy(scores)
+        return metrics | self._by_side(answers, desirable) | _entropy(scores)
 
     def _by_side(self, answers: Answers, desirable: Tensor) -> dict[str, Tensor]:
-        found = {}
+        metrics = {}
         for name, side in {"chosen": desirable, "rejected": ~desirable}.items():
-            found[f"rewards/{name}"] = ratio((self.beta * answers.log_ratios * side).sum(), side.sum())
-            found[f"logps/{name}"] = ratio((answers.logps * side).sum(), side.sum())
-        return found
+            metrics[f"rewards/{name}"] = ratio((self.beta * answers.log_ratios * side).sum(), side.sum())
+            metrics[f"logps/{name}"] = ratio((answers.logps * side).sum(), side.sum())
+        return metrics
 
 
 def _entropy(scores: Scores) -> dict[str, Tensor]:

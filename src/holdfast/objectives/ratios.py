@@ -47,8 +47,8 @@ def carried(name: str, logprobs: Tensor, tokens: Tokens) -> Tensor:
         return tokens.per_token[name].to(logprobs.dtype)
     if logprobs.numel() == 0:
         return logprobs.detach()
-    known = ", ".join(sorted(tokens.per_token)) or "nothing"
-    raise ValueError(f"the objective needs {name} of every token; this batch carries {known}")
+    names = ", ".join(sorted(tokens.per_token)) or "nothing"
+    raise ValueError(f"the objective needs {name} of every token; this batch carries {names}")
 
 
 def sequence_sum(values: Tensor, tokens: Tokens) -> Tensor:

@@ -51,17 +51,17 @@ class Worker:
         return self.task is not None and time.monotonic() > self.deadline
 
 
-def fork(scorers: Sequence[Scorer], held: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]) -> Worker:
+def fork(scorers: Sequence[Scorer], inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]) -> Worker:
     """Start a worker in a session of its own, so that it dies with everything it starts.
 
-    `held` and `pipes` are the keeper's, and closed in the worker.
+    `inherited` and `pipes` are open in the keeper; the worker closes its copies.
     """
     ours, theirs = socket.socketpair()
     keeper = os.getpid()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        for each in held:
+        for each in inherited:
             each.close()
         for pipe in pipes:
             os.close(pipe)

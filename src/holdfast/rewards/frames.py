@@ -55,8 +55,8 @@ def read(descriptor: int, deadline: float | None = None, most_bytes: int | None 
     """Return the next message; None at the end.
 
     Raises:
-        BrokenChannel: It is longer than `most_bytes`.
-        TimeoutError: It is not whole at the deadline, in seconds of time.monotonic.
+        BrokenChannel: The message is longer than `most_bytes`.
+        TimeoutError: The message is incomplete at `deadline`, which is in seconds of time.monotonic.
     """
     head = _read_exactly(descriptor, _LENGTH.size, deadline)
     if head is None:

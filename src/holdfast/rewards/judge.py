@@ -72,11 +72,11 @@ class Judge:
 
     async def __call__(self, sample: Sample) -> float:
         """Score one sample."""
-        said = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, self._question(sample))
-        found = list(re.finditer(self.regex, said))
-        if not found:
-            raise JudgeRefuses(f"the judge's answer holds no number: {said[:120]!r}")
-        return float(found[-1][min(1, found[-1].re.groups)]) / self.scale
+        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, self._question(sample))
+        numbers = list(re.finditer(self.regex, answer))
+        if not numbers:
+            raise JudgeRefuses(f"the judge's answer holds no number: {answer[:120]!r}")
+        return float(numbers[-1][min(1, numbers[-1].re.groups)]) / self.scale
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -114,10 +114,10 @@ class Judge:
             with urllib.request.urlopen(request, timeout=self.timeout_seconds) as response:  # noqa: S310
                 received = response.read(_MOST_ANSWER_BYTES)
         except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
+            body = error.read(300).decode(errors="replace")
             if error.code in _TRIED_AGAIN or error.code >= 500:
-                raise JudgeUnwell(f"{self.url} answers {error.code} {said}") from error
-            raise JudgeRefuses(f"{self.url} answers {error.code} {said}") from error
+                raise JudgeUnwell(f"{self.url} answers {error.code} {body}") from error
+            raise JudgeRefuses(f"{self.url} answers {error.code} {body}") from error
         except (OSError, http.client.HTTPException) as error:
             raise JudgeUnwell(f"{self.url} cannot be reached: {error}") from error
         try:

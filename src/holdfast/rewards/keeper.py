@@ -123,8 +123,11 @@ class Keeper:
 
     def _fork(self) -> Worker:
         # Held open in the child, a sibling's channel would never end for that sibling.
-        held: list[BaseSelector | socket] = [self._selector, *(worker.channel for worker in self._workers.values())]
-        worker = fork(self._scorers, held, (self._requests, self._replies))
+        inherited: list[BaseSelector | socket] = [
+            self._selector,
+            *(worker.channel for worker in self._workers.values()),
+        ]
+        worker = fork(self._scorers, inherited, (self._requests, self._replies))
         self._workers[worker.pid] = worker
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         return worker
@@ -277,11 +280,11 @@ class Keeper:
             self._selector.unregister(worker.channel)
             worker.channel.close()
             processes.kill_with_group(worker.pid)
-        found = self._reap([worker.pid for worker in workers if worker.pid not in ended])
+        reaped = self._reap([worker.pid for worker in workers if worker.pid not in ended])
         self._sweep()
         for worker in workers:
             folders.remove_of(worker.pid)
-        return {**ended, **found}
+        return {**ended, **reaped}
 
     def _reap(self, pids: Sequence[int]) -> dict[int, int]:
         ended = processes.reap(pids, _KILL_SECONDS)

@@ -27,17 +27,17 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
         CannotStart: The file or the function is not there, the file raises or starts threads, or the class refuses.
     """
     file, _, function_name = path.rpartition(":")
-    found = next((place for place in (base / file, Path(file)) if place.is_file()), None)
-    if found is None:
+    module_file = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if module_file is None:
         raise CannotStart(
             f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
         )
-    module = _import(found.resolve(), name)
+    module = _import(module_file.resolve(), name)
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise CannotStart(
-            f"reward {name}: {found} has no function {function_name}. It has {', '.join(names) or 'none'}."
+            f"reward {name}: {module_file} has no function {function_name}. It has {', '.join(names) or 'none'}."
         )
     if not inspect.isclass(function):
         return function, True
@@ -45,11 +45,11 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
         made: Any = function(**kwargs)
     except Exception as error:
         raise CannotStart(
-            f"reward {name}: the constructor of {function_name} in {found} raises {describe(error)}. Correct it, or "
-            "its kwargs."
+            f"reward {name}: the constructor of {function_name} in {module_file} raises {describe(error)}. Correct it, "
+            "or its kwargs."
         ) from error
     if not callable(made):
-        raise CannotStart(f"reward {name}: {function_name} in {found} has no __call__. Give it one: it scores.")
+        raise CannotStart(f"reward {name}: {function_name} in {module_file} has no __call__. Give it one: it scores.")
     return made, False
 
 

@@ -127,18 +127,18 @@ class MathReward:
             text = number.latex
         elif answer.is_prose and _PIECE_OF_LATEX.search(answer.text):
             return self._parse(answer.text)
-        found = self._parse(_as_latex(text)) if text else []
-        if answer.is_prose and all(isinstance(each, str) for each in found):
-            found += self._parse(answer.text)
-        return found
+        expressions = self._parse(_as_latex(text)) if text else []
+        if answer.is_prose and all(isinstance(each, str) for each in expressions):
+            expressions += self._parse(answer.text)
+        return expressions
 
-    def _verify(self, gold: Gold, found: list[Any]) -> bool:
-        if not found:
+    def _verify(self, gold: Gold, readings: list[Any]) -> bool:
+        if not readings:
             return False
         expressions = gold.expressions
         if gold.number is not None:
             expressions = self._parse(_as_latex(gold.number.latex))
-        return bool(self.verify(expressions, found, float_rounding=gold.places, timeout_seconds=None))
+        return bool(self.verify(expressions, readings, float_rounding=gold.places, timeout_seconds=None))
 
     def _parse(self, text: str) -> list[Any]:
         return [] if is_too_deep(text) else self.parse(text, parsing_timeout=None)

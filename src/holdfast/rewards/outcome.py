@@ -94,8 +94,8 @@ def _finite(value: object) -> float | None:
 
 
 def _finite_only(values: Mapping[Any, object]) -> dict[str, float]:
-    known = {str(name): _finite(value) for name, value in values.items()}
-    return {name: value for name, value in known.items() if value is not None}
+    finite = {str(name): _finite(value) for name, value in values.items()}
+    return {name: value for name, value in finite.items() if value is not None}
 
 
 def _error(message: str) -> Outcome:

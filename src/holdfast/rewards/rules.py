@@ -54,7 +54,7 @@ def cell(sample: Sample, column: str) -> Any:
     """Return a value of the row.
 
     Raises:
-        LookupError: There is no such column.
+        LookupError: The row has no such column.
     """
     if column not in sample.row:
         raise LookupError(f"the row has no column {column}; it has {', '.join(map(str, sample.row)) or 'none'}")

@@ -154,14 +154,14 @@ class _Call:
     kwargs: dict[str, Any]
     parameters: Mapping[str, inspect.Parameter]
 
-    def demanded(self, given: Collection[str]) -> tuple[str, ...]:
+    def demanded(self, filled: Collection[str]) -> tuple[str, ...]:
         """Return the parameters that neither a default, an own argument nor what its form gives would fill."""
         return tuple(
             name
             for name, item in self.parameters.items()
             if item.default is item.empty
             and item.kind is not item.VAR_KEYWORD
-            and name not in given
+            and name not in filled
             and name not in self.kwargs
         )
 
@@ -198,11 +198,11 @@ class _Call:
 
     def _chosen(self, values: Mapping[str, Any], columns: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
         """Return the arguments that the parameters ask for; own ones go before those of the sample."""
-        given = {**values, **self.kwargs}
+        arguments = {**values, **self.kwargs}
         if any(item.kind is item.VAR_KEYWORD for item in self.parameters.values()):
-            chosen = given
+            chosen = arguments
         else:
-            chosen = {name: value for name, value in given.items() if name in self.parameters}
+            chosen = {name: value for name, value in arguments.items() if name in self.parameters}
         for name, item in self.parameters.items():
             if item.default is item.empty and item.kind is not item.VAR_KEYWORD and name not in chosen:
                 raise MissingArgument(

@@ -40,14 +40,14 @@ class PromptCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.held: dict[int, Pair] = {}
+        self.pairs: dict[int, Pair] = {}
         """Layer -> keys and values, [1, key heads, T, head size]"""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Keep them, and give them back."""
-        self.held[layer_idx] = (key_states, value_states)
+        self.pairs[layer_idx] = (key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
@@ -60,7 +60,7 @@ class HeldCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.held: dict[int, Pair] = {}
+        self.pairs: dict[int, Pair] = {}
         """Layer -> keys and values, [rows, key heads, room, head size]"""
         self._view: View | None = None
 
@@ -78,12 +78,12 @@ class HeldCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the step's keys and values, [rows, key heads, 1, head size]; return all that the step looks at."""
-        view, (keys, values) = self.view, self.held[layer_idx]
-        for held, new in ((keys, key_states), (values, value_states)):
+        view, (keys, values) = self.view, self.pairs[layer_idx]
+        for stored, new in ((keys, key_states), (values, value_states)):
             if view.place is not None:
-                held[:, :, view.place] = new[:, :, 0]
+                stored[:, :, view.place] = new[:, :, 0]
             else:
-                held[view.rows, :, view.places] = new[:, :, 0]
+                stored[view.rows, :, view.places] = new[:, :, 0]
         return keys[:, :, : view.longest], values[:, :, : view.longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
@@ -99,10 +99,10 @@ class RowCache(HeldCache):
         lengths: Tokens in each row.
     """
 
-    def __init__(self, held: dict[int, Pair], lengths: Sequence[int]) -> None:
+    def __init__(self, pairs: dict[int, Pair], lengths: Sequence[int]) -> None:
         super().__init__()
-        self.held, self.lengths = held, list(lengths)
-        self._room = next(iter(held.values()))[0].shape[2]
+        self.pairs, self.lengths = pairs, list(lengths)
+        self._room = next(iter(pairs.values()))[0].shape[2]
 
     @classmethod
     def of(cls, prompts: PromptCache, spans: Sequence[tuple[int, int]]) -> RowCache:
@@ -113,23 +113,23 @@ class RowCache(HeldCache):
             spans: Where each row's prompt begins and ends there; rows of one prompt share its span.
         """
         lengths = [end - start for start, end in spans]
-        places, room = _places(spans, next(iter(prompts.held.values()))[0].device), max(lengths) + _ROOM
-        held = {
+        places, room = _places(spans, next(iter(prompts.pairs.values()))[0].device), max(lengths) + _ROOM
+        pairs = {
             layer: (_rows_of(pair[0], places, room), _rows_of(pair[1], places, room))
-            for layer, pair in prompts.held.items()
+            for layer, pair in prompts.pairs.items()
         }
-        return cls(held, lengths)
+        return cls(pairs, lengths)
 
     def begin_step(self) -> None:
         """Make room for one token more in every row."""
         longest = max(self.lengths) + 1
         if longest > self._room:
             more = max(_ROOM, self._room // 2)
-            self.held = {
-                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self.held.items()
+            self.pairs = {
+                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self.pairs.items()
             }
             self._room += more
-        self._view = View.of(self.lengths, next(iter(self.held.values()))[0].device)
+        self._view = View.of(self.lengths, next(iter(self.pairs.values()))[0].device)
         self.lengths = [length + 1 for length in self.lengths]
 
     def keep(self, rows: Tensor, lengths: Sequence[int]) -> None:
@@ -141,18 +141,18 @@ class RowCache(HeldCache):
         """
         self.lengths = list(lengths)
         self._room = max(self.lengths) + _ROOM
-        self.held = {
+        self.pairs = {
             layer: (_fit(keys.index_select(0, rows), self._room), _fit(values.index_select(0, rows), self._room))
-            for layer, (keys, values) in self.held.items()
+            for layer, (keys, values) in self.pairs.items()
         }
 
     def add(self, other: RowCache) -> None:
         """Append the rows of another cache."""
         self._room = max(self._room, other._room)
         self.lengths += other.lengths
-        for layer, pair in self.held.items():
-            more = other.held[layer]
-            self.held[layer] = (
+        for layer, pair in self.pairs.items():
+            more = other.pairs[layer]
+            self.pairs[layer] = (
                 torch.cat([_fit(pair[0], self._room), _fit(more[0], self._room)]),
                 torch.cat([_fit(pair[1], self._room), _fit(more[1], self._room)]),
             )

@@ -123,12 +123,14 @@ class TransformersEngine:
         passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
         prompts, *own = (part.view(len(rows), -1, *part.shape[1:]).cpu().numpy() for part in passes)
         drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
-        found = []
+        with_choices = []
         for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):
             size = len(request.prompt)
-            told = column(prompts[number, prompts.shape[1] - size :], list(drawn[number]), size + len(sampled.tokens))
-            found.append(sampled._replace(expert_choices=told))
-        return found
+            experts = column(
+                prompts[number, prompts.shape[1] - size :], list(drawn[number]), size + len(sampled.tokens)
+            )
+            with_choices.append(sampled._replace(expert_choices=experts))
+        return with_choices
 
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""
@@ -141,9 +143,14 @@ class TransformersEngine:
     def _sampled(self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:
         end, limit = stops.end(tokens, 0), self._sampling.max_new_tokens
         finish = Finish.STOP if end is not None else Finish.LENGTH if len(tokens) >= limit else Finish.ABORT
-        kept = np.asarray(tokens[:end], np.int64)
+        completion = np.asarray(tokens[:end], np.int64)
         return Sampled(
-            request.request_id, place, kept, np.asarray(logprobs[: len(kept)], np.float32), finish, self._version
+            request.request_id,
+            place,
+            completion,
+            np.asarray(logprobs[: len(completion)], np.float32),
+            finish,
+            self._version,
         )
 
     def sleep(self) -> None:

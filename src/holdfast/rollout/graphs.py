@@ -38,7 +38,7 @@ class Recorder(Protocol):
         """Return what repeats the operations of a step; the step may run meanwhile, any number of times.
 
         Raises:
-            RuntimeError: It cannot be recorded.
+            RuntimeError: The step cannot be recorded.
         """
         ...
 
@@ -185,13 +185,13 @@ class _After(NamedTuple):
     changed: list[Tensor]
 
 
-def _difference(found: _After, expected: _After, tolerance: float) -> str:
+def _difference(replayed: _After, expected: _After, tolerance: float) -> str:
     """Say what recorded steps did otherwise than the steps themselves; "" if nothing."""
-    if others := int((found.tokens != expected.tokens).sum()):
+    if others := int((replayed.tokens != expected.tokens).sum()):
         return f"recorded steps drew {others} of {expected.tokens.numel()} tokens otherwise than the steps themselves"
-    gap = float(((found.logprobs - expected.logprobs).abs() / expected.logprobs.abs().clamp(min=1)).max())
+    gap = float(((replayed.logprobs - expected.logprobs).abs() / expected.logprobs.abs().clamp(min=1)).max())
     if not gap <= tolerance:
         return f"log-probabilities of recorded steps are {gap:.1e} from those of the steps themselves"
-    if not all(torch.equal(one, other) for one, other in zip(found.changed, expected.changed, strict=True)):
+    if not all(torch.equal(one, other) for one, other in zip(replayed.changed, expected.changed, strict=True)):
         return "recorded steps leave rows in another state than the steps themselves"
     return ""

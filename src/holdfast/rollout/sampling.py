@@ -63,9 +63,9 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if whole < vocabulary:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
     ends = sums.double().cumsum(-1)
-    wanted = _below(uniforms[:, None] * ends[:, -1:], ends)
-    block = torch.searchsorted(ends, wanted, right=True).clamp_(max=ends.shape[1] - 1)
-    left = wanted - (ends.gather(1, block) - sums.double().gather(1, block))
+    targets = _below(uniforms[:, None] * ends[:, -1:], ends)
+    block = torch.searchsorted(ends, targets, right=True).clamp_(max=ends.shape[1] - 1)
+    left = targets - (ends.gather(1, block) - sums.double().gather(1, block))
     places = block * _BLOCK + torch.arange(min(_BLOCK, vocabulary), device=logits.device)
     outside = places >= vocabulary
     inside = weights.gather(1, places.masked_fill_(outside, 0)).masked_fill_(outside, 0)

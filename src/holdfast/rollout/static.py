@@ -82,17 +82,17 @@ class StaticCache(HeldCache):
             more: Rows that come behind them.
         """
         self._room = bucket.room
-        for layer in more.held if more is not None else self.held:
-            parts = [] if more is None else [more.held[layer]]
+        for layer in more.pairs if more is not None else self.pairs:
+            parts = [] if more is None else [more.pairs[layer]]
             if len(own):
-                keys, values = (tensor[:, :, :tokens].index_select(0, own) for tensor in self.held[layer])
+                keys, values = (tensor[:, :, :tokens].index_select(0, own) for tensor in self.pairs[layer])
                 parts.insert(0, (keys, values))
             memory = self._memory.get(layer, (None, None))
             # One layer after the other, so that no two copies of everything are alive.
             (keys, values), self._memory[layer] = zip(
                 *(_laid(memory[which], [part[which] for part in parts], bucket) for which in (0, 1)), strict=True
             )
-            self.held[layer] = (keys, values)
+            self.pairs[layer] = (keys, values)
 
 
 def _laid(memory: Tensor | None, parts: Sequence[Tensor], bucket: Bucket) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,8 @@ class _Buffers(NamedTuple):
     def fill(self, state: RowState, lengths: Sequence[int]) -> None:
         """Begin with these rows; the others are empty ones."""
         rows = len(lengths)
-        for held, new in zip(self.state.tensors(), state.tensors(), strict=True):
-            held.zero_()[:rows] = new
+        for buffer, new in zip(self.state.tensors(), state.tensors(), strict=True):
+            buffer.zero_()[:rows] = new
         self.lengths.zero_()[:rows] = torch.tensor(lengths).to(self.lengths.device)
         self.cursor.zero_()
 
@@ -233,9 +233,9 @@ class StaticRows:
     def plain(self) -> EagerRows:
         """Return the rows, to be decoded without recordings; what is here is theirs from now on."""
         rows, room = slice(len(self._lengths)), self._bucket.room
-        held = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._cache.held.items()}
+        pairs = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._cache.pairs.items()}
         lengths = [min(length, room) for length in self._lengths]
-        return EagerRows(self._predictor, self._now.state.of(rows), RowCache(held, lengths))
+        return EagerRows(self._predictor, self._now.state.of(rows), RowCache(pairs, lengths))
 
     def close(self) -> None:
         """Forget what was recorded."""
@@ -249,28 +249,28 @@ class StaticRows:
     def _settle(self, own: Sequence[int], more: EagerRows | None = None) -> None:
         """Lay some of the rows, and further ones behind them, into the bucket that fits until the next look."""
         assert self._unseen == 0
-        kept = [self._lengths[number] for number in own]
-        lengths = kept + ([] if more is None else more.cache.lengths)
+        own_lengths = [self._lengths[number] for number in own]
+        lengths = own_lengths + ([] if more is None else more.cache.lengths)
         bucket = bucket_of(len(lengths), self._room_for(self._look_every, lengths), self._most)
         index = torch.tensor(list(own), dtype=torch.int64).to(self._predictor.device)
-        states = [self._now.state.of(index)] if kept else []
+        states = [self._now.state.of(index)] if own_lengths else []
         states += [] if more is None else [more.state]
         state = states[0] if len(states) == 1 else states[0].joined(states[1])
         memory = self._memory_for(bucket, state)
-        self._cache.lay(bucket, index, max(kept, default=0), None if more is None else more.cache)
+        self._cache.lay(bucket, index, max(own_lengths, default=0), None if more is None else more.cache)
         self._lengths, self._bucket, self._held = lengths, bucket, memory.first(bucket.rows)
         self._now.fill(state, lengths)
         self._cache.lengths = self._now.lengths
 
     def _memory_for(self, bucket: Bucket, state: RowState) -> _Buffers:
         """Return memory for a bucket; if there was too little, what was recorded speaks of memory that goes."""
-        places, known = bucket.rows * bucket.room, self._memory
-        if known is not None and bucket.rows <= len(known.lengths) and places <= self._memory_places:
-            return known
+        places, memory = bucket.rows * bucket.room, self._memory
+        if memory is not None and bucket.rows <= len(memory.lengths) and places <= self._memory_places:
+            return memory
         self.close()
         self._memory_places = max(self._memory_places, places)
-        if known is None or bucket.rows > len(known.lengths):
+        if memory is None or bucket.rows > len(memory.lengths):
             wide = torch.float64 if self._predictor.head.weight.dtype == torch.float64 else torch.float32
             columns = max(self._look_every, CHECKED_STEPS)
-            known = self._memory = _Buffers.like(state, bucket.rows, columns, wide)
-        return known
+            memory = self._memory = _Buffers.like(state, bucket.rows, columns, wide)
+        return memory

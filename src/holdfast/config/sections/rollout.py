@@ -194,5 +194,5 @@ class ReferenceConfig(Section):
         yield from super().mistakes()
         if self.sync is not None and self.kind in {"none", "adapter_off"}:
             why = {"none": "there is no reference", "adapter_off": "the reference is the policy's own frozen weights"}
-            said = f"{why[self.kind]} (reference: {self.kind})"
-            yield "sync", f"{said}, so nothing can follow; use sharded, or leave sync out"
+            reason = f"{why[self.kind]} (reference: {self.kind})"
+            yield "sync", f"{reason}, so nothing can follow; use sharded, or leave sync out"

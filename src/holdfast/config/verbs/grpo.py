@@ -160,9 +160,9 @@ class GRPOConfig(TrainingConfig):
 
     def terms_of_ours(self) -> list[str]:
         """Return the sections that change our losses and say something; a user's own loss takes nothing from them."""
-        found = [name for name in ("kl", "entropy") if getattr(self, name) != type(getattr(self, name))()]
-        found += ["correction"] if self.correction.kind != "off" else []
-        return found + (["off_policy_mask"] if self.off_policy_mask.max_kl is not None else [])
+        terms = [name for name in ("kl", "entropy") if getattr(self, name) != type(getattr(self, name))()]
+        terms += ["correction"] if self.correction.kind != "off" else []
+        return terms + (["off_policy_mask"] if self.off_policy_mask.max_kl is not None else [])
 
     def _reference(self) -> Iterator[Mistake]:
         lora = self.model.lora
@@ -207,9 +207,9 @@ class GRPOConfig(TrainingConfig):
             yield "critic.optim.ema", "nothing evaluates or exports averages of a critic; leave it out"
         if self.objective.kind == "gspo":
             yield "objective.kind", "gspo is one term per sequence, and advantage: gae is one per token; use gspo_token"
-        known = {*self.storage_mistakes()}
+        own_mistakes = {*self.storage_mistakes()}
         for key, wrong in critic_training(self, critic).storage_mistakes():
-            if (key, wrong) not in known:
+            if (key, wrong) not in own_mistakes:
                 yield "critic.optim.kind", f"with {key}: {wrong}"
 
     def _server(self) -> Iterator[Mistake]:

@@ -49,50 +49,50 @@ class Layout:
     then run the same units, or the collectives of a sharded vision tower would not meet."""
 
 
-def assemble(found: Candidates[Example], exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
+def assemble(candidates: Candidates[Example], exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
     """Build this rank's part of a mini-batch; all ranks plan alike from what they all know."""
-    known = found.known
-    trained = [sequence.trained for sequence in known]
-    draws = [sequence.draw for sequence in known]
+    sequences = candidates.sequences
+    trained = [sequence.trained for sequence in sequences]
+    draws = [sequence.draw for sequence in sequences]
     constant = layout.constant_length or config.max_length
     share = shares(config.average, trained, draws, constant)
-    packs = _plan(known, draws, exchange.size, config.tokens_per_micro_batch, layout)
-    held = _move(found, exchange, packs)
-    stand_ins = _stand_ins(packs, known, layout)
+    packs = _plan(sequences, draws, exchange.size, config.tokens_per_micro_batch, layout)
+    examples = _move(candidates, exchange, packs)
+    stand_ins = _stand_ins(packs, sequences, layout)
     micro_batches = tuple(
-        _pack(units, held, share, layout, stand_in)
+        _pack(units, examples, share, layout, stand_in)
         for units, stand_in in zip(packs[exchange.rank], stand_ins, strict=True)
     )
     forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units)
-    tokens = sum(sequence.tokens for sequence in known)
+    tokens = sum(sequence.tokens for sequence in sequences)
     capacity = len(packs[0]) * exchange.size * config.tokens_per_micro_batch
-    counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
+    counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
     return MiniBatch(
         micro_batches=micro_batches,
         count=sum(part.count for part in share),
-        samples=len(known),
+        samples=len(sequences),
         tokens=tokens,
         trained_tokens=sum(trained),
         metrics=counted
         | {
-            "data/rows": float(found.rows),
+            "data/rows": float(candidates.rows),
             "data/tokens": float(tokens),
-            "data/mean_length": tokens / max(1, len(known)),
+            "data/mean_length": tokens / max(1, len(sequences)),
             "data/fill": forwarded / capacity,
             "data/micro_batches": float(len(packs[0])),
-            "data/order_hash": _order_hash(known),
+            "data/order_hash": _order_hash(sequences),
         },
     )
 
 
 def _plan(
-    known: Sequence[Known], draws: Sequence[int], ranks: int, budget: int, layout: Layout
+    sequences: Sequence[Known], draws: Sequence[int], ranks: int, budget: int, layout: Layout
 ) -> list[list[list[Unit]]]:
     """Return the units of every micro-batch of every rank."""
-    units = _units(known, draws, budget, layout)
+    units = _units(sequences, draws, budget, layout)
     rows = max((len(unit.members) for unit in units), default=1) if layout.padded else 1
     plan = plan_packs(
-        [max(known[index].tokens for index in unit.members) if layout.padded else unit.tokens for unit in units],
+        [max(sequences[index].tokens for index in unit.members) if layout.padded else unit.tokens for unit in units],
         budget=budget // rows,
         ranks=ranks,
         padded=layout.padded,
@@ -101,17 +101,17 @@ def _plan(
     return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in plan.packs]
 
 
-def _units(known: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
-    lengths = [sequence.tokens for sequence in known]
+def _units(sequences: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
+    lengths = [sequence.tokens for sequence in sequences]
     apart = _drawn_apart(lengths, draws, layout)
     heads = [
         0 if draw in apart or not layout.shares_heads else sequence.head
-        for sequence, draw in zip(known, draws, strict=True)
+        for sequence, draw in zip(sequences, draws, strict=True)
     ]
     units = plan_units(lengths, heads, draws, budget, whole=layout.whole_draws)
     if not layout.weighs_heads:
         return units
-    return [part for unit in units for part in _weighed(unit, lengths, known, layout.attention_share)]
+    return [part for unit in units for part in _weighed(unit, lengths, sequences, layout.attention_share)]
 
 
 def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -> set[int]:
@@ -124,20 +124,20 @@ def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -
     return {draw for draw, several in angles.items() if len(several) > 1}
 
 
-def _weighed(unit: Unit, lengths: Sequence[int], known: Sequence[Known], attention_share: float) -> list[Unit]:
+def _weighed(unit: Unit, lengths: Sequence[int], sequences: Sequence[Known], attention_share: float) -> list[Unit]:
     """Return a unit, or its members alone where that is less work; a tower that runs once for all always pays."""
-    if known[unit.members[0]].has_inputs or saves_work(unit, lengths, attention_share):
+    if sequences[unit.members[0]].has_inputs or saves_work(unit, lengths, attention_share):
         return [unit]
     return taken_apart(unit, lengths)
 
 
 def _stand_ins(
-    packs: Sequence[Sequence[Sequence[Unit]]], known: Sequence[Known], layout: Layout
+    packs: Sequence[Sequence[Sequence[Unit]]], sequences: Sequence[Known], layout: Layout
 ) -> list[Mapping[str, Any]]:
     """Return, for each forward pass, what a rank without model inputs takes instead: nothing where no rank has any."""
     of_pass = list(zip(*packs, strict=True))
     seen = [
-        any(known[index].has_inputs for units in of_ranks for unit in units for index in unit.members)
+        any(sequences[index].has_inputs for units in of_ranks for unit in units for index in unit.members)
         for of_ranks in of_pass
     ]
     return [layout.stand_in if some else {} for some in seen]
@@ -145,14 +145,14 @@ def _stand_ins(
 
 def _pack(
     units: Sequence[Unit],
-    held: Mapping[int, Example],
+    examples: Mapping[int, Example],
     share: Sequence[Share],
     layout: Layout,
     stand_in: Mapping[str, Any],
 ) -> Batch:
     members = [index for unit in units for index in unit.members]
     return pack(
-        [held[index] for index in members],
+        [examples[index] for index in members],
         [share[index] for index in members],
         padded=layout.padded,
         pad_token=layout.pad_token,
@@ -168,22 +168,27 @@ def _heads(unit: Unit) -> list[Head]:
     return [Head(len(unit.members), unit.head)] if unit.head else [Head(1, 0)] * len(unit.members)
 
 
-def _order_hash(known: Sequence[Known]) -> float:
+def _order_hash(sequences: Sequence[Known]) -> float:
     """Return a number below 2**52 that two updates share only if they hold the same sequences in the same order."""
-    places = np.array([(sequence.draw, sequence.part) for sequence in known], dtype=np.int64)
+    places = np.array([(sequence.draw, sequence.part) for sequence in sequences], dtype=np.int64)
     return float(xxhash.xxh3_64_intdigest(places.tobytes()) >> 12)
 
 
 def _move(
-    found: Candidates[Example], exchange: Exchange, packs: Sequence[Sequence[Sequence[Unit]]]
+    candidates: Candidates[Example], exchange: Exchange, packs: Sequence[Sequence[Sequence[Unit]]]
 ) -> dict[int, Example]:
     """Send every sequence to the rank that trains it; return this rank's, by index."""
     outgoing = []
     for of_rank in packs:
-        wanted = sorted(index for units in of_rank for unit in units for index in unit.members)
-        mine = [index for index in wanted if found.known[index].owner == exchange.rank]
-        outgoing.append({index: found.mine[(found.known[index].draw, found.known[index].part)] for index in mine})
-    held: dict[int, Example] = {}
+        indices = sorted(index for units in of_rank for unit in units for index in unit.members)
+        local = [index for index in indices if candidates.sequences[index].owner == exchange.rank]
+        outgoing.append(
+            {
+                index: candidates.own_sequences[(candidates.sequences[index].draw, candidates.sequences[index].part)]
+                for index in local
+            }
+        )
+    examples: dict[int, Example] = {}
     for received in exchange.swap(outgoing):
-        held |= received
-    return held
+        examples |= received
+    return examples

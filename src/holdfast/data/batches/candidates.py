@@ -39,9 +39,9 @@ class Known(NamedTuple):
 class Candidates(Generic[S]):
     """The candidates of one mini-batch: what this rank holds, and what all ranks know."""
 
-    mine: dict[tuple[int, int], S] = field(default_factory=dict)
+    own_sequences: dict[tuple[int, int], S] = field(default_factory=dict)
     """(draw, part) -> sequence, for the rows this rank read"""
-    known: list[Known] = field(default_factory=list)
+    sequences: list[Known] = field(default_factory=list)
     """All sequences in draw order, the same on every rank."""
     counted: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
     """(draw, what was counted on it), where something was."""
@@ -49,17 +49,17 @@ class Candidates(Generic[S]):
     @property
     def rows(self) -> int:
         """Rows that gave a sequence."""
-        return len({sequence.draw for sequence in self.known})
+        return len({sequence.draw for sequence in self.sequences})
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences."""
-        return sum(sequence.tokens for sequence in self.known)
+        return sum(sequence.tokens for sequence in self.sequences)
 
     def of_part(self, part: int) -> Candidates[S]:
         """Return the sequences that come as this one of their row, with nothing counted."""
-        mine = {place: sequence for place, sequence in self.mine.items() if place[1] == part}
-        return Candidates(mine, [sequence for sequence in self.known if sequence.part == part])
+        own = {place: sequence for place, sequence in self.own_sequences.items() if place[1] == part}
+        return Candidates(own, [sequence for sequence in self.sequences if sequence.part == part])
 
     @property
     def counts(self) -> Counter[str]:
@@ -77,7 +77,7 @@ class _Fact(NamedTuple):
     head: int = 0
 
 
-_Told = _Fact | UserError | EndOfStream
+_Outcome = _Fact | UserError | EndOfStream
 
 
 class CandidateReader(Generic[S]):
@@ -104,8 +104,8 @@ class CandidateReader(Generic[S]):
         self._exchange = exchange
         self._accept = accept
 
-    def round(self, first: int, last: int, found: Candidates[S]) -> int:
-        """Add draws first..last-1 to `found`, and return the draw after them.
+    def round(self, first: int, last: int, candidates: Candidates[S]) -> int:
+        """Add draws first..last-1 to `candidates`, and return the draw after them.
 
         Where the end of a stream is met, all ranks note its size and the round ends early: from that draw on, places
         are others.
@@ -114,8 +114,8 @@ class CandidateReader(Generic[S]):
             UserError: A row is malformed; the same error on all ranks.
         """
         size, rank = self._exchange.size, self._exchange.rank
-        told: dict[int, _Told] = {draw: self._read(draw, found) for draw in range(first + rank, last, size)}
-        everyone = self._exchange.gather(told)
+        outcomes: dict[int, _Outcome] = {draw: self._read(draw, candidates) for draw in range(first + rank, last, size)}
+        everyone = self._exchange.gather(outcomes)
         for draw in range(first, last):
             owner = (draw - first) % size
             match everyone[owner][draw]:
@@ -126,8 +126,8 @@ class CandidateReader(Generic[S]):
                     raise error
                 case _Fact(lengths, counts, head):
                     if counts:
-                        found.counted.append((draw, counts))
-                    found.known.extend(
+                        candidates.counted.append((draw, counts))
+                    candidates.sequences.extend(
                         Known(draw, part, tokens, trained, owner, head, has_inputs)
                         for part, (tokens, trained, has_inputs) in enumerate(lengths)
                     )
@@ -149,25 +149,25 @@ class CandidateReader(Generic[S]):
             UserError: A row is malformed; the same error on all ranks.
         """
         if tokens:
-            found, tokenised = Candidates[S](), self.rows_tokenised
-            self.round(first, last, found)
+            candidates, tokenised = Candidates[S](), self.rows_tokenised
+            self.round(first, last, candidates)
             self.rows_tokenised = tokenised
-            return found.rows
-        mine = range(first + self._exchange.rank, last, self._exchange.size)
+            return candidates.rows
+        draws = range(first + self._exchange.rank, last, self._exchange.size)
         try:
-            told: int | UserError = sum(
-                self._accept is None or self._accept(self.reader.read(draw).row) for draw in mine
+            own_count: int | UserError = sum(
+                self._accept is None or self._accept(self.reader.read(draw).row) for draw in draws
             )
         except UserError as error:
-            told = error
+            own_count = error
         total = 0
-        for count in self._exchange.gather(told):
+        for count in self._exchange.gather(own_count):
             if isinstance(count, UserError):
                 raise count
             total += count
         return total
 
-    def _read(self, draw: int, found: Candidates[S]) -> _Told:
+    def _read(self, draw: int, candidates: Candidates[S]) -> _Outcome:
         try:
             source, name, row = self.reader.read(draw)
             if self._accept is not None and not self._accept(row):
@@ -175,9 +175,9 @@ class CandidateReader(Generic[S]):
             self.rows_tokenised += 1
             with broken_text_named(row, name):
                 sequences = self._tokenise(row, draw, source.name, name)
-        except (EndOfStream, UserError) as told:
-            return told
-        found.mine |= {(draw, part): example for part, example in enumerate(sequences.examples)}
+        except (EndOfStream, UserError) as outcome:
+            return outcome
+        candidates.own_sequences |= {(draw, part): example for part, example in enumerate(sequences.examples)}
         lengths = [
             (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
         ]
@@ -186,10 +186,10 @@ class CandidateReader(Generic[S]):
 
 @contextmanager
 def broken_text_named(row: Row, name: str) -> Iterator[None]:
-    """Say which column of a row is no text, where tokenising the row fails in the block for that.
+    """Name the column of a row that is not valid text if tokenising the row fails in the block because of it.
 
     Raises:
-        DataError: One holds half of a UTF-16 pair.
+        DataError: A column holds half of a UTF-16 pair.
     """
     try:
         yield

@@ -66,30 +66,32 @@ def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int
 
 
 def cut_windows(
-    found: Candidates[Example], exchange: Exchange, *, offset: int, goal: int, window: int
+    candidates: Candidates[Example], exchange: Exchange, *, offset: int, goal: int, window: int
 ) -> tuple[Candidates[Example], Rest | None]:
     """Replace documents by the pieces of their windows; arguments as in `pieces_of`."""
-    pieces, rest = pieces_of(found.known, offset=offset, goal=goal, window=window)
-    mine: dict[tuple[int, int], Example] = {}
+    pieces, rest = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
+    own: dict[tuple[int, int], Example] = {}
     for number, piece in enumerate(pieces):
         if piece.document.owner == exchange.rank:
-            mine[(piece.document.draw, number)] = piece.of(found.mine[(piece.document.draw, piece.document.part)])
+            own[(piece.document.draw, number)] = piece.of(
+                candidates.own_sequences[(piece.document.draw, piece.document.part)]
+            )
     trained: dict[tuple[int, int], int] = {}
-    for theirs in exchange.gather({key: example.trained_tokens for key, example in mine.items()}):
+    for theirs in exchange.gather({key: example.trained_tokens for key, example in own.items()}):
         trained |= theirs
-    known = [
+    sequences = [
         Known(piece.document.draw, number, piece.end - piece.start, trained[(piece.document.draw, number)],
               piece.document.owner)
         for number, piece in enumerate(pieces)
     ]  # fmt: skip
-    return replace(found, mine=mine, known=known, counted=_begun(found, offset, rest)), rest
+    return replace(candidates, own_sequences=own, sequences=sequences, counted=_begun(candidates, offset, rest)), rest
 
 
-def _begun(found: Candidates[Example], offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
+def _begun(candidates: Candidates[Example], offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
     """Return what was counted on rows whose first token is used here: rows read ahead or cut are counted once."""
-    first = found.known[0].draw if found.known and offset > 0 else -1
+    first = candidates.sequences[0].draw if candidates.sequences and offset > 0 else -1
     return [
         (draw, counts)
-        for draw, counts in found.counted
+        for draw, counts in candidates.counted
         if draw != first and (rest is None or (draw, 0) < (rest.draw, rest.offset))
     ]

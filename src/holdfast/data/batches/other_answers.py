@@ -77,17 +77,17 @@ class OtherAnswerTokeniser:
         Raises:
             DataError: It is malformed, or a row that is looked at for its answer; or none of those has another prompt.
         """
-        found = self.tokenise(row, sample_id, source, name)
-        if not found.examples:
-            return found
-        (own,) = found.examples
+        tokenised = self.tokenise(row, sample_id, source, name)
+        if not tokenised.examples:
+            return tokenised
+        (own,) = tokenised.examples
         other = with_answer(own, self._other_answer(own, sample_id, name), self.max_length)
         # Sequences of one pack carry the same columns; nothing reads these.
         blank = {
             column: np.zeros((other.tokens.size, *values.shape[1:]), values.dtype)
             for column, values in own.per_token.items()
         }
-        return replace(found, examples=(own, replace(other, per_token=blank)))
+        return replace(tokenised, examples=(own, replace(other, per_token=blank)))
 
     def _other_answer(self, own: Example, sample_id: int, name: str) -> Answer:
         looked_at = 0

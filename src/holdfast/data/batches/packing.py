@@ -178,10 +178,11 @@ def _joined(examples: Sequence[Example], without: Collection[int]) -> dict[str, 
     }
     return {
         "model_inputs": {
-            name: _tensor(np.concatenate([part for part in found if part is not None])) for name, found in parts.items()
+            name: _tensor(np.concatenate([part for part in arrays if part is not None]))
+            for name, arrays in parts.items()
         },
         "model_input_rows": {
-            name: tuple(0 if part is None else len(part) for part in found) for name, found in parts.items()
+            name: tuple(0 if part is None else len(part) for part in arrays) for name, arrays in parts.items()
         },
     }
 
@@ -199,10 +200,11 @@ def _refuse_what_would_change(examples: Sequence[Example]) -> None:
     for example in examples:
         for name, values in example.model_inputs.items():
             kind = f"{values.dtype}{list(values.shape[1:])}"
-            first, known = shapes.setdefault(name, (example.sample_id, kind))
-            if kind != known or not len(values):
+            first, first_kind = shapes.setdefault(name, (example.sample_id, kind))
+            if kind != first_kind or not len(values):
                 raise ValueError(
-                    f"sample {example.sample_id} has {len(values)} rows of {name} of {kind}, sample {first} has {known}"
+                    f"sample {example.sample_id} has {len(values)} rows of {name} of {kind}, sample {first} has "
+                    f"{first_kind}"
                 )
 
 
@@ -239,12 +241,12 @@ def _own_inputs(batch: Batch, index: int) -> dict[str, NDArray[Any]]:
     after = set(_after_a_head(batch.branches))
     while index in after:
         index -= 1
-    found = {}
+    inputs = {}
     for name, rows in batch.model_input_rows.items():
         if rows[index]:
             start = sum(rows[:index])
-            found[name] = batch.model_inputs[name][start : start + rows[index]].numpy()
-    return found
+            inputs[name] = batch.model_inputs[name][start : start + rows[index]].numpy()
+    return inputs
 
 
 def _own_positions(positions: NDArray[np.int64]) -> NDArray[np.int64] | None:

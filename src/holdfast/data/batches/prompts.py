@@ -23,8 +23,8 @@ from holdfast.types import Prompt
 class PromptBatch:
     """The prompts of a step."""
 
-    mine: tuple[Prompt, ...]
-    """This rank's, in draw order."""
+    own_prompts: tuple[Prompt, ...]
+    """Those of this rank, in draw order."""
     ids: tuple[int, ...]
     """Prompt ids over all ranks, in draw order."""
     metrics: Mapping[str, float]
@@ -43,10 +43,10 @@ class PromptStream(BatchStream[Prompt, PromptBatch]):
     ) -> None:
         super().__init__(rows, config, exchange, limits)
 
-    def _batch_of(self, found: Candidates[Prompt]) -> PromptBatch:
-        mine = tuple(prompt for _, prompt in sorted(found.mine.items()))
-        counted = {f"data/{name}": float(number) for name, number in found.counts.items()}
-        return PromptBatch(mine, tuple(known.draw for known in found.known), counted)
+    def _batch_of(self, candidates: Candidates[Prompt]) -> PromptBatch:
+        own_prompts = tuple(prompt for _, prompt in sorted(candidates.own_sequences.items()))
+        counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
+        return PromptBatch(own_prompts, tuple(sequence.draw for sequence in candidates.sequences), counted)
 
 
 def prompt_tokeniser(

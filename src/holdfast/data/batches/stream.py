@@ -103,7 +103,7 @@ class BatchStream(ABC, Generic[S, T]):
         self._refuse_what_cannot_be()
 
     @abstractmethod
-    def _batch_of(self, found: Candidates[S]) -> T:
+    def _batch_of(self, candidates: Candidates[S]) -> T:
         """Make a batch of its candidates."""
 
     @property
@@ -202,13 +202,13 @@ class BatchStream(ABC, Generic[S, T]):
             return batch
         while not self._is_done():
             size = rows or self._batch_size(step)
-            found, cursor, ended = self._collect(size)
-            self._refuse_too_little(found, cursor, size, ended=ended)
+            candidates, cursor, ended = self._collect(size)
+            self._refuse_too_little(candidates, cursor, size, ended=ended)
             most = self._pass_batches()
             limited = most is not None and cursor.batches_in_epoch >= most
             self.cursor = self._after_pass(cursor) if ended or limited else cursor
-            if found.known:
-                return self._batch_of(found)
+            if candidates.sequences:
+                return self._batch_of(candidates)
         return None
 
     def _batch_size(self, step: int) -> int:
@@ -218,8 +218,8 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _pass_draws(self) -> int | None:
         """Return the draws of a whole pass; None while a stream's end is not known."""
-        known = [draws for draws in (self._order.epoch_draws, self._limits.draws) if draws is not None]
-        return min(known, default=None)
+        bounds = [draws for draws in (self._order.epoch_draws, self._limits.draws) if draws is not None]
+        return min(bounds, default=None)
 
     def _left(self) -> float:
         """Return how many passes are left, the current one included."""
@@ -266,28 +266,28 @@ class BatchStream(ABC, Generic[S, T]):
         """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""
         wrapped = self._cut is not None
         goal = size * self._config.max_length if wrapped else size
-        cursor, found = self.cursor, Candidates[S]()
+        cursor, candidates = self.cursor, Candidates[S]()
         draw, filled, end = cursor.draw, 0, self._pass_end()
         while filled < goal and (end is None or draw < end):
             last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
-            before, tokens = draw, found.tokens
-            draw = self._rows.round(draw, last if end is None else min(last, end), found)
-            self._seen = (self._seen[0] + draw - before, self._seen[1] + found.tokens - tokens)
-            filled = found.tokens - cursor.offset if wrapped else found.rows
+            before, tokens = draw, candidates.tokens
+            draw = self._rows.round(draw, last if end is None else min(last, end), candidates)
+            self._seen = (self._seen[0] + draw - before, self._seen[1] + candidates.tokens - tokens)
+            filled = candidates.tokens - cursor.offset if wrapped else candidates.rows
             end = self._pass_end()  # known as soon as a stream's end is
         rest, left = Rest(draw, 0), None
         if self._cut is not None:
-            found, left = self._cut(found, cursor.offset, goal)
+            candidates, left = self._cut(candidates, cursor.offset, goal)
             rest = left or rest
-        self._counts.update(found.counts)
+        self._counts.update(candidates.counts)
         after = replace(
             cursor,
             draw=rest.draw,
             offset=rest.offset,
             batches_in_epoch=cursor.batches_in_epoch + 1,
-            sequences_in_epoch=cursor.sequences_in_epoch + len(found.known),
+            sequences_in_epoch=cursor.sequences_in_epoch + len(candidates.sequences),
         )
-        return found, after, end is not None and draw >= end and left is None
+        return candidates, after, end is not None and draw >= end and left is None
 
     def _rows_for(self, tokens: int) -> int:
         """Guess how many rows give so many tokens. Rows read too early are read again; the result does not change."""
@@ -312,7 +312,7 @@ class BatchStream(ABC, Generic[S, T]):
     def _takes_little(self) -> bool:
         return self._config.allow_partial or self._config.packing == "wrapped"
 
-    def _refuse_too_little(self, found: Candidates[S], cursor: Cursor, size: int, *, ended: bool) -> None:
+    def _refuse_too_little(self, candidates: Candidates[S], cursor: Cursor, size: int, *, ended: bool) -> None:
         """Refuse a whole pass without a sequence, or one that is smaller than a batch."""
         if not ended:
             return
@@ -325,11 +325,11 @@ class BatchStream(ABC, Generic[S, T]):
         if cursor.batches_in_epoch > 1 or self._left() < 1 or self._config.allow_partial:
             return
         window = self._config.max_length
-        if self._config.packing == "wrapped" and found.tokens < size * window:
-            raise DataError(self._too_small(f"gives {found.tokens} tokens", f"{size} windows of {window} tokens"))
+        if self._config.packing == "wrapped" and candidates.tokens < size * window:
+            raise DataError(self._too_small(f"gives {candidates.tokens} tokens", f"{size} windows of {window} tokens"))
         least = min(size, self._config.batch_size)  # a pass may hold fewer than someone asked for in excess
-        if self._config.packing != "wrapped" and found.rows < least:
-            raise DataError(self._too_small(f"gives {found.rows} rows", f"{least}"))
+        if self._config.packing != "wrapped" and candidates.rows < least:
+            raise DataError(self._too_small(f"gives {candidates.rows} rows", f"{least}"))
 
     def _too_small(self, has: str, batch: str) -> str:
         return (
@@ -360,14 +360,16 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         super().__init__(rows, config, exchange, limits, self._windows if config.packing == "wrapped" else None)
         self._layout = layout or Layout()
 
-    def _batch_of(self, found: Candidates[Example]) -> MiniBatch:
+    def _batch_of(self, candidates: Candidates[Example]) -> MiniBatch:
         if not self._layout.brings_other_answers:
-            return assemble(found, self._exchange, self._config, self._layout)
-        own = replace(found.of_part(0), counted=found.counted)
+            return assemble(candidates, self._exchange, self._config, self._layout)
+        own = replace(candidates.of_part(0), counted=candidates.counted)
         # Both move sequences between all ranks, so every rank makes these calls in this order.
         batch = assemble(own, self._exchange, self._config, self._layout)
-        beside = assemble(found.of_part(1), self._exchange, self._config, self._layout)
+        beside = assemble(candidates.of_part(1), self._exchange, self._config, self._layout)
         return replace(batch, other_answers=beside.micro_batches)
 
-    def _windows(self, found: Candidates[Example], offset: int, goal: int) -> tuple[Candidates[Example], Rest | None]:
-        return cut_windows(found, self._exchange, offset=offset, goal=goal, window=self._config.max_length)
+    def _windows(
+        self, candidates: Candidates[Example], offset: int, goal: int
+    ) -> tuple[Candidates[Example], Rest | None]:
+        return cut_windows(candidates, self._exchange, offset=offset, goal=goal, window=self._config.max_length)

@@ -70,28 +70,28 @@ class PlainText:
     """What to open for each placeholder in the text."""
 
 
-def recognise(columns: Collection[str], wanted: RowFormat = "auto", *, prompt_is_rendered: bool = False) -> Shape:
+def recognise(columns: Collection[str], row_format: RowFormat = "auto", *, prompt_is_rendered: bool = False) -> Shape:
     """Return the shape of rows with these columns.
 
     Args:
         columns: Of a row, under our names.
-        wanted: `auto`, or the one shape the columns are checked against.
+        row_format: `auto`, or the one shape the columns are checked against.
         prompt_is_rendered: `data.format` writes the prompt, so no column has to hold it.
 
     Raises:
-        DataError: The columns fit no shape, or two, or not the wanted one.
+        DataError: The columns fit no shape, or two, or not the one asked for.
     """
     needed = dict(NEEDED)
     if prompt_is_rendered:
         needed |= {"prompt_completion": ("completion",), "alpaca": ("output",)}
     fitting = [shape for shape, names in needed.items() if set(names) <= set(columns)]
     listed = ", ".join(columns)
-    if wanted != "auto":
-        if wanted in fitting:
-            return wanted
-        missing = [name for name in needed[wanted] if name not in columns]
+    if row_format != "auto":
+        if row_format in fitting:
+            return row_format
+        missing = [name for name in needed[row_format] if name not in columns]
         raise DataError(
-            f"data.rows={wanted} needs the column {' and '.join(missing)}, but the rows have: {listed}. "
+            f"data.rows={row_format} needs the column {' and '.join(missing)}, but the rows have: {listed}. "
             f"Name the file's column, as in data.columns={{{missing[0]}: {next(iter(columns), 'its_column')}}}."
         )
     if len(fitting) == 1:

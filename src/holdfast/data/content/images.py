@@ -49,19 +49,19 @@ def place_images(content: C, row: Row, where: str, blind: str | None = None) -> 
         DataError: Placeholders and images do not match in number, a part is of another kind, or there are images and
             none can be trained on.
     """
-    given: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
-    content, places, inside = _located(content, where, [kind for kind in PLACEHOLDERS if given[kind]])
-    seen = [kind for kind in PLACEHOLDERS if given[kind] or kind in places]
+    in_columns: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    content, places, inside = _located(content, where, [kind for kind in PLACEHOLDERS if in_columns[kind]])
+    seen = [kind for kind in PLACEHOLDERS if in_columns[kind] or kind in places]
     if blind is not None and seen:
         raise DataError(
             f"{where} has {seen[0]}s. {blind}. Remove them; a column that holds none of the row's images can be given "
             "another name, as in data.columns={other: image}."
         )
-    found = {}
+    iterators = {}
     for kind in PLACEHOLDERS:
-        _refuse_mismatch(kind, given[kind], inside[kind], places.count(kind), where)
-        found[kind] = iter(_opened_later(given[kind] or inside[kind], kind, where))
-    return replace(content, images=tuple(next(found[kind]) for kind in places)) if places else content
+        _refuse_mismatch(kind, in_columns[kind], inside[kind], places.count(kind), where)
+        iterators[kind] = iter(_opened_later(in_columns[kind] or inside[kind], kind, where))
+    return replace(content, images=tuple(next(iterators[kind]) for kind in places)) if places else content
 
 
 def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str], Held]:
@@ -80,31 +80,33 @@ def held_images(row: Row, where: str) -> Iterator[Any]:
     Raises:
         DataError: As `place_images`.
     """
-    held: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    contents: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
     for value in row.values():
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            _parsed([each for each in value if isinstance(each, Mapping)], where, held, ())
-    yield from held["image"]
-    for video in _opened_later(held["video"], "video", where):
+            _parsed([each for each in value if isinstance(each, Mapping)], where, contents, ())
+    yield from contents["image"]
+    for video in _opened_later(contents["video"], "video", where):
         yield from video.frames
 
 
-def _opened_later(held: Sequence[Any], kind: str, where: str) -> list[Any]:
+def _opened_later(contents: Sequence[Any], kind: str, where: str) -> list[Any]:
     if kind == "image":
-        return list(held)
-    return [each if isinstance(each, Video) else video_of(each, f"{where}, video {n}") for n, each in enumerate(held)]
+        return list(contents)
+    return [
+        each if isinstance(each, Video) else video_of(each, f"{where}, video {n}") for n, each in enumerate(contents)
+    ]
 
 
-def _refuse_mismatch(kind: str, given: Sequence[Any], inside: Sequence[Any], places: int, where: str) -> None:
-    if inside and given:
+def _refuse_mismatch(kind: str, in_columns: Sequence[Any], inside: Sequence[Any], places: int, where: str) -> None:
+    if inside and in_columns:
         raise DataError(
-            f"{where} has a column of {len(given)} {kind}s, and its messages hold {len(inside)} themselves. Keep one "
-            "of the two."
+            f"{where} has a column of {len(in_columns)} {kind}s, and its messages hold {len(inside)} themselves. Keep "
+            "one of the two."
         )
-    found = len(given or inside)
-    if places != found:
+    count = len(in_columns or inside)
+    if places != count:
         raise DataError(
-            f"{where} has {found} {kind}{'' if found == 1 else 's'} and places for {places}. Every {kind} needs one "
+            f"{where} has {count} {kind}{'' if count == 1 else 's'} and places for {places}. Every {kind} needs one "
             f"{PLACEHOLDERS[kind]} in the text, or one part {{type: {kind}}} in a message, in the {kind}s' order."
         )
 
@@ -120,7 +122,7 @@ def _text_of(content: PromptCompletion | PlainText) -> str:
 
 def _marks(text: str, kinds: Collection[str]) -> list[str]:
     """Return the kinds of the placeholders in a text, in their order."""
-    return [found["kind"] for found in re.finditer("<(?P<kind>image|video)>", text) if found["kind"] in kinds]
+    return [mark["kind"] for mark in re.finditer("<(?P<kind>image|video)>", text) if mark["kind"] in kinds]
 
 
 def _column(row: Row, kind: str, where: str) -> list[Any]:
@@ -193,11 +195,11 @@ def _part(part: Any, where: str, inside: Held) -> Any:
         raise DataError(f"{where}: a part of type {kind}; Holdfast trains on text, images and videos. Remove the row.")
     if kind not in PLACEHOLDERS:
         return part
-    held = next((part[key] for key in _SOURCES[kind] if key in part), None)
-    if isinstance(held, Mapping) and "url" in held:
-        held = held["url"]
-    if held is not None:
-        inside[kind].append(video_of(held, f"{where}, a video", part.get("fps")) if kind == "video" else held)
+    content = next((part[key] for key in _SOURCES[kind] if key in part), None)
+    if isinstance(content, Mapping) and "url" in content:
+        content = content["url"]
+    if content is not None:
+        inside[kind].append(video_of(content, f"{where}, a video", part.get("fps")) if kind == "video" else content)
     return {"type": kind}
 
 
@@ -250,8 +252,8 @@ class ImageFiles:
         """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
 
         Raises:
-            DataError: It is no image, or there is no such file.
-            OSError, ValueError, RuntimeError: It cannot be read.
+            DataError: The value is no image, or the file it names does not exist.
+            OSError, ValueError, RuntimeError: The image cannot be read.
         """
         from PIL import Image
 
@@ -264,7 +266,7 @@ class ImageFiles:
         """Return the file that a row names.
 
         Raises:
-            DataError: There is none, or it is named in a way that no file is.
+            DataError: The file does not exist, or the value is not a path.
         """
         if not isinstance(image, str | Path):
             raise DataError(
@@ -280,13 +282,13 @@ class ImageFiles:
         if self.folder is not None:
             folders = [place / self.folder for place in folders]
         tried = list(dict.fromkeys(folder / path for folder in folders))
-        found = next((place for place in tried if place.is_file()), None)
-        if found is None:
+        file = next((place for place in tried if place.is_file()), None)
+        if file is None:
             raise DataError(
                 f"{where}: there is no file {' or '.join(str(place) for place in tried)}. Relative paths start in "
                 "data.image_dir."
             )
-        return found
+        return file
 
 
 def _named(image: Any) -> Any:

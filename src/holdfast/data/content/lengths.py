@@ -58,7 +58,7 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
     Counts `truncated`, `split` and `overlong_dropped` sequences, and the `untrained` ones left out.
 
     Raises:
-        DataError: It is longer and `text.overlong` is `refuse`.
+        DataError: The sequence is longer and `text.overlong` is `refuse`.
     """
     limit, length = text.max_length, len(stretch.tokens)
     pieces = [stretch]
@@ -78,10 +78,10 @@ def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str])
                     f"{row_name} has {length} tokens, more than data.max_length={limit}. Raise data.max_length to "
                     f"{length}, or set data.overlong to truncate, split or drop."
                 )
-    kept = [piece for piece in pieces if not piece.trains_nothing]
-    if len(kept) < len(pieces):
-        counts["untrained"] += len(pieces) - len(kept)
-    return kept
+    trained_pieces = [piece for piece in pieces if not piece.trains_nothing]
+    if len(trained_pieces) < len(pieces):
+        counts["untrained"] += len(pieces) - len(trained_pieces)
+    return trained_pieces
 
 
 def cut_to(stretch: Stretch, limit: int) -> Stretch:

@@ -29,8 +29,8 @@ _SHAREGPT_ROLES = {
 def parse_list(value: Any, column: str, row_name: str) -> list[Any]:
     """Check that a column holds a list with something in it."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        found = "an empty list" if isinstance(value, Sequence) and not value else f"a {type(value).__name__}"
-        raise DataError(f"{row_name}: column {column!r} must be a list of messages, not {found}.")
+        kind = "an empty list" if isinstance(value, Sequence) and not value else f"a {type(value).__name__}"
+        raise DataError(f"{row_name}: column {column!r} must be a list of messages, not {kind}.")
     return list(value)
 
 
@@ -112,8 +112,8 @@ def from_sharegpt(turn: Any, row_name: str) -> Any:
         return turn
     role = _SHAREGPT_ROLES.get(turn["from"])
     if role is None:
-        known = ", ".join(_SHAREGPT_ROLES)
-        raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {known}.")
+        names = ", ".join(_SHAREGPT_ROLES)
+        raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {names}.")
     if turn["from"] != "function_call":
         return {"role": role, "content": turn.get("value")}
     calls = _from_json(turn.get("value") or "", "function calls", row_name)

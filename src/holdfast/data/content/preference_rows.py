@@ -29,34 +29,36 @@ def answer_rows(
     Raises:
         DataError: A column is missing or malformed, or the two sides do not begin alike.
     """
-    found = {side: _required(row, side, name) for side in SIDES}
-    whole = [side for side, value in found.items() if _is_whole_conversation(value)]
+    answers = {side: _required(row, side, name) for side in SIDES}
+    whole = [side for side, value in answers.items() if _is_whole_conversation(value)]
     if len(whole) == len(SIDES):
-        return _from_conversations(row, found, name), "prompt_completion"
+        return _from_conversations(row, answers, name), "prompt_completion"
     if row.get("prompt") is not None or prompt_is_rendered:
         if whole:
             raise DataError(
                 f"{name}: its {whole[0]} answer is a whole conversation and the other one is not. Let both begin with "
                 "the assistant's message, or both with the prompt's."
             )
-        return {side: {**row, "completion": value} for side, value in _alike(found, name).items()}, "prompt_completion"
-    if _are_texts(found):
-        return {side: {**row, "text": value} for side, value in found.items()}, "text"
+        return {
+            side: {**row, "completion": value} for side, value in _alike(answers, name).items()
+        }, "prompt_completion"
+    if _are_texts(answers):
+        return {side: {**row, "text": value} for side, value in answers.items()}, "text"
     raise DataError(
         f"{name} has no column 'prompt', and its answers are neither two texts nor two whole conversations that begin "
         f"with one. Its columns are: {', '.join(row)}."
     )
 
 
-def _are_texts(found: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, str) for value in found.values())
+def _are_texts(answers: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, str) for value in answers.values())
 
 
-def _alike(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _alike(answers: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return both answers as text or both as messages, or one of the two would go through the template alone."""
-    if _are_texts(found):
-        return found
-    return {side: as_messages(value, "assistant", side, name) for side, value in found.items()}
+    if _are_texts(answers):
+        return answers
+    return {side: as_messages(value, "assistant", side, name) for side, value in answers.items()}
 
 
 def labelled_row(row: Row, name: str) -> Row:
@@ -106,8 +108,8 @@ def _is_whole_conversation(value: Any) -> bool:
     return isinstance(first, Mapping) and first.get("role") not in ("assistant", None)
 
 
-def _from_conversations(row: Row, found: Mapping[str, Any], name: str) -> dict[str, Row]:
-    messages = {side: parse_messages(value, name, side) for side, value in found.items()}
+def _from_conversations(row: Row, conversations: Mapping[str, Any], name: str) -> dict[str, Row]:
+    messages = {side: parse_messages(value, name, side) for side, value in conversations.items()}
     common = _common(*messages.values())
     if common == 0:
         raise DataError(f"{name}: its chosen and rejected conversations begin differently, so they share no prompt.")

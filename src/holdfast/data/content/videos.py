@@ -30,7 +30,7 @@ class Video:
     """Each what an image is: a path, the bytes of a file, a PIL image."""
     fps: float | None
     """Frames of a second that are in the list; None: what `data.video_fps` says."""
-    held: Any
+    original: Any
     """As the row has it, by which two contents of a row know that they share it."""
 
 
@@ -45,15 +45,15 @@ class VideoOptions:
     """Bounds in pixels (`shortest_edge`, `longest_edge`) of the model's own file; None: those of its images."""
 
 
-def video_of(held: Any, where: str, fps: Any = None) -> Video:
+def video_of(content: Any, where: str, fps: Any = None) -> Video:
     """Return a video as a row holds it: a list of frames, or a mapping with `frames` and perhaps `fps`.
 
     Raises:
         DataError: It is a file of a video, or empty, or its rate is no number above 0.
     """
-    frames = held
-    if isinstance(held, Mapping):
-        frames, fps = held.get("frames"), held.get("fps", fps)
+    frames = content
+    if isinstance(content, Mapping):
+        frames, fps = content.get("frames"), content.get("fps", fps)
     if isinstance(frames, str | bytes | Path) or not isinstance(frames, Sequence):
         what = f"{len(frames)} bytes" if isinstance(frames, bytes) else f"{frames!s:.80}"
         raise DataError(
@@ -64,7 +64,7 @@ def video_of(held: Any, where: str, fps: Any = None) -> Video:
         raise DataError(f"{where} has no frames. Remove it and its place in the text.")
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
         raise DataError(f"{where} has fps={fps!r}; it is the number of its frames that belong to one second.")
-    return Video(tuple(frames), None if fps is None else float(fps), held)
+    return Video(tuple(frames), None if fps is None else float(fps), content)
 
 
 def frame_size(family: VideoFamily, count: int, width: int, height: int, unit: int, bounds: tuple[int, int]) -> Any:

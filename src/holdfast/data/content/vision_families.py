@@ -85,8 +85,8 @@ def _square_features(config: Any, inputs: Inputs) -> int:
     vision = config.vision_config
     height, width = inputs["pixel_values"].shape[-2:]
     has_class = int("clip" in vision.model_type)
-    kept = has_class if config.vision_feature_select_strategy == "full" else has_class - 1
-    return int((height // vision.patch_size) * (width // vision.patch_size) + kept)
+    extra = has_class if config.vision_feature_select_strategy == "full" else has_class - 1
+    return int((height // vision.patch_size) * (width // vision.patch_size) + extra)
 
 
 _LLAVA = VisionFamily(

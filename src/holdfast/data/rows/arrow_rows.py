@@ -178,17 +178,17 @@ def open_saved(directory: Path, split: str | None) -> ArrowRows:
     return ArrowRows(dataset, dataset._fingerprint)
 
 
-def choose_split(splits: Mapping[str, Any], wanted: str | None, path: str) -> str:
-    """Return the name of the wanted split: without a wish `train`, or the only one there is.
+def choose_split(splits: Mapping[str, Any], split: str | None, path: str) -> str:
+    """Return the name of the split asked for; if none is, `train` or the only one there is.
 
     Raises:
         DataError: There is no such split; those that exist are listed.
     """
     listed = ", ".join(splits)
-    if wanted is not None:
-        if wanted in splits:
-            return wanted
-        raise DataError(f"{path} has no split {wanted!r}; its splits are: {listed}.")
+    if split is not None:
+        if split in splits:
+            return split
+        raise DataError(f"{path} has no split {split!r}; its splits are: {listed}.")
     if "train" in splits:
         return "train"
     if len(splits) == 1:

@@ -42,13 +42,13 @@ def find_local(path: str, base: Path) -> list[Path]:
             return [place]
         if any(character in path for character in _GLOB):
             anchor = Path(place.anchor)
-            found = sorted(file for file in anchor.glob(str(place.relative_to(anchor))) if file.is_file())
-            if found:
-                return found
+            matches = sorted(file for file in anchor.glob(str(place.relative_to(anchor))) if file.is_file())
+            if matches:
+                return matches
     return []
 
 
-def files_of_split(found: Sequence[Path], split: str | None, path: str) -> list[Path]:
+def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[Path]:
     """Return the data files of one split, in the order of their names.
 
     One file or a glob is the split `train`. In a directory the names say it (`train-00000.parquet`, `test/a.jsonl`);
@@ -57,7 +57,7 @@ def files_of_split(found: Sequence[Path], split: str | None, path: str) -> list[
     Raises:
         DataError: No file can be read, kinds are mixed, or there is no such split.
     """
-    splits = _by_name(found[0]) if found[0].is_dir() else {"train": list(found)}
+    splits = _by_name(paths[0]) if paths[0].is_dir() else {"train": list(paths)}
     if split is not None and split not in splits:
         split = _CANONICAL.get(split, split)
     files = splits[choose_split(splits, split, path)]

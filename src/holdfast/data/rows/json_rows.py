@@ -210,9 +210,9 @@ class _Text:
 
     def expect(self, character: str, element: int) -> None:
         """Step over `character`."""
-        found = self.peek()
-        if found != character:
-            where = f"found {found!r}" if found else "the file ends"
+        next_character = self.peek()
+        if next_character != character:
+            where = f"found {next_character!r}" if next_character else "the file ends"
             raise DataError(f"{self._path}, element {element}: not a JSON array, {where} where {character!r} belongs.")
         self._position += 1
 

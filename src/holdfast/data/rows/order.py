@@ -63,8 +63,8 @@ class DrawOrder:
     @property
     def epoch_draws(self) -> int | None:
         """Draws in one epoch: as many as there are rows in all sources; None while a stream's end is not known."""
-        known = [size for size in self.sizes if size is not None]
-        return sum(known) if len(known) == len(self.sizes) else None
+        sizes = [size for size in self.sizes if size is not None]
+        return sum(sizes) if len(sizes) == len(self.sizes) else None
 
     def place(self, draw: int) -> Place:
         """Return where a draw leads."""
@@ -106,12 +106,12 @@ class DrawOrder:
     def _permuted(self, what: str, epoch: int, position: int, size: int) -> int:
         if not self._shuffle:
             return position
-        kept = self._permutations.setdefault(what, {})
-        if epoch not in kept:
-            if len(kept) == _PERMUTATIONS_KEPT:
-                del kept[next(iter(kept))]
-            kept[epoch] = self._permutation(f"{what}:{epoch}", size)
-        return int(kept[epoch][position])
+        permutations = self._permutations.setdefault(what, {})
+        if epoch not in permutations:
+            if len(permutations) == _PERMUTATIONS_KEPT:
+                del permutations[next(iter(permutations))]
+            permutations[epoch] = self._permutation(f"{what}:{epoch}", size)
+        return int(permutations[epoch][position])
 
     def _permutation(self, key: str, size: int) -> NDArray[np.uint32]:
         values = np.arange(size, dtype=np.uint32)  # 4 bytes a row: 10^8 rows are 0.4 GB

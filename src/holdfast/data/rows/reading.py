@@ -83,11 +83,11 @@ class HeldOut:
     def numbered(self, start: int) -> Iterator[tuple[int, Row]]:
         """Yield the rows of the split from the start-th on, each with its number among all rows."""
         numbers = self._numbers(start)
-        wanted = first = next(numbers)
+        target = first = next(numbers)
         for number, row in enumerate(self.source.scan(first), start=first):
-            if number == wanted:
+            if number == target:
                 yield number, row
-                wanted = next(numbers)
+                target = next(numbers)
 
     def _numbers(self, start: int) -> Iterator[int]:
         """Yield the numbers of the split's rows from the start-th on, from hashes alone; there is no end to them."""
@@ -148,7 +148,7 @@ class RowReader:
         """Note the size of a stream whose end was met; from there on it is passed over again and again.
 
         Raises:
-            DataError: It has no row at all.
+            DataError: The stream has no rows.
         """
         if size == 0:
             raise DataError(f"{self.sources[source].name} has no rows.")

@@ -109,8 +109,8 @@ class Renames:
                 f"Its columns are: {', '.join(row)}."
             )
         taken = set(self.columns.values())
-        kept = {column: value for column, value in row.items() if column not in taken}
-        return kept | {ours: row[theirs] for ours, theirs in self.columns.items()}
+        remaining = {column: value for column, value in row.items() if column not in taken}
+        return remaining | {ours: row[theirs] for ours, theirs in self.columns.items()}
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def columns_of(source: Source) -> tuple[str, ...]:
     """Return the columns of the first row, under our names.
 
     Raises:
-        DataError: There is no row.
+        DataError: The source has no rows.
     """
     for row in source.scan(0):
         return tuple(row)
@@ -226,14 +226,14 @@ def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
         return origin.by_number(task, task.fingerprint)
     path, split = split_off(source.path, base)
     origin = Origin(source.name or default_name(path), source.path, source.columns, source.max_samples)
-    found = find_local(path, base)
+    paths = find_local(path, base)
     rows: ArrowRows | JsonRows | HubStream
-    if not found:
+    if not paths:
         rows = _from_hub(path, split, source, base)
-    elif is_saved_dataset(found[0]):
-        rows = open_saved(found[0], split)
+    elif is_saved_dataset(paths[0]):
+        rows = open_saved(paths[0], split)
     else:
-        files = files_of_split(found, split, path)
+        files = files_of_split(paths, split, path)
         is_parquet = files[0].name.endswith(PARQUET_SUFFIXES)
         if source.streaming:
             return origin.streamed(partial(scan_parquet if is_parquet else scan_json, files), _hash_of_heads(files))

@@ -34,7 +34,7 @@ def paint(shapes: Sequence[tuple[str, str]], below: Callable[[int], int]) -> byt
         below: Gives an integer in [0, limit): how far a shape is moved, and how light it is.
 
     Raises:
-        DataError: There is no PIL.
+        DataError: PIL is not installed.
     """
     image_module = _pil()
     pixels = np.full((CELL, CELL * len(shapes), 3), 20 + below(60), dtype=np.float64)
@@ -44,9 +44,9 @@ def paint(shapes: Sequence[tuple[str, str]], below: Callable[[int], int]) -> byt
         light = 0.8 + below(41) / 100
         cell = pixels[:, number * CELL : (number + 1) * CELL]
         cell[SHAPES[shape](x, y)] = np.minimum(255, np.array(COLOURS[colour]) * light)
-    held = io.BytesIO()
-    image_module.fromarray(pixels.astype(np.uint8)).save(held, "PNG")
-    return held.getvalue()
+    file = io.BytesIO()
+    image_module.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _pil() -> Any:

@@ -28,19 +28,19 @@ def disagreement(
     """
     opening = _squeezed(template.opening)
     for turn, text in trained.items():
-        found = _squeezed(text)
-        if opening and found.startswith(opening):
+        squeezed = _squeezed(text)
+        if opening and squeezed.startswith(opening):
             return f"the assistant's header of message {turn} would be trained"
         message = conversation.messages[turn]
-        for said in texts_of(message) + _called(message) + (reasoning_of(message) if keeps_reasoning else []):
-            if not _holds(template, found, said) and not _continues(opening, found, _squeezed(said)):
-                return f"of message {turn} it leaves out {_quoted(said)}"
+        for piece in texts_of(message) + _called(message) + (reasoning_of(message) if keeps_reasoning else []):
+            if not _holds(template, squeezed, piece) and not _continues(opening, squeezed, _squeezed(piece)):
+                return f"of message {turn} it leaves out {_quoted(piece)}"
     others = _squeezed(rest)
     for number, message in enumerate(conversation.messages):
         if message["role"] in ("system", "user"):
-            for said in texts_of(message):
-                if not _holds(template, others, said):
-                    return f"the {message['role']} message {number} is left out or trained: {_quoted(said)}"
+            for piece in texts_of(message):
+                if not _holds(template, others, piece):
+                    return f"the {message['role']} message {number} is left out or trained: {_quoted(piece)}"
     return None
 
 
@@ -62,14 +62,14 @@ def _called(message: Message) -> list[str]:
     return [str(call.get("function", call)["name"]) for call in message.get("tool_calls") or ()]
 
 
-def _holds(template: ChatTemplate, squeezed: str, said: str) -> bool:
-    return _squeezed(said) in squeezed or _squeezed(template.as_tokenised(said)) in squeezed
+def _holds(template: ChatTemplate, squeezed: str, piece: str) -> bool:
+    return _squeezed(piece) in squeezed or _squeezed(template.as_tokenised(piece)) in squeezed
 
 
-def _continues(opening: str, trained: str, said: str) -> bool:
+def _continues(opening: str, trained: str, piece: str) -> bool:
     """Say whether the generation prompt opens what was said, as with `<think>`, and the trained text goes on."""
-    place = (opening + trained).rfind(said)
-    return place >= 0 and place + len(said) > len(opening)
+    place = (opening + trained).rfind(piece)
+    return place >= 0 and place + len(piece) > len(opening)
 
 
 def _squeezed(text: str) -> str:

@@ -34,14 +34,14 @@ def images_mark(source: Source, files: ImageFiles) -> str | None:
     Returns:
         None if no row of the sample has an image.
     """
-    digest, found = xxhash.xxh3_128(), 0
+    digest, count = xxhash.xxh3_128(), 0
     for row in _sampled(source):
         for image in _images(row, source.name)[:IMAGES_OF_A_ROW]:
             content = _content(image, files)
-            found += 1
+            count += 1
             digest.update(f"{len(content)}:".encode())
             digest.update(content)
-    return str(digest.hexdigest()) if found else None
+    return str(digest.hexdigest()) if count else None
 
 
 def _sampled(source: Source) -> Iterator[Row]:

@@ -102,9 +102,9 @@ def preferred_only(tokenise: TokeniseRow) -> TokeniseRow:
     """Return the function that gives what a model should say: the chosen answer, or a desirable one."""
 
     def preferred(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        found = tokenise(row, sample_id, source, name)
-        first = found.examples[:1]
-        return replace(found, examples=tuple(each for each in first if each.per_token.get("desirable", [True])[0]))
+        tokenised = tokenise(row, sample_id, source, name)
+        first = tokenised.examples[:1]
+        return replace(tokenised, examples=tuple(each for each in first if each.per_token.get("desirable", [True])[0]))
 
     return preferred
 
@@ -116,14 +116,14 @@ def last_token_alone(tokenise: TokeniseRow) -> TokeniseRow:
         return replace(example, loss_mask=np.arange(example.tokens.size) == example.tokens.size - 1)
 
     def scored(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        found = tokenise(row, sample_id, source, name)
-        return replace(found, examples=tuple(at_its_end(example) for example in found.examples))
+        tokenised = tokenise(row, sample_id, source, name)
+        return replace(tokenised, examples=tuple(at_its_end(example) for example in tokenised.examples))
 
     return scored
 
 
-def _left_out(found: _Unusable, config: PairDataConfig, name: str) -> Tokenised[Example]:
-    counted, sentence = found.args
+def _left_out(unusable: _Unusable, config: PairDataConfig, name: str) -> Tokenised[Example]:
+    counted, sentence = unusable.args
     if config.unusable == "refuse":
         raise DataError(
             f"{name}: {sentence}, so there is nothing to prefer. Remove the row, or set data.unusable: drop."
@@ -132,8 +132,8 @@ def _left_out(found: _Unusable, config: PairDataConfig, name: str) -> Tokenised[
 
 
 def _refuse_empty(row: Row, side: str) -> None:
-    said = row.get("completion", row.get("text"))
-    messages: Sequence[Mapping[str, Any]] = [{"content": said}] if isinstance(said, str) else said or []
+    answer = row.get("completion", row.get("text"))
+    messages: Sequence[Mapping[str, Any]] = [{"content": answer}] if isinstance(answer, str) else answer or []
     if not any(message.get("tool_calls") or str(message.get("content") or "").strip() for message in messages):
         raise _Unusable("empty_dropped", f"its {side} answer is empty")
 
@@ -206,7 +206,7 @@ def _fitted(sides: list[Stretch], config: PairDataConfig, name: str, counts: Cou
     """Bring the sequences of a row to at most `max_length` tokens, or leave all of them out.
 
     Raises:
-        DataError: One is longer and `data.overlong` is `refuse`.
+        DataError: A sequence is longer and `data.overlong` is `refuse`.
     """
     limit = config.max_length
     longest = max(len(side.tokens) for side in sides)

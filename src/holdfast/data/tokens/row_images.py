@@ -84,7 +84,7 @@ class RowImages:
             whole: All of it is one sequence, whoever speaks last.
 
         Raises:
-            DataError: One cannot be read, or the model cannot take it.
+            DataError: An image cannot be read, or the model cannot take it.
         """
         if isinstance(self._side, str):
             return PreparedImages((), {0})
@@ -95,19 +95,19 @@ class RowImages:
         return PreparedImages(images, may_be)
 
     def _opened(self, named: tuple[Any, ...], where: str, side: ImageSide) -> tuple[Prepared, ...]:
-        before, known = self._last
+        before, last_images = self._last
         if len(before) == len(named) and all(_is_same(one, other) for one, other in zip(before, named, strict=True)):
-            return known
-        found = []
+            return last_images
+        prepared = []
         for number, image in enumerate(named):
             name = f"{where}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):
                 frames = [self._files.open(each, f"{name}, frame {count}") for count, each in enumerate(image.frames)]
-                found.append(side.prepare_video(frames, image.fps, name))
+                prepared.append(side.prepare_video(frames, image.fps, name))
             else:
-                found.append(side.prepare(self._files.open(image, name), name))
-        self._last = (named, tuple(found))
-        return tuple(found)
+                prepared.append(side.prepare(self._files.open(image, name), name))
+        self._last = (named, tuple(prepared))
+        return tuple(prepared)
 
     def in_text(self, content: C) -> C:
         """Return plain text with the placeholders that the family's tokenizer knows."""
@@ -122,7 +122,7 @@ class RowImages:
             return replace(content, text=_written(content.text, marks))
         return replace(content, prompt=_written(content.prompt, marks), completion=_written(content.completion, marks))
 
-    def laid_in(self, stretches: Sequence[Stretch], found: PreparedImages, where: str) -> list[Stretch]:
+    def laid_in(self, stretches: Sequence[Stretch], prepared: PreparedImages, where: str) -> list[Stretch]:
         """Return the sequences with each image's tokens in the place of its placeholder.
 
         Raises:
@@ -133,15 +133,15 @@ class RowImages:
         laid = []
         for stretch in stretches:
             places = self._side.places(stretch.tokens)
-            if places not in found.may_be:
+            if places not in prepared.may_be:
                 raise DataError(
-                    f"{where} has {len(found.images)} images, and its text as tokens has {places} times "
+                    f"{where} has {len(prepared.images)} images, and its text as tokens has {places} times "
                     f"{self._side.family.image_token}. Its chat template must write that once for each part "
                     "{type: image}, and no text of a row may hold it."
                     + (" A video counts like an image, and has a token of its own." if self._side.video_id else "")
                 )
             try:
-                laid.append(self._side.expanded(stretch, found.images))
+                laid.append(self._side.expanded(stretch, prepared.images))
             except DataError as error:
                 raise DataError(f"{where}: {error}.") from None
         return laid
@@ -153,7 +153,7 @@ class RowImages:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Video) and isinstance(other, Video):
-        return one.held is other.held and one.fps == other.fps
+        return one.original is other.original and one.fps == other.fps
     return one is other
 
 

@@ -170,16 +170,16 @@ class ImageSide:
         return f"the tokenizer has no {self.family.video.token} with the id that the model marks videos by"
 
     def _video_bounds(self) -> tuple[int, int]:
-        given = self._videos
-        size = dict(self._processor.size) if given.size is None else given.size
-        low = size["shortest_edge"] if given.min_pixels is None else given.min_pixels
-        return low, size["longest_edge"] if given.max_pixels is None else given.max_pixels
+        options = self._videos
+        size = dict(self._processor.size) if options.size is None else options.size
+        low = size["shortest_edge"] if options.min_pixels is None else options.min_pixels
+        return low, size["longest_edge"] if options.max_pixels is None else options.max_pixels
 
     def _inputs(self, made: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        found = {name: np.asarray(made[name]) for name in self.family.inputs}
+        inputs = {name: np.asarray(made[name]) for name in self.family.inputs}
         if self.family.tiles is None:
-            return found
-        return {name: value.swapaxes(0, 1) for name, value in found.items()}  # [1, tiles, ...]: tiles are joined
+            return inputs
+        return {name: value.swapaxes(0, 1) for name, value in inputs.items()}  # [1, tiles, ...]: tiles are joined
 
     def _written(self, made: Mapping[str, Any], count: int) -> tuple[int, ...]:
         """Return the tokens of an image of `count` features."""
@@ -195,8 +195,8 @@ class ImageSide:
             return template
         written = self.family.placeholder.replace("\n", "\\n")
 
-        def rewrite(found: re.Match[str]) -> str:
-            quote = found["quote"]
+        def rewrite(match: re.Match[str]) -> str:
+            quote = match["quote"]
             # Outside of an expression, jinja would drop the first newline behind a block.
             return f"{quote}{written}{quote}" if quote else f"{{{{ '{written}' }}}}"
 
@@ -295,22 +295,22 @@ def going_on(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def _image_id(family: VisionFamily, name: str, tokenizer: Any, config: Any) -> int:
-    found = tokenizer.convert_tokens_to_ids(family.image_token)
-    wanted = getattr(config, "image_token_id", None)
-    wanted = getattr(config, "image_token_index", None) if wanted is None else wanted
-    if found is None or found != wanted:
+    tokenizer_token = tokenizer.convert_tokens_to_ids(family.image_token)
+    model_token = getattr(config, "image_token_id", None)
+    model_token = getattr(config, "image_token_index", None) if model_token is None else model_token
+    if tokenizer_token is None or tokenizer_token != model_token:
         raise ModelError(
-            f"{name} marks images by token {wanted}, and its tokenizer has {family.image_token!r} at {found}. Use the "
-            "model's own tokenizer."
+            f"{name} marks images by token {model_token}, and its tokenizer has {family.image_token!r} at "
+            f"{tokenizer_token}. Use the model's own tokenizer."
         )
-    return int(found)
+    return int(tokenizer_token)
 
 
 def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:
     """Return the token that marks videos; None where model and tokenizer have none in common."""
-    wanted = video_token(family, config)
-    known = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
-    return known if known is not None and known == wanted else None
+    model_token = video_token(family, config)
+    tokenizer_token = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
+    return tokenizer_token if tokenizer_token is not None and tokenizer_token == model_token else None
 
 
 def _refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
@@ -338,13 +338,13 @@ def _bounds(family: VisionFamily, name: str, processor: Any, low: int | None, hi
             "Remove them."
         )
     size = dict(processor.size)
-    found = {
+    bounds = {
         "shortest_edge": size["shortest_edge"] if low is None else low,
         "longest_edge": size["longest_edge"] if high is None else high,
     }
-    if found["shortest_edge"] > found["longest_edge"]:
+    if bounds["shortest_edge"] > bounds["longest_edge"]:
         raise ModelError(
-            f"data.min_pixels={found['shortest_edge']} is above data.max_pixels={found['longest_edge']} (one of them "
+            f"data.min_pixels={bounds['shortest_edge']} is above data.max_pixels={bounds['longest_edge']} (one of them "
             "may be the image processor's own). Set both."
         )
-    return found
+    return bounds

@@ -106,6 +106,6 @@ def _read(run: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
     """Yield what was read: where from, and this rank's share."""
     if isinstance(run, PolicyRun):
         batch = run.stream.read_ahead(run.state.step)
-        yield _FIRST, () if batch is None else batch.mine
+        yield _FIRST, () if batch is None else batch.own_prompts
     for prompts in run.prompt_sets:
         yield f"evaluation set {prompts.name}", prompts.prompts

@@ -139,12 +139,12 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
 
 def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     config = run.config
-    seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in batch.mine}
-    groups = sample_groups(run, batch.mine, config.rollout, seeds)
+    seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in batch.own_prompts}
+    groups = sample_groups(run, batch.own_prompts, config.rollout, seeds)
     groups, scored = score_groups(run, groups)
     facts = share_facts(run, groups, scored)
     if config.advantage.needs_greedy:
-        facts, scored = _with_greedy(run, batch.mine, facts, scored)
+        facts, scored = _with_greedy(run, batch.own_prompts, facts, scored)
     trimmed = [without_dropped(fact, config.groups) for fact in facts]
     weights = {reward.label: reward.weight for reward in config.reward}
     selected_ids = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}

@@ -63,7 +63,7 @@ def answered_by_next_rows(
     """
     examples = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
     candidates = with_next_answers(examples, run.exchange, run.config.data.max_length)
-    if len(candidates.known) < 2:
+    if len(candidates.sequences) < 2:
         return []
     batches = assemble(candidates, run.exchange, run.config.data, replace(layout, columns={}))
     return scored(run, reference, batches, "reference_logprobs").micro_batches
