@@ -32,7 +32,7 @@ ROOMS = {
         host_copy
     """,
     "checkpoint": """
-        errors waiting
+        errors
         place
         format
         background load

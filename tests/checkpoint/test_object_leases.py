@@ -21,7 +21,7 @@ from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place import object_lease
 from holdfast.checkpoint.place.object_lease import ObjectLease, machine
 from holdfast.checkpoint.place.storage import Storage, open_storage
-from holdfast.cli.prune import pruned
+from holdfast.cli.checkpoint import pruned
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, save_after

@@ -5,6 +5,10 @@ breaks looks for a report of another one and raises `RankFailed` with it instead
 
 Invariant: no survivor waits more than 10 s for news of a failure, not even one that is in no collective (a long
 rollout) or in one that cannot notice (NCCL between GPUs of one machine): a thread looks, and ends such a rank.
+
+A save's collectives are not those of training, so each rank also leaves a note of the phase its save is in. A rank
+that has stopped answering altogether is distinguished from one whose thread alone is late, because training can wait for
+the latter.
 """
 
 from __future__ import annotations
@@ -22,9 +26,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
-from holdfast.parallel.failure.background import BesideLoop, given_up
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
-from holdfast.parallel.failure.heartbeat import Heartbeat
+from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
 from holdfast.parallel.failure.notes import Board
 from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Failure, Reports
 
@@ -263,3 +266,51 @@ class _Phase:
     ) -> None:
         if error is None:
             self._channel._set_phase(self._earlier)
+
+
+_GIVEN_UP = ", given up"
+
+
+class BesideLoop:
+    """One rank's notes, and a way to look at the others'.
+
+    Args:
+        rank: Own number.
+        ranks: Of the run.
+        board: Where notes are left.
+        heartbeat: Of this rank's process.
+    """
+
+    def __init__(self, rank: int, ranks: int, board: Board, heartbeat: Heartbeat) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._board, self._heartbeat = board, heartbeat
+
+    @staticmethod
+    def note(rank: int) -> str:
+        """Return the name of a rank's note."""
+        return f"background-rank-{rank}"
+
+    def late(self) -> tuple[list[Whereabouts], str]:
+        """Return the ranks that have stopped answering, and words about every rank that is late.
+
+        Whoever waited leaves a phase `given_up`, so the one that was waited for is the one that has not. Takes a few
+        seconds: silence is heard by waiting.
+        """
+        silent = self._heartbeat.silent()
+        if silent:
+            return silent, "; ".join(place.words() + self._save_of(place.rank) for place in silent)
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        awaited_ranks = [rank for rank in others if not self._phase_of(rank).endswith(_GIVEN_UP)]
+        return [], "; ".join(f"rank {rank} is{self._save_of(rank).lstrip(',')}" for rank in awaited_ranks)
+
+    def _phase_of(self, rank: int) -> str:
+        return (self._board.read(self.note(rank)) or "").strip()
+
+    def _save_of(self, rank: int) -> str:
+        phase = self._phase_of(rank).removesuffix(_GIVEN_UP)
+        return f", in phase {phase!r} of its save" if phase else ", in no save"
+
+
+def given_up(phase: str) -> str:
+    """Return the note of a rank that waits in a phase no longer."""
+    return phase + _GIVEN_UP
