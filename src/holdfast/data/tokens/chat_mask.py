@@ -8,8 +8,8 @@ A template that drops earlier reasoning writes an answer differently once anothe
 become one sequence per assistant turn, each as the policy will see it when it answers.
 
 Templates of known families stand here with the assistant's words marked. Each is used for its marks alone, and
-only where it writes a conversation exactly as the tokenizer's own template does: for a template that has neither a generation block
-nor an `add_generation_prompt`.
+only where it writes a conversation exactly as the tokenizer's own template does: for a template that has neither a
+generation block nor an `add_generation_prompt`.
 """
 
 from __future__ import annotations

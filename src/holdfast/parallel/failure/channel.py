@@ -7,8 +7,8 @@ Invariant: no survivor waits more than 10 s for news of a failure, not even one 
 rollout) or in one that cannot notice (NCCL between GPUs of one machine): a thread looks, and ends such a rank.
 
 A save's collectives are not those of training, so each rank also leaves a note of the phase its save is in. A rank
-that has stopped answering altogether is distinguished from one whose thread alone is late, because training can wait for
-the latter.
+that has stopped answering altogether is distinguished from one whose thread alone is late, because training can wait
+for the latter.
 """
 
 from __future__ import annotations
