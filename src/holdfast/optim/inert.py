@@ -49,9 +49,9 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
     size = torch.Size(shape)
-    mine, _ = compute_local_shape_and_global_offset(size, like.device_mesh, like.placements)
+    local_shape, _ = compute_local_shape_and_global_offset(size, like.device_mesh, like.placements)
     strides = torch.empty(size, device="meta").stride()
-    local = torch.zeros(mine, dtype=like.dtype, device=like.to_local().device)
+    local = torch.zeros(local_shape, dtype=like.dtype, device=like.to_local().device)
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=strides)
 
 

@@ -43,7 +43,7 @@ def try_optimizer(build: Build, parameters: Parameters, exchange: ProcessExchang
         name: How messages call it.
 
     Raises:
-        ConfigError, UnsavableOptimizer: It cannot train, shard or be saved; the same on all ranks.
+        ConfigError, UnsavableOptimizer: The optimizer cannot train, shard or be saved; the same on all ranks.
     """
     kinds = {
         (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
