@@ -63,7 +63,8 @@ class Unfreezing:
         """
         for stage in self.changing(step):
             for name in stage.names:
-                parameter = self.parameters[name].requires_grad_(step >= stage.at_step)
+                parameter = self.parameters[name]
+                parameter.requires_grad_(step >= stage.at_step)
                 if self.averages is not None and not parameter.requires_grad:
                     self.averages.tensors.pop(name, None)
                 elif self.averages is not None:
