@@ -45,7 +45,7 @@ ROOMS = {
         directory observe randomness reward_files together
         fingerprints
         run
-        control copies journal unfreezing
+        control copies journal
         engines saving step
         evaluate
         build fit

@@ -1,9 +1,9 @@
-"""Optimizers whose state is of a class of its own, a model for them, and functions that rank pools run."""
+"""Optimizers whose state is quantised, a model for them, and functions that rank pools run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,41 +35,29 @@ from tests.optim.own import Momentum
 
 
 class Scaled(Tensor):
-    """Eight-bit integers and a scale, per row or for the whole, behind the face of a float tensor."""
+    """Eight-bit integers and a scale, behind the face of a float tensor."""
 
     @staticmethod
-    def __new__(cls, numbers: Tensor, scale: Tensor, note: Any) -> Scaled:
-        made: Scaled = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=note[1])  # type: ignore[attr-defined]
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)  # type: ignore[attr-defined]
         return made
 
-    def __init__(self, numbers: Tensor, scale: Tensor, note: Any) -> None:
-        self.numbers, self.scale, self.note = numbers, scale, note
+    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
 
     @classmethod
-    def of(cls, values: Tensor, *, per_row: bool) -> Scaled:
-        sides = tuple(range(1, values.ndim)) if per_row else tuple(range(values.ndim))
-        largest = values.abs().amax(sides, keepdim=per_row) if sides else values.abs()
-        scale = largest.clamp(min=1e-12) / 127
-        return cls((values / scale).round().to(torch.int8), scale, ("scaled", values.dtype, tuple(values.shape)))
+    def of(cls, values: Tensor) -> Scaled:
+        scale = values.abs().max().clamp(min=1e-12) / 127
+        return cls((values / scale).round().to(torch.int8), scale)
 
     def values(self) -> Tensor:
         return self.numbers * self.scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["numbers", "scale"], self.note
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], note: Any, size: Any, stride: Any) -> Scaled:
-        assert note[2] == tuple(size) == tuple(inner["numbers"].shape)
-        return Scaled(inner["numbers"], inner["scale"], note)
+        return ["numbers", "scale"], None
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.copy_.default and isinstance(args[0], Scaled):
-            other = Scaled.of(_plain(args[1]), per_row=args[0].scale.ndim > 0)
-            args[0].numbers.copy_(other.numbers)
-            args[0].scale.copy_(other.scale)
-            return args[0]
         return function(*map(_plain, args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
 
@@ -80,38 +68,12 @@ def _plain(value: Any) -> Any:
 class ScaledMomentum(Momentum):
     """Momentum whose average is kept in eight bits, sharded as the parameter is."""
 
-    def __init__(self, params: Any, lr: float = 0.1, share: float = 0.5, *, per_row: bool = True) -> None:
-        super().__init__(params, lr, share)
-        self.per_row = per_row
-
     def update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         weight, gradient = local_part(parameter), local_part(parameter.grad)  # type: ignore[arg-type]
         before = local_of(state["average"]).values() * group["share"] if "average" in state else 0.0
         average = before + gradient
-        state["average"] = placed_like(parameter, Scaled.of(average, per_row=self.per_row), parameter.shape)
+        state["average"] = placed_like(parameter, Scaled.of(average), parameter.shape)
         weight.sub_(group["lr"] * average)
-
-
-class Opaque(Scaled):
-    """Says nothing of what it is made of."""
-
-    @property
-    def __tensor_flatten__(self) -> Any:
-        raise AttributeError
-
-
-class OneShardAlone(ScaledMomentum):
-    """Keeps a local shard where nothing says that it is one."""
-
-    def update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().update(parameter, state, group)
-        state["average"] = local_of(state["average"])
-
-
-class KeepsAnOpaqueOne(ScaledMomentum):
-    def update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        whole = Scaled.of(torch.ones(2), per_row=False)
-        state["average"] = Opaque(whole.numbers, whole.scale, whole.note)
 
 
 CONFIGS: dict[str, OptimConfig] = {
@@ -119,7 +81,6 @@ CONFIGS: dict[str, OptimConfig] = {
     "8bit, 68 rows": AdamW8bitConfig(lr=0.01),
     "4bit": AdamW4bitConfig(lr=0.01, weight_decay=0.1),
     "fp8": AdamWFP8Config(lr=0.01, weight_decay=0.1),
-    "own": UserOptimizerConfig(path=f"{__name__}:ScaledMomentum", lr=0.01),
     "torchao": UserOptimizerConfig(path="torchao.optim:AdamW8bit", lr=0.01),
     "torchao, 4 bits": UserOptimizerConfig(path="torchao.optim:AdamW4bit", lr=0.01),
 }
@@ -163,8 +124,8 @@ def built(world: World, kind: str, *, seed: int = 0, middle: int = 66) -> tuple[
         torch.manual_seed(seed)
         toy = Toy(Block(68 if kind.endswith("68 rows") else middle))
         shard(world, toy)
-        if kind == "own, whole":  # with a scale for each shard, which would be refused as no run's optimizer
-            return toy, ScaledMomentum(list(toy.parameters()), 0.01, per_row=False)
+        if kind == "own":
+            return toy, ScaledMomentum(list(toy.parameters()), 0.01)
         return toy, optimizer_of(CONFIGS[kind], Path(), sharded_parameters(toy), ProcessExchange())
 
 
@@ -266,12 +227,7 @@ def try_to_load(world: World, kind: str, run: str, middle: int = 66) -> dict[str
 
 def save_it(world: World, run: str, kind: str, middle: int, call: str) -> None:
     """Rehearse or save with an optimizer that may refuse."""
-    made: Mapping[str, type[Optimizer]] = {"one shard alone": OneShardAlone, "opaque": KeepsAnOpaqueOne}
-    if kind in made:
-        toy, _ = built(world, "own", middle=middle)
-        optimizer: Optimizer = made[kind](list(toy.parameters()))
-    else:
-        toy, optimizer = built(world, kind, middle=middle)
+    toy, optimizer = built(world, kind, middle=middle)
     if call == "rehearse":
         with uncompiled():
             checkpoint.rehearse(run, toy, optimizer, timeout_minutes=1.0)

@@ -1,4 +1,4 @@
-"""State in classes of its own, as quantised optimizers keep it: bit for bit where blocks allow it, else refused."""
+"""Quantised state, in torchao's classes: bit for bit where blocks allow it, else refused; and other classes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from tests.checkpoint.cases import build, optimizer_of
 from tests.checkpoint.damage import rewrite_manifest
 from tests.checkpoint.quantised import Scaled, loaded_again, numbers_of, resumed, save_it, straight, try_to_load
 
-KINDS = ["8bit", "4bit", "fp8", "own", "torchao"]
+KINDS = ["8bit", "4bit", "fp8", "torchao"]
 PARTS = {
     "8bit": {"codes": "torch.uint8", "scale": "torch.float32", "qmap": "torch.float32"},
     "4bit": {"codes": "torch.uint8", "scale": "torch.float32", "qmap": "torch.float32"},
     "fp8": {"codes": "torch.float8_e4m3fn", "scale": "torch.float32"},
-    "own": {"numbers": "torch.int8", "scale": "torch.float32"},
     "torchao": {"codes": "torch.uint8", "scale": "torch.float32", "qmap": "torch.float32"},
 }
 UP = "blocks.0.up.weight"
@@ -51,7 +50,7 @@ def runs(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [*((2, kind) for kind in KINDS), (1, "8bit"), (1, "own")])
+@pytest.mark.parametrize(("ranks", "kind"), [*((2, kind) for kind in KINDS), (1, "8bit"), (1, "torchao")])
 def test_quantised_state_comes_back_in_its_class_and_goes_on_bit_for_bit(
     pools: Any, runs: Any, ranks: int, kind: str
 ) -> None:
@@ -63,8 +62,7 @@ def test_quantised_state_comes_back_in_its_class_and_goes_on_bit_for_bit(
     assert straight_run["rehearsed"]  # the same names, shapes, dtypes and classes as after a real step
     assert found["middle"] == straight_run["middle"]
     assert found["end"] == straight_run["end"]
-    slot = "average" if kind == "own" else "exp_avg"
-    assert {part: found["middle"][f"{UP} {slot}/{part}"][1] for part in PARTS[kind]} == PARTS[kind]
+    assert {part: found["middle"][f"{UP} exp_avg/{part}"][1] for part in PARTS[kind]} == PARTS[kind]
     checkpoint.verify(f"{path}/step-00000003")
 
 
@@ -73,7 +71,7 @@ def rows_of_all(contents: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in contents.items() if not name.endswith("/qmap")}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "8bit"), (4, "8bit"), (4, "4bit"), (4, "own"), (1, "own"), (1, "fp8")])
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "8bit"), (4, "8bit"), (4, "4bit"), (1, "fp8")])
 def test_other_shards_whose_edges_fall_on_blocks_hold_the_same_bits(
     pools: Any, runs: Any, ranks: int, kind: str
 ) -> None:
@@ -108,34 +106,23 @@ def test_edges_within_blocks_are_refused_with_one_paragraph_and_nothing_changes(
     ) in found[0]["error"][1]
 
 
-def test_a_scale_that_each_shard_has_of_its_own_is_refused_on_other_shards(pools: Any, runs: Any) -> None:
-    path, straight_run = runs(2, "own, whole")
+def test_a_declared_cast_quantises_the_same_numbers_anew(pools: Any, runs: Any) -> None:
+    path, _ = runs(2, "8bit, 68 rows")
+    saved = pools(2).run(numbers_of, "8bit, 68 rows", path, [])[0]
 
-    assert pools(2).run(resumed, "own, whole", path)[0]["end"] == straight_run["end"]
-    found = pools(1).run(try_to_load, "own, whole", path)[0]
-
-    assert found["same"]
-    assert "each shard has a scale of its own" in found["error"][1]
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(4, "8bit, 68 rows"), (1, "own, whole")])
-def test_a_declared_cast_quantises_the_same_numbers_anew(pools: Any, runs: Any, ranks: int, kind: str) -> None:
-    path, _ = runs(2, kind)
-    saved = pools(2).run(numbers_of, kind, path, [])[0]
-
-    found = pools(ranks).run(numbers_of, kind, path, ["."])[0]
+    found = pools(4).run(numbers_of, "8bit, 68 rows", path, ["."])[0]
 
     assert saved["notes"] == ()
-    cast = "blocks.0.side.weight" if ranks == 4 else UP
+    cast = "blocks.0.side.weight"
     assert [note for note in found["notes"] if note.endswith("(resume.cast)") and cast in note]
     assert found["numbers"].keys() == saved["numbers"].keys()
     for name, numbers in found["numbers"].items():
         before = saved["numbers"][name]
         # Half the widest gap between neighbours of the dynamic 8-bit table is 0.7% of a block's largest number.
         assert float((numbers - before).abs().max()) <= 0.008 * float(before.abs().max())
-    assert float(found["numbers"][f"{cast} {'exp_avg' if ranks == 4 else 'average'}"].abs().max()) > 0
+    assert float(found["numbers"][f"{cast} exp_avg"].abs().max()) > 0
     # Of 17 rows of 128 elements, which are no whole blocks, the optimizer keeps plain numbers.
-    assert found["kinds"] == ({"Tensor", "OptimState8bit"} if ranks == 4 else {"Scaled"})
+    assert found["kinds"] == {"Tensor", "OptimState8bit"}
 
 
 @pytest.mark.parametrize("part", ["codes", "scale", "qmap"])
@@ -166,21 +153,20 @@ def of_class(kind: str, manifest: Manifest) -> Manifest:
     return replace(manifest, optimizer={**manifest.optimizer, "wrapped": wrapped})
 
 
-@pytest.mark.parametrize("kind", ["8bit", "own"])
 def test_a_class_that_a_manifest_names_is_never_imported(
-    pools: Any, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    pools: Any, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = runs(2, kind)
+    path, _ = runs(2, "8bit")
     copy = Path(shutil.copytree(path, tmp_path / "run")) / "step-00000003"
     (tmp_path / "hostile.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass State: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     rewrite_manifest(copy, lambda manifest: of_class("hostile.State", manifest))
 
-    found = pools(2).run(try_in_path, str(tmp_path), kind, str(copy.parent))
+    found = pools(2).run(try_in_path, str(tmp_path), "8bit", str(copy.parent))
 
     assert found[0] == found[1]
     assert found[0]["same"]
-    assert "is a hostile.State, which this run's optimizer does not make and nothing here knows" in found[0]["error"][1]
+    assert "is a hostile.State, which is none of torchao's optimizer states; it is not imported" in found[0]["error"][1]
     assert not (tmp_path / "executed").exists()
 
 
@@ -227,23 +213,14 @@ def test_commands_show_parts_and_export_them(runs: Any, tmp_path: Path) -> None:
     }
 
 
-REFUSED = [
-    ("opaque", "does not say by __tensor_flatten__ what it is made of"),
-    ("one shard alone", "of the shape of one shard, beside a sharded parameter"),
-]
-
-
 @pytest.mark.parametrize("call", ["rehearse", "save"])
-@pytest.mark.parametrize(("kind", "said"), REFUSED)
-def test_what_cannot_be_taken_apart_is_refused_on_all_ranks(
-    pools: Any, tmp_path: Path, kind: str, said: str, call: str
-) -> None:
-    errors = pools(2).errors(save_it, str(tmp_path), kind, 66, call)
+def test_state_of_any_other_class_is_refused_on_all_ranks(pools: Any, tmp_path: Path, call: str) -> None:
+    errors = pools(2).errors(save_it, str(tmp_path), "own", 66, call)
 
     assert errors == [errors[0]] * 2
     assert errors[0][0] == "UnsavableOptimizer"
-    assert f"state 'average' of {UP} is a tests.checkpoint.quantised." in errors[0][1]
-    assert said in errors[0][1]
+    assert f"state 'average' of {UP} is a tests.checkpoint.quantised.Scaled" in errors[0][1]
+    assert "none of torchao's optimizer states; its parts would be lost" in errors[0][1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,7 +250,7 @@ def test_an_optimizer_that_quantises_some_ranks_rows_only_is_refused_before_step
 def save_model_of_a_subclass(world: World, run: str) -> None:
     toy = build(world)
     block = toy.language_model.blocks[0]
-    block.calls = Scaled.of(torch.ones(3), per_row=False)
+    block.calls = Scaled.of(torch.ones(3))
     checkpoint.save(f"{run}/step-00000001", toy, optimizer_of(toy), timeout_minutes=1.0)
 
 

@@ -203,6 +203,7 @@ def test_a_checkpoint_says_what_was_trained_at_its_step(straight: Path) -> None:
         block = {key: entry for key, entry in manifest.tensors.items() if "layers.0.mlp.up_proj" in key}
         assert block["model.model.layers.0.mlp.up_proj.weight"].requires_grad == (step >= 3)
         assert ("optim.model.layers.0.mlp.up_proj.weight.exp_avg" in block) == (step >= 4)
+        assert ("ema.model.layers.0.mlp.up_proj.weight" in block) == (step >= 3)
         assert manifest.optimizer is not None
         updated = {name for group in manifest.optimizer["groups"] for name in group["parameters"]}
         assert ("model.layers.0.mlp.up_proj.weight" in updated) == (step >= 3)

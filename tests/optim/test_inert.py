@@ -46,3 +46,25 @@ def test_looking_for_the_state_of_an_optimizer_that_draws_changes_no_draw() -> N
         drawn.append(optimizer.draws())
 
     assert drawn[0] == drawn[1]
+
+
+class FactorsLargeOnes(Momentum):
+    """Keeps a number per row of a matrix with many rows, and one per element of all else."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        squares = parameter.grad.square()
+        state["squares"] = squares.mean(-1, keepdim=True) if len(parameter) >= 100 else squares
+
+
+def test_state_whose_form_depends_on_a_parameter_s_size_is_what_a_step_makes() -> None:
+    parameters = {"small": nn.Parameter(torch.ones(5, 6)), "large": nn.Parameter(torch.ones(100, 6))}
+    optimizer = FactorsLargeOnes(parameters.values())
+
+    found = inert_state(optimizer, parameters)
+
+    assert {name: list(state["squares"].shape) for name, state in found.tensors.items()} == {
+        "small": [5, 6],
+        "large": [100, 1],
+    }
+    assert not optimizer.state

@@ -33,13 +33,9 @@ class Averages:
             if not parameter.requires_grad:
                 continue
             if name not in self.tensors:
-                self.tensors[name] = _zeros(parameter)
+                wide = parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
+                self.tensors[name] = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
             local_part(self.tensors[name]).copy_(local_part(parameter))
-
-    def to_come(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return what `tensors` will be when these parameters are averaged too, with zeros where there is none yet."""
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        return {name: self.tensors.get(name, _zeros(parameter)) for name, parameter in trained.items()}
 
     @torch.no_grad()
     def update(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
@@ -67,8 +63,3 @@ class Averages:
             with torch.no_grad():
                 for name, weight in before.items():
                     local_part(parameters[name].detach()).copy_(weight)
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    wide = parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
-    return torch.zeros_like(parameter, dtype=wide, requires_grad=False)

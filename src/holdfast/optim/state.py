@@ -2,8 +2,8 @@
 
 torch's own routines materialise state by stepping the optimizer, cast it to the parameter's dtype, need clean
 gradients, and fill `optimizer.state` with empty entries when it is indexed. Here state is only iterated, keyed by
-canonical name, kept in its own dtype, and absent state stays absent. State of a class of its own, as quantised state
-is, is kept as the plain tensors that it is made of (optim/wrapped.py).
+canonical name, kept in its own dtype, and absent state stays absent. Quantised state is kept as the plain tensors
+that it is made of (optim/wrapped.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class OptimizerState:
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameter name -> state key -> tagged JSON, for state that is no tensor"""
     wrapped: Mapping[str, Mapping[str, Wrapped]] = field(default_factory=dict)
-    """Parameter name -> state key -> what a tensor of a class of its own is, besides its parts; these are among the
-    tensors, under <state key>/<part>"""
+    """Parameter name -> state key -> what a quantised tensor is, besides its parts; these are among the tensors, under
+    <state key>/<part>"""
 
 
 def qualified_name(value: object) -> str:
@@ -120,9 +120,10 @@ class Collected:
         if not isinstance(value, Tensor):
             self.values.setdefault(name, {})[key] = tagged(value, what, self.optimizer)
         elif odd_class(value) is None:
+            _check_sharding(value, parameter, what, self.optimizer)
             self.tensors.setdefault(name, {})[key] = value
         else:
-            record, parts = separated(value, parameter, what, self.optimizer)
+            record, parts = separated(value, what, self.optimizer)
             self.wrapped.setdefault(name, {})[key] = record
             slots = self.tensors.setdefault(name, {})
             slots |= {f"{key}{BETWEEN}{part}": tensor for part, tensor in parts.items()}
@@ -157,7 +158,7 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
     Live gradients do not matter, and hyper-parameters stay as they are. Tensors of `saved` become the optimizer's own.
 
     Raises:
-        NotSeparable: A tensor of a class of its own cannot be made again; nothing was changed.
+        NotSeparable: A quantised tensor cannot be made again; nothing was changed.
     """
     saved = put_together(saved, parameters)
     saved_names = saved.tensors.keys() | saved.values.keys()
@@ -273,31 +274,38 @@ def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
         ) from None
 
 
-def separated(value: Tensor, parameter: Tensor, what: str, optimizer: Optimizer) -> tuple[Wrapped, dict[str, Tensor]]:
-    """Return what a tensor of a class of its own is, and its parts.
+def separated(value: Tensor, what: str, optimizer: Optimizer) -> tuple[Wrapped, dict[str, Tensor]]:
+    """Return what a quantised tensor is, and its parts.
 
     Raises:
-        UnsavableOptimizer: It cannot be taken apart, or is one shard that nothing says is one.
+        UnsavableOptimizer: It cannot be taken apart.
     """
-    where = f"{qualified_name(optimizer)} cannot be saved: {what} is a {odd_class(value)}"
-    if not isinstance(value, DTensor) and tuple(value.shape) == tuple(local_part(parameter).shape) != tuple(
-        parameter.shape
-    ):
-        raise UnsavableOptimizer(
-            f"{where} of the shape of one shard, beside a sharded parameter. Keep it in a DTensor with the placements "
-            "of the parameter, as DTensor.from_local makes one."
-        )
     try:
-        record, parts = take_apart(value)
-        if record.shards == 1 or record.shape == tuple(parameter.shape):
-            return record, parts
-        why = "sharded, and of another shape than its parameter"
-    except (NotSeparable, UnknownType) as error:
-        why = str(error)
-    raise UnsavableOptimizer(
-        f"{where}, {why}; its parts would be lost. Use an optimizer that keeps its state in plain tensors, of whatever "
-        "dtype, or in a class that can be taken apart."
-    )
+        return take_apart(value)
+    except NotSeparable as error:
+        raise UnsavableOptimizer(
+            f"{qualified_name(optimizer)} cannot be saved: {what} is a {odd_class(value)}, {error}; its parts would be "
+            "lost. Use an optimizer that keeps its state in plain tensors, of whatever dtype."
+        ) from error
+
+
+def _check_sharding(value: Tensor, parameter: Tensor, what: str, optimizer: Optimizer) -> None:
+    """Refuse a tensor that would not come back as it is.
+
+    Raises:
+        UnsavableOptimizer: It is one shard that nothing says is one, or a part of a sum.
+    """
+    where = f"{qualified_name(optimizer)} cannot be saved: {what}"
+    if not isinstance(parameter, DTensor):
+        return
+    if not isinstance(value, DTensor):
+        if value.ndim and value.shape in {parameter.shape, local_part(parameter).shape}:
+            raise UnsavableOptimizer(
+                f"{where} is a plain tensor beside a sharded parameter. Make it with torch.zeros_like(parameter), so "
+                "that it is sharded as well."
+            )
+    elif value.device_mesh != parameter.device_mesh or any(place.is_partial() for place in value.placements):
+        raise UnsavableOptimizer(f"{where} is a part of a sum ({value.placements}). Redistribute it first.")
 
 
 def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -315,7 +323,7 @@ def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) 
 
 
 def whole_of(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor) -> Tensor:
-    """Return one tensor of a class of its own in its parameter's sharding, made of this rank's parts.
+    """Return one quantised tensor in its parameter's sharding, made of this rank's parts.
 
     Raises:
         NotSeparable: Its class does not accept them.

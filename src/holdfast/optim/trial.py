@@ -1,7 +1,7 @@
 """A user's optimizer, tried on small throw-away parameters before anything depends on it.
 
-Three copies take the same steps: one on whole parameters, one on parameters sharded like the model's, and one that is
-saved after half of the steps and goes on from what was saved. They must end alike.
+Two copies take the same steps: one on whole parameters from start to end, and one on parameters sharded like the
+model's, from which a third takes over half-way with what a checkpoint would hold. They must end alike.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.optim.inert import stand_in
+from holdfast.optim.inert import zeros
 from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
 from holdfast.optim.tagged import encode
@@ -25,12 +25,15 @@ from holdfast.parallel.shards import local_part, local_rows
 Build = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 """Makes the optimizer over named parameters."""
 
-_STEPS = 4
+Parameters = Mapping[str, nn.Parameter]
+
+_FIRST, _LAST = range(2), range(2, 4)
+"""Steps before and after the copy takes over."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Between whole and sharded, as a share of the way that was gone: sums over shards round otherwise."""
 
 
-def try_optimizer(build: Build, parameters: Mapping[str, nn.Parameter], exchange: ProcessExchange, name: str) -> None:
+def try_optimizer(build: Build, parameters: Parameters, exchange: ProcessExchange, name: str) -> None:
     """Step, save and restore an optimizer on stand-ins of the trained parameters; all ranks call this together.
 
     Args:
@@ -46,71 +49,55 @@ def try_optimizer(build: Build, parameters: Mapping[str, nn.Parameter], exchange
         (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
     }
     with private_randomness():
-        small = {_words(*kind): stand_in(value) for kind, value in kinds.items()}
-        sharded = any(isinstance(value, DTensor) for value in small.values())
-        whole = _started(small, whole=True)
+        small = {_words(*kind): _stand_in(value) for kind, value in kinds.items()}
+        whole = {key: nn.Parameter(_start(value)) for key, value in small.items()}
+        shards = {key: nn.Parameter(_shard_of(_start(value), value)) for key, value in small.items()}
         with exchange.together():
-            _run(build(whole), whole, range(_STEPS), f"{name} fails in its first steps")
-        if sharded:
-            shards = _started(small, whole=False)
-            with exchange.together():
-                _run(
-                    build(shards),
-                    shards,
-                    range(_STEPS),
-                    f"{name} works on whole parameters and fails on shards of them",
-                )
-            _compare(name, whole, shards, exchange)
-        _save_and_go_on(build, small, whole=not sharded, name=name, exchange=exchange)
+            straight = build(whole)
+            _run(straight, whole, _FIRST, f"{name} fails in its first steps")
+        with exchange.together():
+            optimizer = build(shards)
+            _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them")
+        distance = _distance(whole, shards, exchange)
+        if distance is not None:
+            raise ConfigError(
+                f"{name} gives other weights on shards than on whole parameters: after {len(_FIRST)} steps "
+                f"{distance}. Its step has to treat each element alone, or use operations of DTensor; choose "
+                "another class, or train on one rank."
+            )
+        with exchange.together():
+            saved = collect(optimizer, shards)
+        _check_alike(saved, exchange, name)
+        with exchange.together():
+            heir, lost = _taken_over(build, optimizer, shards, saved)
+            _run(straight, whole, _LAST, f"{name} fails in its first steps")
+            _run(heir, shards, _LAST, f"{name} fails in its first steps after a save")
+        distance = _distance(whole, shards, exchange)
+        if distance is not None:
+            where = f" It keeps {', '.join(lost)} beside them." if lost else ""
+            raise ConfigError(
+                f"{name} does not go on where it was saved: from its param groups and its state per parameter, "
+                f"{len(_LAST)} steps end elsewhere: {distance}.{where} Keep in optimizer.state "
+                "and optimizer.param_groups what steps depend on."
+            )
 
 
-def _save_and_go_on(
-    build: Build, small: Mapping[str, nn.Parameter], *, whole: bool, name: str, exchange: ProcessExchange
-) -> None:
-    """Stop half-way, go on with what a checkpoint would hold, and end where the optimizer itself ends."""
-    middle = _STEPS // 2
-    straight = _started(small, whole=whole)
-    with exchange.together():
-        optimizer = build(straight)
-        _run(optimizer, straight, range(middle), f"{name} fails in its first steps")
-        saved = _copied(collect(optimizer, straight))
-        _check_tensors(saved, straight, name)
-    marks = exchange.gather(_marks(saved))
-    with exchange.together():
-        _check_alike(marks, name)
-        resumed = {key: _copy(value) for key, value in straight.items()}
-        fresh = build(resumed)
-        restore(fresh, resumed, saved)
-        for group, before in zip(fresh.param_groups, optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in before.items() if key != "params"})
-        attributes = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
-        began = {key: vars(fresh).get(key) for key in attributes}
-        _go_on(optimizer, straight, middle)
-        _go_on(fresh, resumed, middle)
-        for key, value in straight.items():
-            if not torch.equal(local_part(value.detach()), local_part(resumed[key].detach())):
-                differing = sorted(key for key in attributes if _differs(began[key], vars(optimizer)[key]))
-                where = f" It keeps {', '.join(differing)} beside them." if differing else ""
-                raise ConfigError(
-                    f"{name} does not go on where it was saved: from its param groups and its state per parameter, two "
-                    f"steps end elsewhere on a {key} parameter.{where} Keep in optimizer.state and "
-                    "optimizer.param_groups what steps depend on."
-                )
+def _stand_in(parameter: Tensor) -> Tensor:
+    """Return a small tensor like another in dtype, device, dimensions and sharding, with rows on every rank."""
+    places = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
+    ranks = [parameter.device_mesh.size(axis) for axis, place in places if isinstance(place, Shard)]  # type: ignore[attr-defined]
+    sides = (2 * max([2, *ranks]) - 1, *range(4, 4 + 2 * parameter.ndim, 2))[: parameter.ndim]
+    return zeros((1,) * parameter.ndim if parameter.numel() == 1 else sides, parameter)
 
 
-def _started(small: Mapping[str, nn.Parameter], *, whole: bool) -> dict[str, nn.Parameter]:
-    """Return stand-ins with numbers in them, the same for all copies."""
-    made = {}
-    for number, (name, value) in enumerate(small.items()):
-        data = _numbers(value, 100 + number)
-        made[name] = nn.Parameter(data if whole else _shard_of(data, value))
-    return made
-
-
-def _run(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], steps: range, failing: str) -> None:
+def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: str) -> None:
     try:
         for step in steps:
-            _step(optimizer, parameters, step)
+            torch.manual_seed(step)
+            for number, value in enumerate(parameters.values()):
+                value.grad = _shard_of(_numbers(value, 1000 * (step + 1) + number), value)
+            optimizer.step()
+            optimizer.zero_grad()
     except HoldfastError:
         raise
     except Exception as error:  # the class may raise anything
@@ -120,72 +107,47 @@ def _run(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], steps: ra
         ) from error
 
 
-def _go_on(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], first: int) -> None:
-    torch.manual_seed(first)
-    for step in range(first, _STEPS):
-        _step(optimizer, parameters, step)
-
-
-def _step(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-    for number, value in enumerate(parameters.values()):
-        gradient = _numbers(value, 1000 * (step + 1) + number)
-        value.grad = _shard_of(gradient, value) if isinstance(value, DTensor) else gradient
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _compare(
-    name: str, whole: Mapping[str, nn.Parameter], shards: Mapping[str, nn.Parameter], exchange: ProcessExchange
-) -> None:
-    for number, (key, value) in enumerate(whole.items()):
-        way = float((value.detach() - _numbers(value, 100 + number)).abs().max())
+def _distance(whole: Parameters, shards: Parameters, exchange: ProcessExchange) -> str | None:
+    """Return how far the first kind of parameter is from the whole one, where that is too far."""
+    for key, value in whole.items():
+        way = float((value.detach() - _start(value)).abs().max())
         part = value.detach()[local_rows(shards[key])]
         differences = (local_part(shards[key].detach()) - part).abs()
         largest = max(exchange.gather(float(differences.max()) if differences.numel() else 0.0))
         if not largest <= _TOLERANCE.get(value.dtype, 1e-2) * max(way, 1e-12):
-            raise ConfigError(
-                f"{name} gives other weights on shards than on whole parameters: after {_STEPS} steps a {key} "
-                f"parameter differs by {largest:.1e}, and has moved by {way:.1e}. Its step has to treat each element "
-                "alone, or use operations of DTensor; choose another class, or train on one rank."
+            return f"a {key} parameter differs by {largest:.1e}, and has moved by {way:.1e}"
+    return None
+
+
+def _check_alike(saved: OptimizerState, exchange: ProcessExchange, name: str) -> None:
+    """Refuse what is not sharded and differs between ranks.
+
+    Raises:
+        UnsavableOptimizer: Something does; on all ranks.
+    """
+    marks = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
+    for parameter, state in saved.tensors.items():
+        plain = {slot: value for slot, value in state.items() if not isinstance(value, DTensor)}
+        marks |= {f"{parameter}, {slot}": repr(encode(value)) for slot, value in plain.items()}
+    everyones = exchange.gather(marks)
+    for key in sorted({key for each in everyones for key in each}):
+        if len({each.get(key) for each in everyones}) > 1:
+            raise UnsavableOptimizer(
+                f"{name} cannot be saved: its state ({key}) differs between ranks and is not sharded, so a checkpoint "
+                "would hold one rank's alone. Compute it from whole parameters, or keep it sharded."
             )
 
 
-def _check_tensors(saved: OptimizerState, parameters: Mapping[str, nn.Parameter], name: str) -> None:
-    for key, state in saved.tensors.items():
-        parameter = parameters[key]
-        for slot, value in state.items():
-            where = f"{name} cannot be saved: state {slot!r} of a {key} parameter"
-            if type(value) not in {Tensor, nn.Parameter, DTensor}:
-                raise UnsavableOptimizer(f"{where} is a {type(value).__qualname__}, which has no written form.")
-            if not isinstance(parameter, DTensor):
-                continue
-            if not isinstance(value, DTensor):
-                if value.ndim and value.shape in {parameter.shape, local_part(parameter).shape}:
-                    raise UnsavableOptimizer(
-                        f"{where} is a plain tensor beside a sharded parameter. Make it with torch.zeros_like("
-                        "parameter), so that it is sharded as well."
-                    )
-            elif value.device_mesh != parameter.device_mesh or any(place.is_partial() for place in value.placements):
-                raise UnsavableOptimizer(f"{where} is a part of a sum ({value.placements}). Redistribute it first.")
-
-
-def _marks(saved: OptimizerState) -> dict[str, str]:
-    """Return what must be the same on every rank: values, and tensors that are not sharded."""
-    marks = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
-    for name, state in saved.tensors.items():
-        for slot, value in state.items():
-            if not isinstance(value, DTensor):
-                marks[f"{name}, {slot}"] = repr(encode(value))
-    return marks
-
-
-def _check_alike(marks: list[dict[str, str]], name: str) -> None:
-    other = next((key for key in marks[0] if any(mark.get(key) != marks[0][key] for mark in marks)), None)
-    if other is not None or any(mark.keys() != marks[0].keys() for mark in marks):
-        raise UnsavableOptimizer(
-            f"{name} cannot be saved: its state ({other or 'by name'}) differs between ranks and is not sharded, so a "
-            "checkpoint would hold one rank's alone. Compute it from whole parameters, or keep it sharded."
-        )
+def _taken_over(
+    build: Build, optimizer: Optimizer, parameters: Parameters, saved: OptimizerState
+) -> tuple[Optimizer, list[str]]:
+    """Return a fresh optimizer with the saved state, and the names of what only the one before knows."""
+    heir = build(parameters)
+    restore(heir, parameters, saved)
+    for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    beside = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+    return heir, sorted(key for key in beside if _differs(vars(heir).get(key), vars(optimizer)[key]))
 
 
 def _differs(before: Any, after: Any) -> bool:
@@ -195,15 +157,9 @@ def _differs(before: Any, after: Any) -> bool:
         return True
 
 
-def _copied(saved: OptimizerState) -> OptimizerState:
-    tensors = {
-        name: {slot: value.detach().clone() for slot, value in state.items()} for name, state in saved.tensors.items()
-    }
-    return OptimizerState(saved.kind, saved.groups, tensors, saved.values, saved.wrapped)
-
-
-def _copy(value: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(value.detach().clone())
+def _start(like: Tensor) -> Tensor:
+    """Return whole numbers to start from, the same for every copy."""
+    return _numbers(like, 100 + like.ndim)
 
 
 def _numbers(like: Tensor, seed: int) -> Tensor:

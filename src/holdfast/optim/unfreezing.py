@@ -1,8 +1,8 @@
 """Parameters that are frozen at first: out of the optimizer until their step, and in its groups from then on.
 
 They get their group, with its rate and decay, when the optimizer is built, and are taken out of it again. Their state
-begins with their first update, as that of any parameter does, with a count of steps of its own. Which of them are
-trained follows from the steps done alone, so it is the same after a resume.
+begins with their first update, as that of any parameter does, with a count of steps of its own, and their averages
+begin at their weights. Which of them are trained follows from the steps done alone, so it is the same after a resume.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.models.freezing import Stage
+from holdfast.optim.averages import Averages
 
 
 @dataclass
@@ -26,11 +27,13 @@ class Unfreezing:
         stages: By step; none where all that is ever trained is trained from the start.
         optimizer: Built over everything that is ever trained.
         parameters: Sharded, by canonical name.
+        averages: Of all that is ever trained, if the run keeps some.
     """
 
     stages: Sequence[Stage]
     optimizer: Optimizer
     parameters: Mapping[str, nn.Parameter]
+    averages: Averages | None = None
     _groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,23 +50,27 @@ class Unfreezing:
         """All that is frozen at first."""
         return frozenset(name for stage in self.stages for name in stage.names)
 
-    def waiting(self) -> list[Stage]:
-        """Return the stages that are frozen still."""
-        return [stage for stage in self.stages if not self.parameters[stage.names[0]].requires_grad]
+    def changing(self, step: int) -> list[Stage]:
+        """Return the stages that are frozen and are not after so many steps, or the other way round."""
+        return [
+            stage for stage in self.stages if self.parameters[stage.names[0]].requires_grad != (step >= stage.at_step)
+        ]
 
     def set_step(self, step: int) -> None:
         """Train what is trained after so many steps.
 
         No unit of the model may be gathered: what is gathered keeps the flags it was gathered with.
         """
-        later: set[int] = set()
-        for stage in self.stages:
+        for stage in self.changing(step):
             for name in stage.names:
-                self.parameters[name].requires_grad_(step >= stage.at_step)
-                if step < stage.at_step:
-                    later.add(id(self.parameters[name]))
+                parameter = self.parameters[name]
+                parameter.requires_grad_(step >= stage.at_step)
+                if self.averages is not None and not parameter.requires_grad:
+                    self.averages.tensors.pop(name, None)
+                elif self.averages is not None:
+                    self.averages.begin({name: parameter})
         for group, members in self._groups:
-            group["params"] = [parameter for parameter in members if id(parameter) not in later]
+            group["params"] = [parameter for parameter in members if parameter.requires_grad]
         self.optimizer.param_groups[:] = [group for group, _ in self._groups if group["params"]]
 
     @contextmanager

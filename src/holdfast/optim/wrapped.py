@@ -1,13 +1,12 @@
-"""Tensors of classes of their own, as quantised state is, taken apart into plain tensors and put together again.
+"""Quantised optimizer state, of torchao's three classes, taken apart into plain tensors and put together again.
 
-Such a class says by `__tensor_flatten__` which plain tensors it is made of and what else it needs. Each of them is
-stored as a tensor of its own, in its own dtype, along the rows of what it stands for:
+Each part of such a tensor is stored as a tensor of its own, in its own dtype, along the rows of what it stands for:
 
-    rows          one stored row speaks of `every` rows of the whole: numbers, and scales of blocks that end with rows
-    of a shard    one stored row per shard: tables, and scales of a whole tensor
+    rows          one stored row speaks of `every` rows of the whole: codes, and scales of blocks that end with rows
+    of a shard    one stored row per shard: tables
 
 so that every part is sharded as the whole is, and other shards can be cut wherever blocks end. A checkpoint names
-classes, and never makes one: those of LISTED are imported, others have to be among what the run's own optimizer makes.
+classes, and never makes one: those of LISTED alone are imported.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ LISTED: Mapping[str, frozenset[str]] = {
     "torchao.optim.subclass_4bit.OptimState4bit": frozenset({"qmap"}),
     "torchao.optim.subclass_fp8.OptimStateFp8": frozenset(),
 }
-"""Classes that a checkpoint may ask for by name, with the parts that do not follow rows."""
+"""Classes that state may be of, with the parts that do not follow rows."""
 
 _SHAPE = "shape of the shard"
 
 
 class NotSeparable(HoldfastError):  # noqa: N818 - the name says what is wrong
-    """A tensor's class hides what it is made of, or is sharded in a way that its parts cannot follow."""
+    """A tensor is of a class that is not listed, or is sharded in a way that its parts cannot follow."""
 
 
 class Part(NamedTuple):
@@ -71,8 +70,9 @@ class Part(NamedTuple):
 class Wrapped:
     """What a tensor is besides its parts; the same on every rank."""
 
-    made_by: type[Tensor]
-    context: Any
+    kind: str
+    """Qualified name of its class, one of LISTED."""
+    context: Sequence[Any]
     """Tagged JSON, with the shape of the shard left open."""
     shape: tuple[int, ...]
     """Of the whole."""
@@ -81,11 +81,6 @@ class Wrapped:
     shards: int
     """Among which it was divided."""
     parts: Mapping[str, Part]
-
-    @property
-    def kind(self) -> str:
-        """Qualified name of its class."""
-        return f"{self.made_by.__module__}.{self.made_by.__qualname__}"
 
     def as_plain(self) -> dict[str, Any]:
         """Return it JSON-ready."""
@@ -124,39 +119,24 @@ class Wrapped:
 
         Raises:
             NotSeparable: Its class does not accept them.
+            ConfigError: torchao is not installed, or too old.
         """
+        module, _, name = self.kind.rpartition(".")
+        made_by: Any = getattr(torchao_module(module, f"state of class {self.kind}"), name)
+        inner = {part: how.inner(parts[part]) for part, how in self.parts.items()}
+        context = [torch.Size(shape) if _is_shape(item) else decode(item) for item in self.context]
         try:
-            inner = {name: part.inner(parts[name]) for name, part in self.parts.items()}
-            context = decode(_closed(self.context, shape))
-            size = torch.Size(shape)
-            kind: Any = self.made_by
-            made = kind.__tensor_unflatten__(inner, context, size, torch.empty(size, device="meta").stride())
-        except Exception as error:  # the class may raise anything
+            made: Tensor = made_by.__tensor_unflatten__(inner, context, torch.Size(shape), None)
+        except Exception as error:  # another version of the class may raise anything
             raise NotSeparable(f"{self.kind} cannot be made again: {type(error).__name__}: {error}") from error
-        if type(made) is not self.made_by or tuple(made.shape) != tuple(shape):
-            raise NotSeparable(f"{self.kind} made again is a {type(made).__qualname__} of shape {list(made.shape)}")
-        whole: Tensor = made
-        return whole
+        return made
 
 
-def from_plain(plain: Mapping[str, Any], made_by: type[Tensor]) -> Wrapped:
+def from_plain(plain: Mapping[str, Any]) -> Wrapped:
     """Return what `as_plain` wrote."""
     parts = {str(name): Part(int(every), int(split)) for name, (every, split) in plain["parts"].items()}
     shape = tuple(int(side) for side in plain["shape"])
-    return Wrapped(made_by, plain["context"], shape, str(plain["dtype"]), int(plain["shards"]), parts)
-
-
-def listed_class(kind: str) -> type[Tensor] | None:
-    """Return a class of LISTED; None for any other, which is not looked for.
-
-    Raises:
-        ConfigError: Its package is not installed, or too old.
-    """
-    if kind not in LISTED:
-        return None
-    module, _, name = kind.rpartition(".")
-    tensor_class: type[Tensor] = getattr(torchao_module(module, f"state of class {kind}"), name)
-    return tensor_class
+    return Wrapped(plain["class"], list(plain["context"]), shape, str(plain["dtype"]), int(plain["shards"]), parts)
 
 
 def torchao_module(name: str, what: str) -> Any:
@@ -185,24 +165,20 @@ def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
     """Return what a tensor is, and its parts as they are stored; they share its memory.
 
     Raises:
-        NotSeparable: Its class has no `__tensor_flatten__`, or its parts are no plain tensors.
+        NotSeparable: Its class is not listed, or its blocks do not end where shards do.
     """
     local: Any = value._local_tensor if isinstance(value, DTensor) else value
-    kind = odd_class(value)
-    if not hasattr(local, "__tensor_flatten__"):
-        raise NotSeparable("a subclass of torch.Tensor that does not say by __tensor_flatten__ what it is made of")
+    kind = odd_class(value) or ""
+    if kind not in LISTED:
+        raise NotSeparable("a subclass of torch.Tensor that is none of torchao's optimizer states")
     names, context = local.__tensor_flatten__()
-    inner: dict[str, Tensor] = {name: getattr(local, name) for name in names}
-    for name, each in inner.items():
-        if type(each) is not Tensor or each.layout is not torch.strided:
-            raise NotSeparable(f"made of other than plain tensors: its {name} is a {type(each).__qualname__}")
     shards = shards_of(value)
-    fixed = LISTED.get(kind or "")
-    parts = {name: _part(name, each, local, fixed) for name, each in inner.items()}
-    dtype = str(value.dtype).removeprefix("torch.")
-    record = Wrapped(type(local), _opened(context, tuple(local.shape)), tuple(value.shape), dtype, shards, parts)
-    stored = {name: _placed(name, part, part.stored(inner[name]), value, shards) for name, part in parts.items()}
-    return record, stored
+    parts = {name: _part(getattr(local, name), local, fixed=name in LISTED[kind]) for name in names}
+    opened = [{_SHAPE: "size"} if isinstance(item, tuple | list) else encode(item) for item in context]
+    record = Wrapped(kind, opened, tuple(value.shape), str(value.dtype).removeprefix("torch."), shards, parts)
+    return record, {
+        name: _placed(name, part, part.stored(getattr(local, name)), value, shards) for name, part in parts.items()
+    }
 
 
 def shards_of(value: Tensor) -> int:
@@ -233,13 +209,10 @@ def placed_like(like: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _part(name: str, inner: Tensor, local: Tensor, fixed: frozenset[str] | None) -> Part:
-    """Return how an inner tensor is stored, by what it is known to follow, or seems to."""
+def _part(inner: Tensor, local: Tensor, *, fixed: bool) -> Part:
+    """Return how an inner tensor is stored."""
     rows = local.shape[0] if local.ndim else 0
-    if not inner.ndim or not rows or not inner.numel() or name in (fixed or ()):
-        return Part(0)
-    blocks = inner.ndim == 1 and local.numel() % inner.numel() == 0
-    if fixed is None and inner.shape[0] != rows and not blocks:
+    if fixed or not rows or not inner.numel():
         return Part(0)
     common = math.gcd(rows, inner.shape[0])
     return Part(rows // common, inner.shape[0] // common)
@@ -257,26 +230,6 @@ def _placed(name: str, part: Part, stored: Tensor, value: Tensor, shards: int) -
     return placed_like(value, stored, (whole, *stored.shape[1:]))
 
 
-def _opened(context: Any, shape: tuple[int, ...]) -> Any:
-    """Return a context's written form, with a mark in place of the shape of the shard, which ranks need not share."""
-    if isinstance(context, tuple | list) and shape and tuple(context) == shape:
-        form = "size" if isinstance(context, torch.Size) else "tuple" if isinstance(context, tuple) else "list"
-        return {_SHAPE: form}
-    if type(context) is list:
-        return [_opened(item, shape) for item in context]
-    if type(context) is tuple:
-        return {"tuple": [_opened(item, shape) for item in context]}
-    if type(context) is dict:
-        return {"dict": [[encode(key), _opened(item, shape)] for key, item in context.items()]}
-    return encode(context)
-
-
-def _closed(context: Any, shape: Sequence[int]) -> Any:
-    if isinstance(context, list):
-        return [_closed(item, shape) for item in context]
-    if not isinstance(context, dict):
-        return context
-    if _SHAPE in context:
-        form = context[_SHAPE]
-        return list(shape) if form == "list" else {form: list(shape)}
-    return {tag: _closed(content, shape) for tag, content in context.items()}
+def _is_shape(item: Any) -> bool:
+    """Return whether an item of a context stands for the shape of the shard, which ranks need not share."""
+    return isinstance(item, dict) and _SHAPE in item

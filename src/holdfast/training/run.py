@@ -16,6 +16,7 @@ from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build import Blueprint
+from holdfast.models.names import named_parameters
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
@@ -148,6 +149,23 @@ class Run(Evaluation):
     updating: bool = False
     """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
 
+    def unfreeze(self, step: int) -> None:
+        """Train what a run trains that has made so many steps, and no more; all ranks call this at the same step.
+
+        It belongs to the end of a step, not to the beginning of the next: a checkpoint of a step always holds the same.
+        """
+        changing = self.unfreezing.changing(step)
+        if not changing:
+            return
+        sharded_parameters(self.policy)  # what is gathered would keep its flags
+        self.unfreezing.set_step(step)
+        self.cost = cost_of(self.policy, self.origin)
+        self.messages += [
+            f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}"
+            for stage in changing
+            if stage.at_step <= step
+        ]
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the averages stand in for the weights within the block; every rank enters together."""
@@ -187,3 +205,13 @@ class Run(Evaluation):
         return not (
             self.updating or any(each.updating and each.state.step == step for each in self.companions.values())
         )
+
+
+def cost_of(policy: PolicyModel, origin: Blueprint) -> ModelCost:
+    """Return what a token costs with the parameters that are trained now."""
+    text = origin.skeleton.config.get_text_config()
+    sizes = {True: 0.0, False: 0.0}
+    for name, value in named_parameters(policy).items():
+        unused = policy.routers.unused(name, value.shape) if policy.routers is not None else 0.0
+        sizes[value.requires_grad] += value.numel() - unused
+    return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)

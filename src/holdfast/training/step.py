@@ -22,7 +22,6 @@ from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.run import Run
-from holdfast.training.unfreezing import unfreeze
 from holdfast.types import Batch, LossSum, MiniBatch
 
 
@@ -126,7 +125,7 @@ def _end_step(run: Run) -> None:
     due = following is not None and following.is_due(step)
     run.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
     run.state.step = step
-    unfreeze(run, step)
+    run.unfreeze(step)
     if due:
         assert following is not None
         following.follow(sharded_parameters(run.policy), run.state.step)

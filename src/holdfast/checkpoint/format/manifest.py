@@ -19,7 +19,7 @@ from holdfast.files import parse_json
 
 FORMAT = 2
 """The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
-mesh, and may have optimizer state of classes of its own."""
+mesh, and may have quantised optimizer state."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Sorts behind `manifest`, so that the file ends with its hash."""
@@ -73,7 +73,7 @@ class Manifest:
     """Under the names of the DCP inside: model.<parameter> and optim.<parameter>.<key>"""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
-    """Class, groups, values that are no tensors, and what tensors of classes of their own are besides their parts."""
+    """Class, groups, values that are no tensors, and what quantised tensors are besides their parts."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axis name to size."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -68,7 +68,7 @@ def _same_table(first: StoredCheckpoint, second: StoredCheckpoint, key: str) -> 
 
 
 def _per_shard(checkpoint: StoredCheckpoint, key: str) -> bool:
-    """Return whether each row of a tensor is what one shard had of a class of its own."""
+    """Return whether each row of a tensor is what one shard had of a quantised tensor."""
     name, _, slot = key.removeprefix(OPTIM).rpartition(".")
     whole, _, part = slot.rpartition(BETWEEN)
     record = records(checkpoint.manifest).get(name, {}).get(whole)

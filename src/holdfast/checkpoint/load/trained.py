@@ -61,7 +61,7 @@ def optimizer_state(
     """Return the state that was read, on the devices of its parameters; nothing live changes.
 
     Raises:
-        CheckpointMismatch: A class of its own does not accept its parts.
+        CheckpointMismatch: A quantised state's class does not accept its parts.
     """
     assert manifest.optimizer is not None
     tensors: dict[str, dict[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Optimizer state of classes of its own in a checkpoint: who may make it again, in which shards, and what a cast does.
+"""Quantised optimizer state in a checkpoint: in which shards it comes back, and what a cast does.
 
 Parts are read like all tensors. The same number of shards, or any other whose edges fall on blocks, gives every bit
 back. Elsewhere the state is refused, or, where `cast` is declared, made of plain numbers again and quantised anew.
@@ -21,34 +21,24 @@ from holdfast.checkpoint.format.snapshot import OPTIM
 from holdfast.checkpoint.load.matching import Declared, Plan, Target, allow
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
-from holdfast.optim.wrapped import (
-    BETWEEN,
-    LISTED,
-    NotSeparable,
-    Part,
-    Wrapped,
-    from_plain,
-    listed_class,
-    placed_like,
-    shards_of,
-)
+from holdfast.optim.wrapped import BETWEEN, LISTED, NotSeparable, Part, Wrapped, from_plain, placed_like, shards_of
 from holdfast.parallel.shards import local_part, local_rows
 
 
 @dataclass
 class WrappedPlan:
-    """State of classes of its own that will be made again."""
+    """Quantised state that will be made again."""
 
     exact: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
     """Parameter name -> state key."""
     cast: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
     """What is dequantised and quantised anew."""
     made_here: OptimizerState | None = None
-    """What this run's optimizer makes itself, where that was asked."""
+    """What this run's optimizer makes itself, where something is cast."""
 
 
 def records(manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
-    """Return what a manifest says of state of classes of its own: parameter name -> state key -> plain record."""
+    """Return what a manifest says of quantised state: parameter name -> state key -> plain record."""
     by_name: Mapping[str, Mapping[str, Any]] = (manifest.optimizer or {}).get("wrapped", {})
     return by_name
 
@@ -64,26 +54,21 @@ def plan_wrapped(
 
     Raises:
         CheckpointCorrupt: A record does not fit its tensors.
-        ConfigError: The package of a listed class is not installed.
     """
     planned = WrappedPlan()
     stored = records(manifest)
     if not stored or manifest.optimizer is None or manifest.optimizer["kind"] != qualified_name(optimizer):
         return planned
-    entries = _wanted(optimizer, parameters, stored)
-    if any(plain["class"] not in LISTED for _, _, plain in entries):
-        planned.made_here = inert_state(optimizer, parameters)
-    for name, slot, plain in entries:
-        made_by = _class_of(plain["class"], planned.made_here)
-        if made_by is None:
+    for name, slot, plain in _wanted(optimizer, parameters, stored):
+        if plain["class"] not in LISTED:
             plan.refused.append(
-                f"state {slot} of {name} is a {plain['class']}, which this run's optimizer does not make and nothing "
-                "here knows; it is not imported"
+                f"state {slot} of {name} is a {plain['class']}, which is none of torchao's optimizer states; it is not "
+                "imported. Start a new run from these weights with another run.name and checkpoint.init_from"
             )
             continue
-        record = _checked(plain, made_by, manifest, name, slot)
+        record = _checked(plain, manifest, name, slot)
         _plan_one(plan, planned, record, name, slot, parameters[name].data, manifest, declared)
-    if planned.cast and planned.made_here is None:
+    if planned.cast:
         planned.made_here = inert_state(optimizer, parameters)
     return planned
 
@@ -97,18 +82,9 @@ def _wanted(
     return [(name, slot, plain) for name in names for slot, plain in sorted(stored[name].items())]
 
 
-def _class_of(kind: str, made_here: OptimizerState | None) -> type[Tensor] | None:
-    """Return a class by name, from the list or from what the live optimizer makes; never by import of anything else."""
-    listed = listed_class(kind)
-    if listed is not None or made_here is None:
-        return listed
-    live = (record for slots in made_here.wrapped.values() for record in slots.values())
-    return next((record.made_by for record in live if record.kind == kind), None)
-
-
-def _checked(plain: Mapping[str, Any], made_by: type[Tensor], manifest: Manifest, name: str, slot: str) -> Wrapped:
+def _checked(plain: Mapping[str, Any], manifest: Manifest, name: str, slot: str) -> Wrapped:
     try:
-        record = from_plain(plain, made_by)
+        record = from_plain(plain)
         fits = all(
             _fits(record, how, manifest.tensors[_key(name, slot, part)].shape) for part, how in record.parts.items()
         )
@@ -140,7 +116,7 @@ def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known 
 ) -> None:
     shards = shards_of(parameter) if record.shape == tuple(parameter.shape) else 1
     keys = {part: _key(name, slot, part) for part in record.parts}
-    why = None if shards == record.shards else _why_not_exact(record, shards, keys, manifest, planned, name, slot)
+    why = None if shards == record.shards else record.why_not_cut(shards)
     if why is not None:
         what = (
             f"state {slot} of {name} is a {record.kind} that {record.shards} shards were saved of, and {why}, so it "
@@ -156,29 +132,6 @@ def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known 
         live = whole if why is not None else _layout(record.parts[part], whole, parameter, shards, record)
         plan.targets[key] = Target(live, entry)
     (planned.exact if why is None else planned.cast).setdefault(name, {})[slot] = record
-
-
-def _why_not_exact(
-    record: Wrapped,
-    shards: int,
-    keys: Mapping[str, str],
-    manifest: Manifest,
-    planned: WrappedPlan,
-    name: str,
-    slot: str,
-) -> str | None:
-    """Return why other shards than those saved would hold other numbers; None if they hold the same."""
-    why = record.why_not_cut(shards)
-    if why is not None:
-        return why
-    for part, how in record.parts.items():
-        if not how.every and len({chunk.hash for chunk in manifest.tensors[keys[part]].chunks}) > 1:
-            return f"each shard has a {part} of its own"
-    if planned.made_here is not None and record.kind not in LISTED:
-        here = planned.made_here.wrapped.get(name, {}).get(slot)
-        if here is None or here.parts != record.parts:  # what seemed to follow rows does not
-            return "its parts do not follow the rows of the parameter"
-    return None
 
 
 def _layout(how: Part, whole: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
@@ -230,7 +183,7 @@ def _requantised(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor
     """Return the numbers that all old shards stand for, this rank's rows of them, in the template's class.
 
     Raises:
-        NotSeparable: The class cannot be made, or does not take numbers by `copy_`.
+        NotSeparable: The class cannot be made.
     """
     parts = {name: part.cpu() for name, part in parts.items()}
     numbers = torch.empty(record.shape, dtype=torch.float64 if record.dtype == "float64" else torch.float32)
@@ -243,10 +196,6 @@ def _requantised(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor
             shard_parts[name] = parts[name][start : start + size]
         into = numbers[shard * rows : shard * rows + shape[0]] if record.shards > 1 else numbers
         into.copy_(record.put_together(shard_parts, shape))
-    own_numbers = numbers[local_rows(parameter)] if isinstance(template, DTensor) else numbers
     local = template._local_tensor if isinstance(template, DTensor) else template
-    local.copy_(own_numbers.to(local.device))
-    back = torch.empty_like(own_numbers).copy_(local)
-    if own_numbers.numel() and float((back - own_numbers).abs().max()) > 0.5 * float(own_numbers.abs().max()):
-        raise NotSeparable(f"{type(local).__qualname__} does not take numbers by copy_, so it cannot be quantised anew")
+    local.copy_((numbers[local_rows(parameter)] if isinstance(template, DTensor) else numbers).to(local.device))
     return template

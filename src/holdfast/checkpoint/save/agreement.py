@@ -42,7 +42,7 @@ class _Wanted(NamedTuple):
 
     outline: Outline
     parts: str
-    """Of state tensors of a class of their own, as JSON, like what follows."""
+    """Of quantised state, as JSON, like what follows."""
     optimizers: str
     shared: str
     contents: tuple[str, ...]
@@ -101,7 +101,7 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: 
     words = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')}"
     if part is not None:
         return (
-            f"{words}. It is a part of optimizer state of a class of its own: the optimizer decides by the size of a "
+            f"{words}. It is a part of quantised optimizer state: the optimizer decides by the size of a "
             "rank's shard whether it quantises, and these differ. Use optim.kind: adamw_8bit, which decides for all "
             "ranks alike, or another number of ranks."
         )

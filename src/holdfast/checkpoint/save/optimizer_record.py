@@ -1,4 +1,4 @@
-"""What a manifest says of optimizers: their class, groups, plain values, and how state of classes of its own is cut."""
+"""What a manifest says of optimizers: their class, groups, plain values, and how quantised state is cut."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
 
 
 def wrapped_records(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the records of state of classes of its own, of every optimizer that is saved."""
+    """Return the records of quantised state, of every optimizer that is saved."""
     own = {} if snapshot.optimizer is None else {OPTIM: snapshot.optimizer}
     states = own | {f"{name}.{OPTIM}": state for name, state in snapshot.companions.items()}
     return {where + name: keys for where, state in states.items() for name, keys in _records(state).items()}

@@ -33,7 +33,7 @@ from holdfast.training.build.optimizers import averages_of, optimizer_of
 from holdfast.training.saving.parents import notes_of_exports
 from holdfast.training.build.model import check_positions
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Evaluation, Run
+from holdfast.training.run import Evaluation, Run, cost_of
 from holdfast.training.build.rows import (
     OpenedData,
     SetReading,
@@ -47,7 +47,6 @@ from holdfast.training.build.rows import (
     training_stream,
 )
 from holdfast.training.together import first_rank_first, open_exchange, together
-from holdfast.training.unfreezing import cost_of
 from holdfast.training.fingerprints import is_marked, mark_base_of_adapters, mark_once
 
 
@@ -126,11 +125,11 @@ def parts_of_run(
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
     parameters = sharded_parameters(measured.policy)
     optimizer = optimizer_of(config.optim, base, parameters, exchange, measured.policy)
-    unfreezing = Unfreezing(measured.origin.stages, optimizer, parameters)
+    averages = averages_of(config.optim, parameters)
     return {
         "optimizer": optimizer,
-        "unfreezing": unfreezing,
-        "averages": averages_of(config.optim, parameters),
+        "averages": averages,
+        "unfreezing": Unfreezing(measured.origin.stages, optimizer, parameters, averages),
         "stream": stream,
         "total_steps": total,
         "cost": cost_of(measured.policy, measured.origin),

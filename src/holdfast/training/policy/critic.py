@@ -26,7 +26,6 @@ from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import Run
 from holdfast.training.scorers.scoring import on_tokens, scored
 from holdfast.training.step import train_step
-from holdfast.training.unfreezing import unfreeze
 from holdfast.types import Batch, MiniBatch, Trajectory
 
 Numbers = NDArray[np.float64]
@@ -123,7 +122,7 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
     """End a step without an update of the policy, and return what the step says of its data."""
     state = run.state
     state.step += 1
-    unfreeze(run, state.step)
+    run.unfreeze(state.step)
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
     still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}

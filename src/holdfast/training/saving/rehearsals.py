@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from holdfast.checkpoint.format.snapshot import Held
 from holdfast.checkpoint.keep.retention import replaceable
 from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, Report, Room, rehearse
 from holdfast.checkpoint.session import Saved, Session
@@ -48,11 +46,11 @@ class Rehearsals:
                 assets = checked_assets(run)
             run.state.observers = run.exchange.agree(run.state.observers)
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
-            report = self._rehearse(self._contents.tensors, beside)
+            report = self._rehearse(beside)
             self._reports = {run.state.step: report}
             for step in run.unfreezing.after(run.state.step):
                 with run.unfreezing.as_after(step, now=run.state.step):
-                    self._reports[step] = self._rehearse(self._held_to_come(), beside)
+                    self._reports[step] = self._rehearse(beside)
             self._drill(requests)
         words = report.describe(
             ranks=run.world.size,
@@ -90,10 +88,10 @@ class Rehearsals:
         if not any(self._run.exchange.gather(now != before.outline)):
             return []
         saved = collect()
-        self._rehearse(self._contents.tensors)
+        self._rehearse()
         return saved
 
-    def _rehearse(self, tensors: Held, beside: Beside | None = None) -> Report:
+    def _rehearse(self, beside: Beside | None = None) -> Report:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         replaced = 0
@@ -102,7 +100,7 @@ class Rehearsals:
                 replaced = replaceable(session.storage, session.retention, needed=resumed)
         return rehearse(
             session.storage,
-            tensors,
+            contents.tensors,
             contents.optimizer,
             session.ranks,
             room=Room(keep.last + sum(best.count for best in keep.best), replaced),
@@ -110,11 +108,6 @@ class Rehearsals:
             beside=beside,
             companions=contents.beside(),
         )
-
-    def _held_to_come(self) -> Held:
-        """Return what is held once all parameters that are trained now are averaged too."""
-        tensors, averages = self._contents.tensors, self._run.averages
-        return tensors if averages is None else replace(tensors, averages=averages.to_come(tensors.parameters))
 
     def _drill(self, requests: StopRequests) -> None:
         deaf = requests.drill(self._run.exchange)

@@ -30,7 +30,6 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import differences, with_marks_of_now
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState
-from holdfast.training.unfreezing import freeze_again, unfreeze
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -97,7 +96,7 @@ def _restore(  # noqa: PLR0913 - what is continued, and from what
     with run.exchange.together():
         then |= _settings_then(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
-    unfreeze(run, manifest.step)
+    run.unfreeze(manifest.step)
     try:
         loaded = load(
             storage,
@@ -113,7 +112,7 @@ def _restore(  # noqa: PLR0913 - what is continued, and from what
             check=lambda shared, _: check_saved_state(run, shared, manifest.step),
         )
     except TensorsDiffer:
-        freeze_again(run)
+        run.messages.clear()  # an earlier checkpoint is read next, and freezes again what is frozen there
         raise
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
