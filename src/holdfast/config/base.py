@@ -98,6 +98,10 @@ NonNegative = Annotated[float, Field(ge=0), _A_NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), _A_NUMBER]
 ProperFraction = Annotated[float, Field(ge=0, lt=1), _A_NUMBER]
 
+SavedCount = Annotated[int, Field(strict=True, ge=0)]
+"""In a state that a run saved, where nothing is converted."""
+SavedNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
 
 PATH = "path"
 """The kind of a section that names a function or a class in a file of the user's."""
