@@ -67,16 +67,20 @@ def test_the_recorded_tree_names_live_rewards_and_is_valid(warm: WarmPython, tmp
     assert [section.label for section in from_mapping(recorded, GRPOConfig).reward] == ["even", "half"]
 
 
-def test_an_alarm_goes_to_the_screen_and_to_the_events(warm: WarmPython, tmp_path: Path) -> None:
+def test_an_alarm_goes_to_the_screen_and_to_the_events_unless_it_is_turned_off(
+    warm: WarmPython, tmp_path: Path
+) -> None:
     """A model of random weights hardly ever ends within 8 tokens."""
-    tree = settings("cut", metrics={"health": {"lasting_steps": 2}})
+    health: list[list[dict[str, Any]]] = []
+    for enabled in (True, False):
+        tree = settings(f"cut-{enabled}", steps=5, metrics={"health": {"enabled": enabled}})
+        done = warm.run(SCRIPT, json.dumps(TINY), json.dumps(tree), cwd=tmp_path)
+        lines = (tmp_path / "runs" / f"cut-{enabled}" / "events.jsonl").read_text().splitlines()
+        health.append([event for event in map(json.loads, lines) if event["event"] == "health"])
+        assert ("warning: " in done.out) is enabled
+        assert all(f"warning: {event['text']}\n" in done.out for event in health[-1])
 
-    done = warm.run(SCRIPT, json.dumps(TINY), json.dumps(tree), cwd=tmp_path)
-
-    events = [json.loads(line) for line in (tmp_path / "runs" / "cut" / "events.jsonl").read_text().splitlines()]
-    health = [event for event in events if event["event"] == "health"]
-    assert [(event["step"], event["alarm"]) for event in health] == [(2, "truncation")]
-    assert f"warning: {health[0]['text']}\n" in done.out
+    assert [[(event["step"], event["alarm"]) for event in events] for events in health] == [[(5, "truncation")], []]
 
 
 def one(completion: str) -> float:  # noqa: ARG001 - a reward

@@ -207,14 +207,16 @@ def test_what_has_no_effect_is_refused(mistakes: Mistakes) -> None:
     ]
 
 
-def test_rules_between_keys_are_told_beside_values_that_are_wrong(mistakes: Mistakes) -> None:
-    text = WHOLE + "optim: {lr: fast}\nmodel: {path: m, dtype: bfloat16}\n"
+def test_rules_within_a_section_that_is_right_are_told_beside_values_that_are_wrong_elsewhere(
+    mistakes: Mistakes,
+) -> None:
+    text = WHOLE + "optim: {lr: fast}\nevaluation: {sets: {validation: {path: a.jsonl}}}\n"
 
-    lines = mistakes(text.replace("model: {path: some-model}\n", ""))
+    lines = mistakes(text)
 
     assert lines[0] == "run.yaml has 2 mistakes:"
-    assert lines[1] == "run.yaml:3: optim.lr: 'fast' should be a number"
-    assert lines[2].startswith("run.yaml:4: model.dtype: bfloat16")
+    assert lines[1] == "run.yaml:4: optim.lr: 'fast' should be a number"
+    assert lines[2].startswith("run.yaml:5: evaluation.sets.validation: the name 'validation' belongs to")
 
 
 def test_rules_that_ask_for_a_wrong_value_are_not_told(mistakes: Mistakes) -> None:

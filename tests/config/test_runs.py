@@ -11,6 +11,7 @@ import pytest
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
+from holdfast.errors import ConfigError
 
 LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -61,3 +62,17 @@ def test_every_verb_says_whether_what_it_trains_writes_texts(root: type[Training
     writes = "rollout" in root.model_fields
 
     assert root.samples is writes
+
+
+def test_thresholds_of_alarms_in_earlier_files_are_passed_over() -> None:
+    """They stand in every configuration that a run of an earlier version wrote, also in exports."""
+    earlier = {
+        "enabled": False, "repeat_steps": 50, "lasting_steps": 5, "flat_reward_steps": 20, "flat_groups": 0.8,
+        "truncated": 0.3, "lowest_entropy": 0.01, "reward_faults": 0.01, "kl_jump": 10.0, "gradient_spike": 10.0,
+    }  # fmt: skip
+
+    config = from_mapping(LEAST | {"steps": 1, "metrics": {"health": earlier}}, SFTConfig)
+
+    assert config == from_mapping(LEAST | {"steps": 1, "metrics": {"health": {"enabled": False}}}, SFTConfig)
+    with pytest.raises(ConfigError, match=r"metrics\.health\.kl_jmp: unknown key; this section has enabled"):
+        from_mapping(LEAST | {"steps": 1, "metrics": {"health": {"kl_jmp": 10.0}}}, SFTConfig)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import rich
 
+import holdfast
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local
@@ -88,13 +90,13 @@ def test_a_run_dir_that_cannot_be_made_is_refused_by_name(ground):
         launch_local(["true"], 1, LaunchConfig(), run)
 
 
-def run_in_a_terminal(ground, script, **environ):
-    """Return what a terminal of 91 columns receives, and the exit code."""
+def run_in_a_terminal(ground, script, columns=91):
+    """Return what a terminal of a width receives, and the exit code."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 91, 0, 0))
-    launcher = subprocess.Popen(
-        ground.driver(script, ranks=1), env={**ground.environ, **environ}, stdout=slave, stderr=slave
-    )
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environ = {name: value for name, value in ground.environ.items() if name not in {"COLUMNS", "LINES"}}
+    environ["TERM"] = "xterm"
+    launcher = subprocess.Popen(ground.driver(script, ranks=1), env=environ, stdout=slave, stderr=slave)
     os.close(slave)
     shown = b""
     try:
@@ -106,37 +108,52 @@ def run_in_a_terminal(ground, script, **environ):
     return shown.decode(), launcher.wait(timeout=20)
 
 
-def test_rank_0_sees_a_terminal_of_the_users_size_when_there_is_one(ground):
-    script = "make_run()\nprint(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns)"
+WITH_PACKAGES = f"""
+        sys.path[:0] = {[str(Path(module.__file__).parents[1]) for module in (rich, holdfast)]!r}
+        make_run()
+"""
+
+
+def test_rank_0_hears_whether_a_terminal_shows_its_output_and_how_wide_it_is(ground, capfd, monkeypatch):
+    script = f"""{WITH_PACKAGES}
+        from rich.console import Console
+        print(sys.stdout.isatty(), Console().is_interactive, Console().width)
+    """
 
     shown, code = run_in_a_terminal(ground, script)
 
-    assert (shown, code) == ("True True 91\r\n", 0)
+    assert (shown, code) == ("False True 91\r\n", 0)
+    shutil.rmtree(ground.run)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert ground.launch(script, ranks=1) == 0
+    assert capfd.readouterr().out.startswith("False False ")
 
 
-def test_a_rich_progress_bar_is_live_on_the_terminal_and_plain_in_the_log(ground):
-    site = str(Path(rich.__file__).parents[1])
-    script = f"""
-        sys.path.insert(0, {site!r})
-        make_run()
-        from rich.progress import Progress
-        with Progress(refresh_per_second=50) as progress:
-            first, second = progress.add_task("first", total=9), progress.add_task("second", total=9)
-            for number in range(9):
-                progress.console.print("saved", number)
-                progress.advance(first), progress.advance(second)
-                time.sleep(0.03)
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("columns", [91, 30])
+def test_the_progress_bar_is_live_on_the_terminal_and_one_plain_line_in_the_log(ground, columns):
+    script = f"""{WITH_PACKAGES}
+        from holdfast.metrics.progress import open_progress
+        progress = open_progress("auto", 9)
+        for number in range(9):
+            progress.say(f"saved {{number}}")
+            print("printed", number)
+            progress.update(number + 1, {{"loss": number / 8, "grad_norm": 1.0, "learning_rate": 0.1}})
+            time.sleep(0.15)
+        progress.close()
     """
 
-    shown, code = run_in_a_terminal(ground, script, TERM="xterm")
+    shown, code = run_in_a_terminal(ground, script, columns)
 
     log = (ground.run / "logs" / "rank-0.log").read_text()
     assert code == 0
-    assert "\x1b[2K" in shown
+    assert shown.count("\x1b[2K") >= 9
     assert "\x1b" not in log
-    assert re.findall("saved (.)", log) == list("012345678")
-    assert log.count("first") <= 2
-    assert re.search(r"first .*100%.*\nsecond .*100%", log)
+    lines = [line for line in log.splitlines()[1:] if line]
+    words = ("saved", "printed")
+    assert lines[:-1] == [f"{word} {number}" for number in range(9) for word in words]
+    assert "loss 1.0000" in lines[-1]
+    assert len(lines[-1]) <= columns
 
 
 def test_a_killed_progress_bar_gives_the_cursor_back(ground):
@@ -156,8 +173,7 @@ def test_a_killed_progress_bar_gives_the_cursor_back(ground):
         ("windows\r\nends\r\n", "windows\nends\n"),
         ("10%\r50%\r100%\nnext\n", "100%\nnext\n"),
         ("\x1b[31mred\x1b[0m\n", "red\n"),
-        ("a\nb\n\x1b[1A\x1b[2Kc\n", "a\nc\n"),
-        ("top\n\x1b[2K\r1\n2\n\x1b[2A\r\x1b[2Kone\n\x1b[2Ktwo\n", "top\none\ntwo\n"),
+        ("\r\x1b[2Kbar 1\r\x1b[2Ksaved\nbar 1\r\x1b[2Kbar 2\n", "saved\nbar 2\n"),
         ("unfinished", "unfinished\n"),
         ("\x1b]0;title\x07text\n", "text\n"),
     ],
@@ -166,12 +182,18 @@ def test_a_killed_progress_bar_gives_the_cursor_back(ground):
 def test_a_log_keeps_what_stays_on_a_terminal(written, kept, size):
     lines = PlainLines()
     data = written.encode()
-    # The first move up shows how far a display reaches; before it nothing is held back, so teach it here.
-    lines.feed(b"\x1b[2A")
 
     result = b"".join(lines.feed(data[at : at + size]) for at in range(0, len(data), size)) + lines.close()
 
     assert result.decode() == kept
+
+
+def test_a_bar_that_never_ends_its_line_takes_no_memory():
+    lines = PlainLines()
+
+    assert [lines.feed(b"x" * 1000 + b"\r") for _ in range(100)] == [b""] * 100
+    assert len(lines.close()) == 1001
+    assert lines.feed(b"x" * 70_000) == b"x" * 70_000 + b"\n"
 
 
 def test_the_launcher_never_imports_torch():

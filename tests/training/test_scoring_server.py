@@ -51,7 +51,7 @@ class Endpoint(CompletionServer):
 def test_a_tokenizer_is_said_to_be_compared_only_where_it_was(
     ours: list[int], theirs: list[list[int | None]], compared: bool
 ) -> None:
-    server = Endpoint(ServerConfig(url="http://127.0.0.1:9/v1"), "tiny", None)
+    server = Endpoint.of(ServerConfig(url="http://127.0.0.1:9/v1", model="tiny"), "teacher")
     object.__setattr__(server, "answers", theirs)  # the class is frozen
 
     assert _check_tokenizer(server, Words(*ours), ROLE) is compared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,16 @@ class Section(BaseModel):
         allow_inf_nan=False,
         strict=False,
     )
+
+    passed_over: ClassVar[frozenset[str]] = frozenset()
+    """Keys of earlier versions that had nothing to do with a run's numbers: files that hold them still load."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pass_over_earlier_keys(cls, values: Any) -> Any:
+        if cls.passed_over and isinstance(values, Mapping):
+            return {key: value for key, value in values.items() if key not in cls.passed_over}
+        return values
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what is wrong with values that are right one by one but not together."""
@@ -87,6 +97,10 @@ Positive = Annotated[float, Field(gt=0), _A_NUMBER]
 NonNegative = Annotated[float, Field(ge=0), _A_NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), _A_NUMBER]
 ProperFraction = Annotated[float, Field(ge=0, lt=1), _A_NUMBER]
+
+SavedCount = Annotated[int, Field(strict=True, ge=0)]
+"""In a state that a run saved, where nothing is converted."""
+SavedNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 PATH = "path"

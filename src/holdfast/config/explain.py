@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -53,54 +51,6 @@ def explain(
         for path, items in grouped.items()
         for key, text in _described(path, items, document, root)
     ]
-
-
-def rules_beside(
-    error: ValidationError, document: Document, root: type[BaseModel], origins: Mapping[KeyPath, str]
-) -> list[tuple[float, str]]:
-    """Return what else is wrong between keys that are right one by one, which pydantic asks only where all of them are.
-
-    Asked again without the wrong ones, rules that have to do with those say nothing that counts, and are left out.
-
-    Args:
-        error: What pydantic found at first.
-        document: The file.
-        root: Its root model.
-        origins: As in `explain`.
-    """
-    values, explained, removed = copy.deepcopy(document.values), set(explain(error, document, root, origins)), set()
-    for item in error.errors(include_url=False):
-        if item["type"] == "rules":
-            continue
-        path = key_path(root, item["loc"], document.values)
-        removed.add(str(path[-1]) if path else "")
-        if not _remove(values, path):
-            return []
-    try:
-        root.model_validate(values)
-    except ValidationError as again:
-        rules = []
-        for item in again.errors(include_url=False):
-            path = key_path(root, item["loc"], values)
-            for key, text in _described(path, [item], document, root) if item["type"] == "rules" else ():
-                words = {*map(str, key), *re.findall(r"\w+", text)}
-                # Close is enough: an unknown key is one that was meant.
-                if not any(difflib.get_close_matches(name, words, 1) for name in removed):
-                    rules.append(_placed(key, text, document, origins))
-        return [each for each in rules if each not in explained]
-    return []
-
-
-def _remove(values: Any, path: KeyPath) -> bool:
-    """Take a key out of nested mappings; a key that is missing is out already. False where it is inside a list."""
-    for key in path[:-1]:
-        if not isinstance(values, dict):
-            return False
-        values = values.get(key, {})
-    if not path or not isinstance(values, dict):
-        return False
-    values.pop(path[-1], None)
-    return True
 
 
 def _placed(key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]) -> tuple[float, str]:

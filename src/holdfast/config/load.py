@@ -1,4 +1,7 @@
-"""From a YAML file and overrides to a checked tree; every mistake is reported at once, with file and line."""
+"""From a YAML file and overrides to a checked tree; every mistake is reported at once, with file and line.
+
+Rules between keys are looked at in sections whose own keys are right, and whose sections below are.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast.config.explain import explain, rules_beside
+from holdfast.config.explain import explain
 from holdfast.config.tree import section_at
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
@@ -91,7 +94,6 @@ def check(draft: Draft, root: type[Root]) -> Root:
         config = root.model_validate(document.values)
     except ValidationError as error:
         mistakes += explain(error, document, root, draft.origins)
-        mistakes += rules_beside(error, document, root, draft.origins)
     lines = [text for _, text in sorted(mistakes, key=lambda pair: pair[0])] + draft.mistakes
     if config is not None and not lines:
         return config

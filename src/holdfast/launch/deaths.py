@@ -111,16 +111,15 @@ def describe(death: Death, step: int | None, log_path: object, already_shown: bo
     return f"{sentence}\nIts last lines in {log_path}:\n{indented}"
 
 
-def plain(text: str) -> str:
-    """Return a log as it would read on a terminal: no colours, and of each overwritten line the last state."""
-    text = _RANK_PREFIX.sub("", _ESCAPES.sub("", text))
-    lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
-    return "\n".join(lines)
+def as_shown(text: str) -> str:
+    """Return a text as it would read on a terminal: no colours, and of each overwritten line the last state."""
+    lines = _ESCAPES.sub("", text).split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in lines)
 
 
 def last_error(log: str) -> str:
     """Return the lines that say what went wrong: the last exception and the place it came from, else the last lines."""
-    lines = plain(log).splitlines()
+    lines = _RANK_PREFIX.sub("", as_shown(log)).splitlines()
     starts = [index for index, line in enumerate(lines) if _TRACEBACK in line or line.startswith(_FATAL)]
     if not starts:
         return last_paragraph(log)
@@ -146,7 +145,7 @@ def _paragraph(lines: Sequence[str]) -> str:
 def last_paragraph(log: str) -> str:
     """Return the last lines of a log that no empty line parts."""
     last_lines: list[str] = []
-    for line in reversed(plain(log).rstrip().splitlines()):
+    for line in reversed(_RANK_PREFIX.sub("", as_shown(log)).rstrip().splitlines()):
         if not line or len(last_lines) == _LAST_LINES:
             break
         last_lines.append(line)

@@ -1,124 +1,71 @@
-"""Rank 0's output: onto the user's terminal as it is, into its log as plain lines.
+"""Rank 0's output: to where the launcher writes as it is, into its log as plain lines.
 
-A rank 0 whose launcher writes to a terminal writes to a pseudo-terminal, so that progress bars keep working; otherwise
-it writes to pipes, so that `holdfast ... > file` holds what a plain program would have written.
+Rank 0 writes to pipes, so that `holdfast ... > file` holds what a plain program would have written. Its progress bar
+learns from the environment whether a terminal is behind them, and how wide it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
-import struct
+import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-try:  # absent where there is no POSIX terminal
-    import fcntl
-    import pty
-    import termios
-    import tty
-except ImportError:  # pragma: no cover
-    _TERMINALS = False
-else:
-    _TERMINALS = True
+from holdfast.launch.deaths import as_shown
 
-_TOKENS = re.compile(
-    rb"\x1b\[(?P<count>[0-9;?]*)[ -/]*(?P<command>[@-~])"  # control sequence
-    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # title, hyperlink
-    rb"|\x1b[@-Z\\^_=>()]"
-    rb"|(?P<newline>\n)|(?P<return>\r)|(?P<text>[^\x1b\r\n]+)|\x1b"
-)
-_UNFINISHED = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*|\][^\x07\x1b]{0,256})?$")
-_MOST_LINES_REDRAWN = 200
 _LONGEST_LINE = 1 << 16
 
 
 class PlainLines:
-    """Turns what a program writes to a terminal into the lines that stay on it.
-
-    Colours go; text that a carriage return or an erase replaces goes; lines that a live display redraws appear once.
-    To know that, it holds back as many finished lines as the display has ever moved up.
-    """
+    """Turns output, as it comes, into lines without colours; of what is drawn in one place the last state stays."""
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
-        self._line = b""
         self._rest = b""
-        self._returned = False
-        self._moved_up = 0
-        self._reach = 0
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take the next output, return the lines that can no longer change."""
-        chunk = self._rest + chunk
-        unfinished = _UNFINISHED.search(chunk)
-        self._rest = unfinished.group() if unfinished else b""
-        for token in _TOKENS.finditer(chunk, 0, len(chunk) - len(self._rest)):
-            if token["newline"] or len(self._line) > _LONGEST_LINE:
-                self._held.append(self._line + b"\n")
-                self._line, self._returned, self._moved_up = b"", False, 0
-            if token["return"]:
-                self._returned = True
-            elif token["text"]:
-                self._line = token["text"] if self._returned else self._line + token["text"]
-                self._returned, self._moved_up = False, 0
-            elif token["command"]:
-                self._control(token["command"], token["count"])
-        final = max(0, len(self._held) - self._reach)
-        lines, self._held = self._held[:final], self._held[final:]
-        return b"".join(lines)
-
-    def _control(self, command: bytes, count: bytes) -> None:
-        if command == b"K" and (self._returned or count == b"2"):
-            self._line = b""
-        elif command == b"A":
-            up = int(count) if count.isdigit() else 1
-            self._moved_up = min(self._moved_up + up, _MOST_LINES_REDRAWN)
-            self._reach = max(self._reach, self._moved_up)
-            for _ in range(min(up, len(self._held))):
-                self._line = self._held.pop().rstrip(b"\n")
-            self._returned = True
+        """Take the next output, return the lines that are whole."""
+        lines, newline, rest = (self._rest + chunk).rpartition(b"\n")
+        rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]  # a \r at the end may be half of a line's end
+        if len(rest) > _LONGEST_LINE:
+            lines, newline, rest = lines + newline + rest, b"\n", b""
+        self._rest = rest
+        return as_shown((lines + newline).decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
     def close(self) -> bytes:
-        """Return what was held back, an unfinished last line included."""
-        rest = b"".join(self._held) + (self._line + b"\n" if self._line else b"")
-        self._held, self._line = [], b""
-        return rest
+        """Return an unfinished last line."""
+        return self.feed(b"\n") if self._rest else b""
 
 
 class Relay:
     """Copies rank 0's output to this process's stdout and stderr, and to its log.
 
-    Use `stdout` and `stderr` for the child, call `start` when it runs and `finish` when it ended.
+    Use `stdout`, `stderr` and `environ` for the child, call `start` when it runs and `finish` when it ended.
     """
 
     def __init__(self, log: Path) -> None:
         self._log = log.open("ab", buffering=0)
         self._sources: dict[int, tuple[int, PlainLines]] = {}
-        self._terminals: list[int] = []
         self._cursor_hidden = False
         self._give_up_at: float | None = None
         self._gone: set[int] = set()
         self.wrote = False
         """Whether rank 0 has written anything."""
-        self.stdout = self._channel(1)
-        both_terminals = len(self._terminals) == 1 and os.isatty(2)
-        self.stderr = self.stdout if both_terminals else self._channel(2)
+        on_terminal = os.isatty(1)
+        self.stdout = self._pipe(1)
+        # On one terminal, lines keep their order.
+        self.stderr = self.stdout if on_terminal and os.isatty(2) else self._pipe(2)
+        width = {"COLUMNS": str(shutil.get_terminal_size().columns)} if on_terminal else {}
+        self.environ: Mapping[str, str] = {"TTY_COMPATIBLE": str(int(on_terminal)), **width}
+        """What rich reads about where its output ends."""
         self._thread = threading.Thread(target=self._copy, name="holdfast-rank-0-output", daemon=True)
 
-    def _channel(self, target: int) -> int:
-        if _TERMINALS and os.isatty(target):
-            source, child_end = pty.openpty()
-            # Raw: bytes arrive at the user's terminal unchanged, which adds its own carriage returns.
-            tty.setraw(child_end)
-            self._terminals.append(source)
-        else:
-            source, child_end = os.pipe()
+    def _pipe(self, target: int) -> int:
+        source, child_end = os.pipe()
         self._sources[source] = (target, PlainLines())
-        self._match_size(source, target)
         return child_end
 
     def start(self) -> None:
@@ -147,15 +94,11 @@ class Relay:
                 os.close(source)
 
     def _copy_chunk(self, source: int) -> bool:
-        try:
-            chunk = os.read(source, 1 << 16)
-        except OSError:  # Linux answers EIO once the last writer of a pseudo-terminal has gone
-            return False
+        chunk = os.read(source, 1 << 16)
         if not chunk:
             return False
         self.wrote = True
         target, lines = self._sources[source]
-        self._match_size(source, target)
         self._forward(target, chunk)
         self._record(lines.feed(chunk))
         return True
@@ -174,11 +117,3 @@ class Relay:
     def _record(self, lines: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk: the run will say so itself, and the terminal shows it
             self._log.write(lines)
-
-    def _match_size(self, source: int, target: int) -> None:
-        if source not in self._terminals:
-            return
-        with contextlib.suppress(OSError):
-            size = fcntl.ioctl(target, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-            if size != fcntl.ioctl(source, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0)):
-                fcntl.ioctl(source, termios.TIOCSWINSZ, size)

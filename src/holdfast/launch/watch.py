@@ -133,6 +133,8 @@ def _start_rank(
     rank: int, store: Path, start: Start, directory: LaunchDirectory, relay: Relay
 ) -> subprocess.Popen[bytes]:
     environ = rank_environment(start.environ, rank, start.ranks, store, start.threads, directory.path)
+    if rank == 0:
+        environ |= relay.environ
     with directory.log(rank).open("ab") as log:
         return subprocess.Popen(
             list(start.command),

@@ -11,8 +11,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from holdfast.config.sections.metrics import HealthConfig
-
+_REPEAT_STEPS = 50
+"""Steps for which an alarm rests after it sounded."""
+_LASTING_STEPS = 5
+"""Steps in a row that what is no alarm in one step lasts before it counts."""
+_FLAT_REWARD_STEPS = 20
+"""Steps in a row with one and the same mean reward."""
+_FLAT_GROUPS = 0.8
+"""Share of groups whose completions have one reward."""
+_TRUNCATED = 0.3
+"""Share of completions cut at `rollout.max_new_tokens`."""
+_LOWEST_ENTROPY = 0.01
+"""Nats per token, of the entropy where it is measured (`metrics.entropy`), else of its estimate from samples."""
+_REWARD_FAULTS = 0.01
+"""Share of a step's completions whose reward timed out, raised or was no finite number."""
+_JUMP = 10.0
+"""A KL or a gradient norm this many times its usual value."""
 _USUAL_STEPS = 20
 """Steps whose median is the usual value of a number."""
 _FEWEST_STEPS = 10
@@ -27,33 +41,29 @@ Past = Sequence[Mapping[str, float]]
 
 
 class Health:
-    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for `repeat_steps`."""
+    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for a while."""
 
-    def __init__(self, config: HealthConfig) -> None:
-        self._config = config
-        longest = max(config.flat_reward_steps, config.lasting_steps, _USUAL_STEPS + 1)
-        self._past: deque[Mapping[str, float]] = deque(maxlen=longest)
+    def __init__(self) -> None:
+        self._past: deque[Mapping[str, float]] = deque(maxlen=max(_FLAT_REWARD_STEPS, _USUAL_STEPS + 1))
         self._sounded: dict[str, int] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         """Return the alarms of a step, by name."""
-        if not self._config.enabled:
-            return {}
         self._past.append(metrics)
         past = list(self._past)
         alarms = {}
         for name, alarm in _ALARMS.items():
             last = self._sounded.get(name)
-            if last is not None and step - last < self._config.repeat_steps:
+            if last is not None and step - last < _REPEAT_STEPS:
                 continue
-            if sentence := alarm(self._config, past):
+            if sentence := alarm(past):
                 alarms[name] = sentence
                 self._sounded[name] = step
         return alarms
 
 
-def _flat_reward(config: HealthConfig, past: Past) -> str | None:
-    values = _last(past, "reward", config.flat_reward_steps)
+def _flat_reward(past: Past) -> str | None:
+    values = _last(past, "reward", _FLAT_REWARD_STEPS)
     if not values or max(values) - min(values) > _SAME:
         return None
     return (
@@ -62,45 +72,45 @@ def _flat_reward(config: HealthConfig, past: Past) -> str | None:
     )
 
 
-def _flat_groups(config: HealthConfig, past: Past) -> str | None:
-    values = _last(past, "frac_reward_zero_std", config.lasting_steps)
-    if not values or min(values) <= config.flat_groups:
+def _flat_groups(past: Past) -> str | None:
+    values = _last(past, "frac_reward_zero_std", _LASTING_STEPS)
+    if not values or min(values) <= _FLAT_GROUPS:
         return None
     return (
         f"in {values[-1]:.0%} of the groups all completions have one reward, and for {len(values)} steps it has been "
-        f"more than {config.flat_groups:.0%}. Such groups teach nothing. If the reward is not at its best, choose "
+        f"more than {_FLAT_GROUPS:.0%}. Such groups teach nothing. If the reward is not at its best, choose "
         "prompts that the policy solves sometimes, raise rollout.group_size, or set groups.flat: resample."
     )
 
 
-def _truncation(config: HealthConfig, past: Past) -> str | None:
-    values = _last(past, "completions/clipped_ratio", config.lasting_steps)
-    if not values or min(values) <= config.truncated:
+def _truncation(past: Past) -> str | None:
+    values = _last(past, "completions/clipped_ratio", _LASTING_STEPS)
+    if not values or min(values) <= _TRUNCATED:
         return None
     return (
         f"{values[-1]:.0%} of the completions are cut at rollout.max_new_tokens, and for {len(values)} steps it has "
-        f"been more than {config.truncated:.0%}. Raise rollout.max_new_tokens, or look in samples.jsonl for "
+        f"been more than {_TRUNCATED:.0%}. Raise rollout.max_new_tokens, or look in samples.jsonl for "
         "completions that do not end."
     )
 
 
-def _low_entropy(config: HealthConfig, past: Past) -> str | None:
-    measured = _last(past, "entropy", config.lasting_steps)
-    values = measured or _last(past, "entropy_estimate", config.lasting_steps)
-    if not values or max(values) >= config.lowest_entropy:
+def _low_entropy(past: Past) -> str | None:
+    measured = _last(past, "entropy", _LASTING_STEPS)
+    values = measured or _last(past, "entropy_estimate", _LASTING_STEPS)
+    if not values or max(values) >= _LOWEST_ENTROPY:
         return None
     name = "entropy" if measured else "estimated entropy"
     return (
         f"the {name} is {values[-1]:.2g} nats per token, and for {len(values)} steps it was below "
-        f"{config.lowest_entropy:g}: the policy hardly explores. Lower optim.lr, raise objective.high, or set "
+        f"{_LOWEST_ENTROPY:g}: the policy hardly explores. Lower optim.lr, raise objective.high, or set "
         "entropy.coefficient."
     )
 
 
-def _reward_faults(config: HealthConfig, past: Past) -> str | None:
+def _reward_faults(past: Past) -> str | None:
     faults = {kind: int(past[-1].get(f"reward/{kind}", 0)) for kind in ("timeout", "error", "nan")}
     total = past[-1].get("rollout/completions", 0)
-    if not total or sum(faults.values()) <= config.reward_faults * total:
+    if not total or sum(faults.values()) <= _REWARD_FAULTS * total:
         return None
     named = ", ".join(f"{count} by {kind}" for kind, count in faults.items() if count)
     return (
@@ -109,9 +119,9 @@ def _reward_faults(config: HealthConfig, past: Past) -> str | None:
     )
 
 
-def _kl_jump(config: HealthConfig, past: Past) -> str | None:
+def _kl_jump(past: Past) -> str | None:
     value, usual = _usual(past, "kl")
-    if not value > max(_SMALL_KL, config.kl_jump * usual):
+    if not value > max(_SMALL_KL, _JUMP * usual):
         return None
     return (
         f"the KL to the reference is {value:.2g} nats per token, and it was {usual:.2g} in the steps before. Lower "
@@ -119,9 +129,9 @@ def _kl_jump(config: HealthConfig, past: Past) -> str | None:
     )
 
 
-def _gradient_spike(config: HealthConfig, past: Past) -> str | None:
+def _gradient_spike(past: Past) -> str | None:
     value, usual = _usual(past, "grad_norm")
-    if not (usual > 0 and value > config.gradient_spike * usual):
+    if not (usual > 0 and value > _JUMP * usual):
         return None
     return (
         f"the gradient norm is {value:.3g}, and it was {usual:.3g} in the steps before. If this comes again, lower "
@@ -129,9 +139,9 @@ def _gradient_spike(config: HealthConfig, past: Past) -> str | None:
     )
 
 
-def _nothing_learned(config: HealthConfig, past: Past) -> str | None:
+def _nothing_learned(past: Past) -> str | None:
     """Say that rollouts are left out whole; rewards that are all alike have an alarm of their own."""
-    values, line = _last(past, "optim/no_gradient", config.lasting_steps), past[-1]
+    values, line = _last(past, "optim/no_gradient", _LASTING_STEPS), past[-1]
     if not values or min(values) < 1 or not line.get("rollout/groups") or line.get("frac_reward_zero_std") == 1:
         return None
     trained, groups = line.get("rollout/trained_groups", 0), line["rollout/groups"]
@@ -145,8 +155,8 @@ def _nothing_learned(config: HealthConfig, past: Past) -> str | None:
     )
 
 
-def _one_sided(config: HealthConfig, past: Past) -> str | None:
-    values = _last(past, "kto/desirable", config.lasting_steps)
+def _one_sided(past: Past) -> str | None:
+    values = _last(past, "kto/desirable", _LASTING_STEPS)
     if not values or min(values) != max(values) or values[-1] not in {0.0, 1.0}:
         return None
     return (
@@ -155,7 +165,7 @@ def _one_sided(config: HealthConfig, past: Past) -> str | None:
     )
 
 
-_ALARMS: Mapping[str, Callable[[HealthConfig, Past], str | None]] = {
+_ALARMS: Mapping[str, Callable[[Past], str | None]] = {
     "flat_reward": _flat_reward,
     "flat_groups": _flat_groups,
     "nothing_learned": _nothing_learned,

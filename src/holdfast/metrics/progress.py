@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -35,9 +34,16 @@ def open_progress(kind: Literal["auto", "bar", "lines", "off"], total: int | Non
     """
     if kind == "off":
         return Silent()
-    if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
+    if kind == "bar" or (kind == "auto" and _is_interactive()):
         return Bar(total, first_step)
     return Lines(total)
+
+
+def _is_interactive() -> bool:
+    """Say whether a terminal shows this process's output, also where the launcher's pipe lies between."""
+    from rich.console import Console
+
+    return Console().is_interactive
 
 
 def summary(metrics: Mapping[str, float]) -> str:

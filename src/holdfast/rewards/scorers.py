@@ -30,7 +30,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
     """Make a reward of its section; a user's file is imported here.
 
     Raises:
-        CannotStart: The reward cannot work in this environment.
+        CannotStart, ConfigError: The reward cannot work in this environment.
     """
     own_seconds = 0.0
     bound: Bound

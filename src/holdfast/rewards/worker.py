@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
 from holdfast.rewards import frames, processes
 from holdfast.rewards.base import CannotStart
@@ -31,7 +32,7 @@ def main() -> None:
     setup: dict[str, Any] = pickle.loads(settings)  # noqa: S301 - from our own parent
     try:
         scorers = _build_all(setup, replies)
-    except CannotStart as error:
+    except (CannotStart, ConfigError) as error:
         _say(replies, {"mistake": escaped_paragraph(str(error))})
         return
     sys.stdout.flush()

@@ -48,7 +48,7 @@ class Journal:
             if first:
                 self._open()
         self._samples: JsonlSink | None = None
-        self._health = Health(run.config.metrics.health)
+        self._health = Health() if run.config.metrics.health.enabled else None
         kind = run.config.metrics.progress if first else "off"
         self._screen = open_progress(kind, run.total_steps, run.state.step)
 
@@ -123,7 +123,7 @@ class Journal:
 
     def _warn(self, step: int, line: Mapping[str, float]) -> None:
         """Print and note what looks wrong."""
-        for alarm, sentence in self._health.see(step, line).items():
+        for alarm, sentence in (self._health.see(step, line) if self._health else {}).items():
             self.event("health", alarm=alarm, text=sentence)
             self.say(f"warning: {sentence}")
 

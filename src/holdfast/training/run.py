@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
+from holdfast.config.base import SavedCount, SavedNumber
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
@@ -36,21 +38,23 @@ from holdfast.types import Example
 class TrainState:
     """Progress of a run. Weights, optimizer state, random state and the data cursor are saved beside it."""
 
-    step: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: SavedCount = 0
     """Steps done, those whose updates were skipped included."""
-    updates: int = 0
+    updates: SavedCount = 0
     """Optimizer updates done or skipped: one per step, or several on one rollout."""
-    tokens: int = 0
+    tokens: SavedCount = 0
     """Tokens trained on, padding not counted."""
-    samples: int = 0
-    skipped_steps: int = 0
+    samples: SavedCount = 0
+    skipped_steps: SavedCount = 0
     """Updates skipped for a non-finite gradient norm."""
-    skipped_in_a_row: int = 0
-    unscored_in_a_row: int = 0
+    skipped_in_a_row: SavedCount = 0
+    unscored_in_a_row: SavedCount = 0
     """Steps since one had a completion that could be scored."""
-    best_exported: float | None = None
+    best_exported: SavedNumber | None = None
     """Value of checkpoint.export_best's metric in exports/best."""
-    controllers: dict[str, float] = field(default_factory=dict)
+    controllers: dict[str, SavedNumber] = field(default_factory=dict)
     """Coefficients that follow a target, by name."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import AtLeastTwo, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.rollout import SamplingConfig
 
@@ -15,26 +15,11 @@ from holdfast.config.sections.rollout import SamplingConfig
 class HealthConfig(Section):
     """Alarms on the screen and in events.jsonl when a run looks wrong; they change nothing in it."""
 
+    passed_over: ClassVar[frozenset[str]] = frozenset({
+        "repeat_steps", "lasting_steps", "flat_reward_steps", "flat_groups", "truncated", "lowest_entropy",
+        "reward_faults", "kl_jump", "gradient_spike",
+    })  # fmt: skip
     enabled: bool = True
-    repeat_steps: PositiveInt = 50
-    """Steps for which an alarm rests after it sounded."""
-    lasting_steps: PositiveInt = 5
-    """Steps in a row that flat groups, truncation, low entropy, weights at rest or answers of one kind last before they
-    count."""
-    flat_reward_steps: AtLeastTwo = 20
-    """Steps in a row with one and the same mean reward."""
-    flat_groups: Fraction = 0.8
-    """Share of groups whose completions have one reward."""
-    truncated: Fraction = 0.3
-    """Share of completions cut at `rollout.max_new_tokens`."""
-    lowest_entropy: NonNegative = 0.01
-    """Nats per token, of the entropy where it is measured (`metrics.entropy`), else of its estimate from samples."""
-    reward_faults: Fraction = 0.01
-    """Share of a step's completions whose reward timed out, raised or was no finite number."""
-    kl_jump: Positive = 10.0
-    """A KL this many times its median over the 20 steps before."""
-    gradient_spike: Positive = 10.0
-    """A gradient norm this many times its median over the 20 steps before."""
 
 
 class MetricsConfig(Section):

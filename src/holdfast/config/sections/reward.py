@@ -18,6 +18,7 @@ from holdfast.config.base import (
     PositiveInt,
     Section,
 )
+from holdfast.config.sections.server import endpoint_mistakes
 
 
 def _check_name(name: str) -> str:
@@ -159,14 +160,11 @@ class JudgeConfig(_RewardSection):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield an address that is none, a prompt without the completion, and a regex with several groups."""
-        if not self.url.startswith(("http://", "https://")):
-            yield "url", f"{self.url!r} is no address; write it as in http://localhost:8000/v1"
+        yield from endpoint_mistakes(self.url, self.api_key_variable)
         if "{completion}" not in self.prompt:
             yield "prompt", "the judge would not see the completion; write {completion} where it belongs"
         if (groups := re.compile(self.regex).groups) > 1:
             yield "regex", f"{groups} groups could hold the number; keep one, and write (?:...) for the others"
-        if self.api_key_variable is not None and not self.api_key_variable.isidentifier():
-            yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"
 
 
 class CodeConfig(_RewardSection):

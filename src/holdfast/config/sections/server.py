@@ -30,12 +30,17 @@ class ServerConfig(Section):
     """Most requests of one rank at a time."""
 
     def mistakes(self) -> Iterator[Mistake]:
-        """Yield an address that is none, and a key in the place of its variable."""
+        """Yield what is wrong with the address or the key."""
         yield from super().mistakes()
-        if not _is_address(self.url):
-            yield "url", f"{self.url!r} is no address; write it as in http://localhost:8000/v1"
-        if self.api_key_variable is not None and not self.api_key_variable.isidentifier():
-            yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"
+        yield from endpoint_mistakes(self.url, self.api_key_variable)
+
+
+def endpoint_mistakes(url: str, key_variable: str | None) -> Iterator[Mistake]:
+    """Yield an address that is none, and a key in the place of its variable."""
+    if not _is_address(url):
+        yield "url", f"{url!r} is no address; write it as in http://localhost:8000/v1"
+    if key_variable is not None and not key_variable.isidentifier():
+        yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"
 
 
 def _is_address(url: str) -> bool:

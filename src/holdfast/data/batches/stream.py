@@ -12,8 +12,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+from pydantic import ConfigDict, Field
+
+from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import CandidateReader, Candidates
@@ -33,15 +36,30 @@ _COUNTED_AT_ONCE = 8192
 class Cursor:
     """Where the stream stands. Defined by global draws, never by ranks."""
 
-    draw: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    draw: SavedCount
     """The next candidate."""
-    epoch: int = 0
-    epoch_first_draw: int = 0
-    batches_in_epoch: int = 0
-    sequences_in_epoch: int = 0
+    epoch: SavedCount
+    epoch_first_draw: SavedCount
+    batches_in_epoch: SavedCount
+    sequences_in_epoch: SavedCount
     """All that its rows gave: two of a pair, and two where a row brings its prompt with another row's answer."""
-    offset: int = 0
+    offset: SavedCount
     """Tokens of the next row that windows have used already (packing: wrapped)."""
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """Where a stream stands, as checkpoints hold it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    cursor: Cursor
+    sizes: list[SavedCount | None]
+    """Of each source; None while the end of a stream is not known."""
+    seen: Annotated[list[SavedCount], Field(min_length=2, max_length=2)]
+    """Rows and tokens."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class BatchStream(ABC, Generic[S, T]):
         limits: Limits | None = None,
         cut: Cut[S] | None = None,
     ) -> None:
-        self.cursor = Cursor()
+        self.cursor = Cursor(0, 0, 0, 0, 0, 0)
         self._rows: CandidateReader[S] = rows
         self._order = rows.reader.order
         self._config = config
@@ -255,12 +273,10 @@ class BatchStream(ABC, Generic[S, T]):
         whole = self._order.epoch_draws
         first = cursor.draw if whole is None else max(cursor.draw, cursor.epoch_first_draw + whole)
         if self._limits.repeat:
-            return Cursor(
-                draw=cursor.epoch_first_draw, epoch=cursor.epoch + 1, epoch_first_draw=cursor.epoch_first_draw
-            )
+            return Cursor(cursor.epoch_first_draw, cursor.epoch + 1, cursor.epoch_first_draw, 0, 0, 0)
         # A window may have cut the row that the next pass begins with.
         offset = cursor.offset if first == cursor.draw else 0
-        return Cursor(draw=first, epoch=cursor.epoch + 1, epoch_first_draw=first, offset=offset)
+        return Cursor(first, cursor.epoch + 1, first, 0, 0, offset)
 
     def _collect(self, size: int) -> tuple[Candidates[S], Cursor, bool]:
         """Take candidates in draw order, round by round, until the mini-batch is full or the pass ends."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
 from holdfast.checkpoint.export.model import EXPORTED_CONFIG
@@ -24,6 +24,7 @@ from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import leaves
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
+from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.shards import sharded_parameters
@@ -256,8 +257,17 @@ def _damage(run: Run) -> None:
             next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
 
 
+@dataclass(frozen=True)
+class _Saved:
+    state: TrainState
+    stream: StreamState
+
+
+_SAVED = TypeAdapter(_Saved)
+
+
 def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
-    """Compare trainer.json with what this run would write.
+    """Look at what trainer.json says; a run's later versions may remember more, which then begins as in a new run.
 
     Args:
         run: Built, and not changed by this.
@@ -265,71 +275,20 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
         step: Of the manifest.
 
     Raises:
-        ValueError, TypeError, KeyError: The first difference, by its place in the file.
+        ValueError: The first thing that is wrong, by its place in the file.
     """
-    own = run.state.as_plain()
-    for section in ("state", "stream"):
-        _object(section, shared[section])
-    # What a later version remembers besides begins as it does in a new run.
-    _same_shape("state", own, own | shared["state"])
-    _same_shape("stream", run.stream.state(), shared["stream"])
-    for name, value in shared["state"].get("controllers", {}).items():
-        _same_shape(f"state.controllers.{name}", 0.0, value)
-    if shared["state"]["step"] != step:
-        raise ValueError(f"state.step is {shared['state']['step']}, and the checkpoint is of step {step}")
+    try:
+        saved = _SAVED.validate_python(shared)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        what = "missing" if first["type"] == "missing" else f"{_short(first['input'])}: {first['msg']}"
+        raise ValueError(f"{where} is {what}") from error
+    if saved.state.step != step:
+        raise ValueError(f"state.step is {saved.state.step}, and the checkpoint is of step {step}")
     needed = max((index for index, size in enumerate(run.stream.state()["sizes"]) if size is None), default=-1)
-    if len(shared["stream"]["sizes"]) <= needed:
-        raise ValueError(f"stream.sizes has {len(shared['stream']['sizes'])} entries, for {needed + 1} sources or more")
-
-
-def _same_shape(where: str, own: Any, stored: Any) -> None:
-    """Compare one value with what this run has in its place.
-
-    Raises:
-        ValueError, TypeError: The stored value has another type than this run's.
-    """
-    match own:
-        case dict():
-            _same_mapping(where, own, stored)
-        case list():
-            _same_list(where, own, stored)
-        case bool() | str():
-            _must(type(stored) is type(own), where, stored, f"no {type(own).__name__}")
-        case int():
-            _must(type(stored) is int and stored >= 0, where, stored, "no count")
-        case _:
-            _must(stored is None or _is_number(stored), where, stored, "no number")
-
-
-def _must(fits: bool, where: str, stored: Any, words: str) -> None:
-    if not fits:
-        raise ValueError(f"{where} is {_short(stored)}, {words}")
-
-
-def _same_list(where: str, own: list[Any], stored: Any) -> None:
-    _must(isinstance(stored, list) and bool(stored) >= bool(own), where, stored, "no list")
-    for index, item in enumerate(stored if own else ()):
-        _same_shape(f"{where}[{index}]", own[min(index, len(own) - 1)], item)
-
-
-def _same_mapping(where: str, own: Mapping[str, Any], stored: Any) -> None:
-    _object(where, stored)
-    if not own:  # filled as a run goes on, by whoever has something to remember
-        return
-    strange = sorted(set(own) ^ set(stored))
-    if strange:
-        raise ValueError(f"{where}.{strange[0]} is {'missing' if strange[0] in own else 'unknown'}")
-    for name, value in own.items():
-        _same_shape(f"{where}.{name}", value, stored[name])
-
-
-def _object(where: str, stored: Any) -> None:
-    if not isinstance(stored, dict):
-        raise TypeError(f"{where} is {_short(stored)}, no object")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if len(saved.stream.sizes) <= needed:
+        raise ValueError(f"stream.sizes has {len(saved.stream.sizes)} entries, for {needed + 1} sources or more")
 
 
 def _short(value: Any) -> str:

@@ -19,15 +19,11 @@ from numpy.typing import NDArray
 from holdfast.config.sections.server import ServerConfig
 from holdfast.data.batches.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
+from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.training.build.model import probe_logprobs
 from holdfast.training.run import Evaluation
-from holdfast.training.scorers.endpoint import (
-    CompletionServer,
-    ServedModel,
-    ServerRefuses,
-    ServerUnwell,
-)
+from holdfast.training.scorers.endpoint import CompletionServer, ServedModel
 from holdfast.training.together import together
 from holdfast.types import Batch, MiniBatch
 
@@ -141,17 +137,17 @@ class ScoringServer:
             waiting = [threads.submit(self.server.logprobs, tokens) for tokens in texts]
             try:
                 return [future.result() for future in waiting]
-            except (ServerRefuses, ServerUnwell) as error:
+            except (EndpointRefuses, EndpointUnwell) as error:
                 raise RunStopped(
                     f"The {self.role.title} at {section.url} {error}. Mend the server; the same command then goes on "
                     "from the last checkpoint."
                 ) from error
             finally:
-                self.server.given_up.set()
+                self.server.endpoint.given_up.set()
                 for future in waiting:
                     future.cancel()
                 threads.shutdown()
-                self.server.given_up.clear()
+                self.server.endpoint.given_up.clear()
 
     def _check_drift(self, logprobs: NDArray[np.float64]) -> None:
         drift = float(np.abs(logprobs[1:] - self.probe.logprobs).max())
@@ -203,7 +199,7 @@ def _met(trained: Evaluation, section: ServerConfig, role: Role, size: int, drif
         tokens = tuple(tokenizer.encode(_TEXT, add_special_tokens=False))[:_PROBE_TOKENS][:longest]
         probe = Probe(tokens, server.logprobs(tokens)[1:])
         _check_vocabulary(server, size, longest, role)
-    except (ServerRefuses, ServerUnwell) as error:
+    except (EndpointRefuses, EndpointUnwell) as error:
         raise ConfigError(
             f"{role.section}.url: {section.url} {error}. See that the server runs, and that it is vLLM or answers like "
             f"it ({role.section}.answers)."
@@ -276,7 +272,7 @@ def _check_vocabulary(server: CompletionServer, size: int, longest: int, role: R
     tokens = [*_spread(size)[: max(1, longest - 1)], size - 1]
     try:
         server.logprobs(tokens)
-    except ServerRefuses as error:
+    except EndpointRefuses as error:
         raise ModelError(
             f"{role.section}: {server.model} at {server.section.url} does not know all {size} tokens that the "
             f"{role.trained} may use: sent token {size - 1}, it {error}. Serve a model with the {role.trained}'s "

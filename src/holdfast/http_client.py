@@ -1,0 +1,146 @@
+"""Requests to an OpenAI-compatible endpoint, with one limit of time and one of size for the whole answer.
+
+No redirect is followed and no proxy is used: a key goes to the address in the configuration and nowhere else.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import tenacity
+
+from holdfast.errors import ConfigError
+
+_TRIED_AGAIN = frozenset({408, 409, 429})
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 4.0
+_SHOWN = 200
+
+
+class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened
+    """The answer is not what was asked for, and asking again would not help."""
+
+
+class EndpointUnwell(Exception):  # noqa: N818 - the name says what happened
+    """The endpoint cannot be reached or is overloaded; it may be well in a moment."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Asks one address; safe to share between threads."""
+
+    url: str
+    key: str | None = field(repr=False)
+    timeout_seconds: float
+    """For each whole answer."""
+    attempts: int
+    most_bytes: int = 1 << 28
+    """Of each answer."""
+    given_up: threading.Event = field(default_factory=threading.Event)
+    """Set it, and requests that wait to be tried again are tried no more."""
+
+    @property
+    def longest_seconds(self) -> float:
+        """Time of all attempts and the pauses between them."""
+        return self.attempts * (self.timeout_seconds + _LONGEST_PAUSE_SECONDS)
+
+    def ask(self, method: str, path: str, content: Any = None) -> Any:
+        """Return the JSON that the endpoint answers, asking again where that may help.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: There is none; the message goes on after the endpoint's name.
+        """
+        again = tenacity.Retrying(
+            stop=tenacity.stop_any(
+                tenacity.stop_after_attempt(self.attempts), tenacity.stop_when_event_set(self.given_up)
+            ),
+            wait=tenacity.wait_exponential(_FIRST_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS),
+            sleep=tenacity.sleep_using_event(self.given_up),
+            retry=tenacity.retry_if_exception_type(EndpointUnwell),
+            reraise=True,
+        )
+        return again(self._once, method, path, content)
+
+    def _once(self, method: str, path: str, content: Any) -> Any:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        body = None if content is None else json.dumps(content).encode()
+        status, received = self._exchange(method, urlsplit(self.url.rstrip("/") + path), body, headers)
+        if status in _TRIED_AGAIN or status >= 500:
+            raise EndpointUnwell(f"answers {status} {cut(received)}")
+        if status != 200:
+            raise EndpointRefuses(f"answers {status} {cut(received)}")
+        if len(received) > self.most_bytes:
+            raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
+        try:
+            return json.loads(received)
+        except ValueError as error:
+            raise EndpointRefuses(f"answers what is no JSON: {cut(received)}") from error
+
+    def _exchange(
+        self, method: str, place: SplitResult, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        deadline = time.monotonic() + self.timeout_seconds
+        late = f"gave no whole answer within {self.timeout_seconds:g} s"
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        try:
+            connection = kind(place.hostname or "", place.port, timeout=self.timeout_seconds)
+            connection.connect()
+            # A time-out of the socket is one of each read: an endpoint that sends a byte now and then never meets it.
+            alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
+            alarm.daemon = True
+            alarm.start()
+            try:
+                connection.request(method, place.path, body, headers)
+                response = connection.getresponse()
+                received = response.read(self.most_bytes + 1)
+                if response.length and len(received) <= self.most_bytes:
+                    raise http.client.IncompleteRead(received, response.length)
+            finally:
+                alarm.cancel()
+                connection.close()
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            is_late = time.monotonic() >= deadline
+            raise EndpointUnwell(late if is_late else f"cannot be reached ({cut(error)})") from error
+        if time.monotonic() >= deadline:  # what came may be the part before the alarm
+            raise EndpointUnwell(late)
+        return response.status, received
+
+
+def _hang_up(opened: socket.socket) -> None:
+    with suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+def cut(answer: object) -> str:
+    """Return the beginning of what an endpoint said, on one line."""
+    text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def api_key(variable: str | None, section: str) -> str | None:
+    """Return the key that an environment variable holds.
+
+    Raises:
+        ConfigError: The variable is not set.
+    """
+    if variable is None:
+        return None
+    # The one secret that may not stand in a YAML; everything else about a run does.
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(
+            f"{section}.api_key_variable: the environment variable {variable} is not set. Export {variable}, or remove "
+            "api_key_variable."
+        )
+    return key

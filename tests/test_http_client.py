@@ -1,0 +1,107 @@
+"""One request to a real server on loopback: its limits of time and size, and where its key goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell
+
+Serve = Callable[[list[bytes], float], "Served"]
+
+
+class Served:
+    """Answers every connection with the same pieces, and notes the requests."""
+
+    def __init__(self, pieces: list[bytes], pause_seconds: float) -> None:
+        self.pieces, self.pause_seconds = pieces, pause_seconds
+        self.requests: list[bytes] = []
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            self.requests.append(connection.recv(65536))
+            try:
+                for piece in self.pieces:
+                    connection.sendall(piece)
+                    time.sleep(self.pause_seconds)
+            except OSError:
+                pass
+            connection.close()
+
+    def endpoint(self, **options: float) -> Endpoint:
+        """Return a client of this server that asks once."""
+        settings = {"timeout_seconds": 5.0, "attempts": 1, **options}
+        return Endpoint(f"http://127.0.0.1:{self.port}/v1", "sesame", **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[Served] = []
+
+    def start(pieces: list[bytes], pause_seconds: float = 0.0) -> Served:
+        servers.append(Served(pieces, pause_seconds))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.socket.close()
+
+
+def answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def test_an_answer_that_trickles_is_late_in_its_head_and_in_its_body(serve: Serve) -> None:
+    whole = answer(b'{"a": 1}')
+    for first in (5, len(whole) - 8):
+        server = serve([whole[:first], *(bytes([byte]) for byte in whole[first:])], 0.1)
+        began = time.monotonic()
+
+        with pytest.raises(EndpointUnwell, match=r"gave no whole answer within 0\.3 s"):
+            server.endpoint(timeout_seconds=0.3).ask("GET", "/models")
+
+        assert time.monotonic() - began < 2
+
+
+def test_an_answer_may_have_the_most_bytes_and_not_one_more(serve: Serve) -> None:
+    server = serve([answer(b'{"a": 1}')])
+
+    assert server.endpoint(most_bytes=8).ask("GET", "/models") == {"a": 1}
+    with pytest.raises(EndpointRefuses, match="answers more than 7 bytes"):
+        server.endpoint(most_bytes=7).ask("GET", "/models")
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(serve: Serve) -> None:
+    server = serve([answer(b'{"a": 1}')[:-1]])
+
+    with pytest.raises(EndpointUnwell, match=r"cannot be reached \(IncompleteRead\(7 bytes read, 1 more expected"):
+        server.endpoint(attempts=2).ask("GET", "/models")
+    assert len(server.requests) == 2
+
+
+def test_the_key_goes_to_the_address_alone_past_proxies_and_redirects(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = serve([answer(b"{}")])
+    server = serve([answer(b"", "302 Found", f"Location: http://127.0.0.1:{elsewhere.port}/")])
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{elsewhere.port}")
+
+    with pytest.raises(EndpointRefuses, match="answers 302"):
+        server.endpoint().ask("POST", "/completions", {"n": 1})
+
+    assert elsewhere.requests == []
+    assert server.requests[0].startswith(b"POST /v1/completions HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Bearer sesame\r\n" in server.requests[0]
+    assert "sesame" not in repr(server.endpoint())
