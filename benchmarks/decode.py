@@ -138,7 +138,7 @@ def rank_of_rollouts(device: str) -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.grpo import GRPOConfig
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.rollout.sampling import mixed
     from holdfast.training.build.begin import Live
     from holdfast.training.policy.build import build_policy_run
@@ -155,7 +155,7 @@ def rank_of_rollouts(device: str) -> None:
         "run": {"dir": tempfile.mkdtemp()},
     }
     config = from_mapping(tree, GRPOConfig)
-    with joined(config.launch) as world:
+    with joined_world(config.launch) as world:
         live = Live(
             rows=[{"prompt": text} for text in shape.texts() * 2],
             model=endless(device),

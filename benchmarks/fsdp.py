@@ -92,14 +92,14 @@ def bare(world: Any) -> tuple[Callable[[], object], Any]:
     from holdfast.data.batches.packing import pack
     from holdfast.data.batches.weights import Share
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.models.attention import PACKED, register
+    from holdfast.models.attention import PACKED, register_attention
     from holdfast.models.family import family_of
     from holdfast.models.policy import PolicyModel
     from holdfast.objectives.supervised import NegativeLogLikelihood
     from holdfast.types import Example
 
     rank, ranks = world.rank, world.size
-    register()
+    register_attention()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), attn_implementation=PACKED).float()
     family = family_of(model)
@@ -131,11 +131,11 @@ def bare(world: Any) -> tuple[Callable[[], object], Any]:
 
 def rank_of_a_pair() -> None:
     """Take turns between trainer and loop on this rank; the first rank prints the means."""
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
 
     ranks = int(os.environ["WORLD_SIZE"])
     config = settings(ranks)
-    with joined(config.launch) as world:
+    with joined_world(config.launch) as world:
         pair = {"holdfast": holdfast(config, world), "bare": bare(world)}
         calls = {arm: count_forwards(policy) for arm, (_, policy) in pair.items()}
         times: dict[str, list[float]] = {arm: [] for arm in pair}
@@ -155,11 +155,11 @@ def rank_of_a_pair() -> None:
 
 def long_updates() -> None:
     """Make long updates in turn with the other arms, and say what each cost this process."""
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config = settings(ranks, LONG_TOKENS, LONG_STEPS)
-    with joined(config.launch) as world:
+    with joined_world(config.launch) as world:
         step, policy = holdfast(config, world)
         calls, meter, times = count_forwards(policy), Meter(), []
         for _ in range(LONG_STEPS):

@@ -157,7 +157,7 @@ def holdfast(shape: Shape, device: str) -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.grpo import GRPOConfig
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.grpo import grpo_step
     from holdfast.rewards.base import Sample, Scored
     from holdfast.training.build.begin import Live
@@ -191,7 +191,7 @@ def holdfast(shape: Shape, device: str) -> None:
         watch.completion_tokens += arguments[0].scored.numel()
 
     settings = from_mapping(tree, GRPOConfig)
-    with joined(settings.launch) as world:
+    with joined_world(settings.launch) as world:
         live = Live(
             rows=[{"prompt": text} for text in shape.texts()], model=endless(device), tokenizer=character_tokenizer()
         )

@@ -25,7 +25,7 @@ SIZES = {"cpu": (1024, 256, "float32"), "cuda": (8192, 1024, "bfloat16")}
 def measure(form: str, device: str) -> None:
     import torch
 
-    from holdfast.models.scores import Head, HeadSpec, score, separable_loss
+    from holdfast.models.scores import HeadSpec, HeadWeights, score, separable_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -46,10 +46,10 @@ def measure(form: str, device: str) -> None:
             del logprobs
         elif form == "one_pass":
             loss, _ = separable_loss(
-                states, Head(head, None), targets, lambda logprobs, *_: -logprobs / tokens, HeadSpec()
+                states, HeadWeights(head, None), targets, lambda logprobs, *_: -logprobs / tokens, HeadSpec()
             )
         else:
-            loss = -score(states, Head(head, None), targets, HeadSpec()).logprobs.mean()
+            loss = -score(states, HeadWeights(head, None), targets, HeadSpec()).logprobs.mean()
         loss.backward()
         times.append(meter.seconds() - start)
         value = loss.item()

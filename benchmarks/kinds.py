@@ -137,12 +137,12 @@ def holdfast(kind: str) -> None:
     """Make the updates with the trainer."""
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
     from holdfast.training.build.begin import Live, build_run
 
     settings = from_mapping(tree(kind), SFTConfig)
-    with joined(settings.launch) as world:
+    with joined_world(settings.launch) as world:
         run = build_run(settings, Path.cwd(), world, Live(rows=rows(kind)))
         watch = Watch(run.policy.language_model)
         for _ in range(STEPS):
@@ -156,14 +156,14 @@ def bare(kind: str) -> None:
     """Make the updates with a loop."""
     import torch
 
-    from holdfast.models.attention import PACKED, register
+    from holdfast.models.attention import PACKED, register_attention
     from holdfast.models.build import configured
     from holdfast.models.family import family_of
     from holdfast.models.policy import PolicyModel
     from holdfast.models.vision import set_attention
     from holdfast.objectives.supervised import NegativeLogLikelihood
 
-    register()
+    register_attention()
     torch.manual_seed(0)
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig

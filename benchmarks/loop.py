@@ -22,7 +22,7 @@ def main() -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
     from holdfast.training.build.begin import Live, build_run
     from holdfast.training.fit import fit
@@ -53,7 +53,7 @@ def main() -> None:
         ends.append(time.process_time())
         return metrics
 
-    with joined(config.launch) as world:
+    with joined_world(config.launch) as world:
         rows = [{"text": text} for text in setting.texts()]
         live = Live(rows=rows, model=sft_vs_trl.model(setting), tokenizer=character_tokenizer())
         fit(build_run(config, Path.cwd(), world, live), step)

@@ -20,7 +20,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.candidates import CandidateReader
 from holdfast.data.batches.exchange import Alone
 from holdfast.data.batches.planning import plan_packs
-from holdfast.data.batches.stream import Limits, SampleStream
+from holdfast.data.batches.stream import SampleStream, StreamLimits
 from holdfast.data.rows.order import DrawOrder
 from holdfast.data.rows.reading import RowReader
 from holdfast.data.rows.rows import from_rows
@@ -63,7 +63,7 @@ def serve(packing: str, documents: int, median: float) -> dict[str, float]:
     )
     exchange = Alone()
     reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, exchange)
-    stream = SampleStream(reader, config, exchange, limits=Limits(passes=1))
+    stream = SampleStream(reader, config, exchange, limits=StreamLimits(passes=1))
     tokens = fill = step = 0
     resident: list[float] = []
     meter = Meter()

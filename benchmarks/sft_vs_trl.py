@@ -172,7 +172,7 @@ def holdfast(device: str) -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
     from holdfast.training.build.begin import Live, build_run
 
@@ -193,7 +193,7 @@ def holdfast(device: str) -> None:
     }
     rows = [{"text": text} for text in setting.texts()]
     settings = from_mapping(tree, SFTConfig)
-    with joined(settings.launch) as world:
+    with joined_world(settings.launch) as world:
         live = Live(rows=rows, model=model(setting), tokenizer=character_tokenizer())
         run = build_run(settings, Path.cwd(), world, live)
         watch = Watch(run.policy.language_model, Meter(device))
@@ -210,13 +210,13 @@ def bare(_: str) -> None:
     from holdfast.data.batches.packing import pack
     from holdfast.data.batches.weights import Share
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.models.attention import PACKED, register
+    from holdfast.models.attention import PACKED, register_attention
     from holdfast.models.family import family_of
     from holdfast.models.policy import PolicyModel
     from holdfast.objectives.supervised import NegativeLogLikelihood
     from holdfast.types import Example
 
-    register()
+    register_attention()
     setting, tokenizer = SETTINGS["cpu"], character_tokenizer()
     language_model = model(setting)
     language_model.set_attn_implementation(PACKED)

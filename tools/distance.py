@@ -76,7 +76,7 @@ def files_of(verb: str, folder: Path) -> dict[str, set[str]]:
     """Run, go back to step 2 and continue; return the files of each window."""
     from holdfast.config.sections.launch import LaunchConfig
     from holdfast.config.verbs.roots import load_run
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.recipes import grpo, sft
 
     recipe: Any = {"sft": sft.sft, "grpo": grpo.grpo}[verb]
@@ -85,7 +85,7 @@ def files_of(verb: str, folder: Path) -> dict[str, set[str]]:
     files: dict[str, set[str]] = {}
     for _ in range(2):
         loaded = load_run(folder / f"{verb}.yaml", ["launch.ranks=1", "rewards.workers=1"][: 1 + (verb == "grpo")])
-        with joined(LaunchConfig(ranks=1, device="cpu")) as world, traced() as tracer:
+        with joined_world(LaunchConfig(ranks=1, device="cpu")) as world, traced() as tracer:
             recipe(loaded.config, loaded.base, world)
         files |= tracer.files
         shutil.rmtree(folder / "runs" / verb / "checkpoints" / "step-00000004")

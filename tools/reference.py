@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
 from holdfast.config.base import kind_of, kinds_of
-from holdfast.config.tree import Held
+from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
 
 FOLDER = Path("docs/reference")
@@ -69,7 +69,7 @@ def places(place: Place, known: dict[type[BaseModel], Place]) -> None:
     known[place.section] = place
     fields = place.section.model_fields
     for name in sorted(fields, key=lambda name: not fields[name].is_required()):
-        held = Held((place.section,)).below(name)
+        held = KeyType((place.section,)).below(name)
         path = f"{place.path}.{name}".lstrip(".") + (".*" if held.several else "")
         for section in held.sections:
             places(Place(path, section, held.is_union), known)
@@ -95,7 +95,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
     return f"{TYPES.get(str(kind), 'any value')} {bounds}".rstrip()
 
 
-def held_text(held: Held, known: Mapping[type[BaseModel], Place]) -> str:
+def held_text(held: KeyType, known: Mapping[type[BaseModel], Place]) -> str:
     """Link to the sections that a key holds."""
     if not held.is_union:
         place = known[held.sections[0]]
@@ -126,7 +126,7 @@ def rows(place: Place, known: Mapping[type[BaseModel], Place]) -> Iterator[str]:
     for name, field in place.section.model_fields.items():
         if place.is_alternative and name == "kind" and len(kinds_of(place.section)) == 1:
             continue
-        held = Held((place.section,)).below(name)
+        held = KeyType((place.section,)).below(name)
         kind = held_text(held, known) if held.sections else type_text(properties[name])
         default = "required" if field.is_required() else value_text(field.get_default(call_default_factory=True))
         shown = default if default == "required" else f"`{default}`"

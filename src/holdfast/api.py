@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.config.load import Draft, Loaded, check, read
+from holdfast.config.load import Draft, LoadedConfig, check, read_config
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -16,7 +16,7 @@ from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import under_torchrun
 from holdfast.objectives.base import Objective
-from holdfast.parallel.mesh import World, joined
+from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.rendezvous import number_of_call
 from holdfast.recipes.distill import distill as run_distill
 from holdfast.recipes.dpo import dpo as run_dpo
@@ -194,7 +194,7 @@ def _run(
             f"launch.ranks={ranks}, but a Python call is one process. Start the script with `torchrun "
             f"--nproc-per-node {ranks} script.py`, or use `holdfast {root.verb} RUN.yaml`."
         )
-    with joined(tree.config.launch, call) as world:
+    with joined_world(tree.config.launch, call) as world:
         return recipe(tree.config, tree.base, world, live)
 
 
@@ -203,10 +203,10 @@ def _checked(
     config: TrainingConfig | Mapping[str, Any] | str | Path,
     live: Live,
     replaced: Mapping[str, Any],
-) -> Loaded[Root]:
+) -> LoadedConfig[Root]:
     """Check the tree with live objects in the place of what it names."""
     if isinstance(config, str | Path):
-        draft, base = read(Path(config), [], root), Path(config).resolve().parent
+        draft, base = read_config(Path(config), [], root), Path(config).resolve().parent
     else:
         draft, base = Draft(Document("config", dict(config))), Path.cwd()
     values = draft.document.values
@@ -217,7 +217,7 @@ def _checked(
         values["model"] = _live_model(values.get("model"), live)
     elif live.tokenizer is not None:
         values["model"] = _without(values.get("model"), ()) | {"tokenizer": GIVEN}
-    return Loaded(check(draft, root), base)
+    return LoadedConfig(check(draft, root), base)
 
 
 def _live_rewards(rewards: Rewards | None) -> tuple[tuple[Callable[..., object], ...], list[dict[str, str]]]:

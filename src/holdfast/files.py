@@ -44,7 +44,7 @@ class NotRegular(OSError):  # noqa: N818 - the name says what is wrong
         return f"{self.filename}: {self.strerror}"
 
 
-def kind_of(path: Path, within: Path | None = None) -> str:
+def file_kind(path: Path, within: Path | None = None) -> str:
     """Return what stands at a path, in words; `REGULAR` for a file or a link to one.
 
     Args:

@@ -10,7 +10,7 @@ from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Tokenise
 from holdfast.data.batches.exchange import Alone, Exchange
 from holdfast.data.batches.packing import unpack
-from holdfast.data.batches.stream import Limits, SampleStream
+from holdfast.data.batches.stream import SampleStream, StreamLimits
 from holdfast.data.rows.order import DrawOrder
 from holdfast.data.rows.reading import RowReader
 from holdfast.data.rows.rows import Row, Source
@@ -23,7 +23,7 @@ def stream(
     exchange: Exchange | None = None,
     weights: Sequence[float] | None = None,
     seed: int = 0,
-    limits: Limits | None = None,
+    limits: StreamLimits | None = None,
     tokenise: Tokenise = as_tokens,
     accept: Callable[[Row], bool] | None = None,
     **data: Any,

@@ -12,7 +12,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.batches.exchange import Alone
-from holdfast.data.batches.packing import Head, pack, unpack
+from holdfast.data.batches.packing import CommonStart, pack, unpack
 from holdfast.data.batches.weights import Share
 from holdfast.types import Example
 
@@ -80,7 +80,7 @@ def test_inputs_of_a_shared_head_are_joined_once_and_given_back_to_all() -> None
     )
     examples = [MIXED[0], with_inputs, longer, MIXED[3]]
 
-    batch = pack(examples, [ONE] * 4, heads=[Head(1, 0), Head(2, 1), Head(1, 0)])
+    batch = pack(examples, [ONE] * 4, heads=[CommonStart(1, 0), CommonStart(2, 1), CommonStart(1, 0)])
 
     assert [rows[1] for rows in batch.model_input_rows.values()] == [
         len(v) for _, v in sorted(with_inputs.model_inputs.items())
@@ -102,13 +102,13 @@ def test_a_head_with_other_inputs_or_positions_is_refused() -> None:
 
     for changed in ({"model_inputs": others}, {"model_inputs": {}}, {"positions": first.positions + 1}):
         with pytest.raises(ValueError, match=r"sample 5: .* not those of sample 2, and so they cannot share a head"):
-            pack([first, replace(first, sample_id=5, **changed)], [ONE] * 2, heads=[Head(2, 1)])
+            pack([first, replace(first, sample_id=5, **changed)], [ONE] * 2, heads=[CommonStart(2, 1)])
 
 
 def test_neighbours_with_a_shared_head_take_a_stand_in_too() -> None:
     alike = [MIXED[0], replace(MIXED[0], sample_id=5)]
 
-    batch = pack(alike, [ONE] * 2, heads=[Head(2, 1)], stand_in={"patches": np.zeros((1, 2))})
+    batch = pack(alike, [ONE] * 2, heads=[CommonStart(2, 1)], stand_in={"patches": np.zeros((1, 2))})
 
     assert batch.stands_in
 

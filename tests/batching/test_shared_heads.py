@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from holdfast.data.batches.packing import Head, pack, unpack
+from holdfast.data.batches.packing import CommonStart, pack, unpack
 from holdfast.data.batches.planning import plan_units, saves_work, taken_apart
 from holdfast.data.batches.weights import Share
-from holdfast.models.attention import PACKED, Documents, key_places, packed_attention, register
+from holdfast.models.attention import PACKED, Documents, key_places, packed_attention, register_attention
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel, predictors
 from holdfast.models.routers import RouterLoss
@@ -40,7 +40,7 @@ def group(sizes: list[int], head: int, first_id: int = 0, seed: int = 0) -> list
 
 
 GROUPS = [group([5, 3, 5], 6), group([4], 3, 10), group([1, 7], 1, 20)]
-HEADS = [Head(3, 6), Head(1, 3), Head(2, 1)]
+HEADS = [CommonStart(3, 6), CommonStart(1, 3), CommonStart(2, 1)]
 FLAT = [example for members in GROUPS for example in members]
 SHARES = [Share(0.5 + number / 7, 1.0) for number in range(len(FLAT))]
 
@@ -69,7 +69,7 @@ def test_taking_apart_gives_back_what_was_laid_down() -> None:
 
 def test_sequences_that_do_not_begin_alike_are_refused() -> None:
     with pytest.raises(ValueError, match="sample 10 does not begin like sample 0"):
-        pack([FLAT[0], FLAT[3]], SHARES[:2], heads=[Head(2, 3)])
+        pack([FLAT[0], FLAT[3]], SHARES[:2], heads=[CommonStart(2, 3)])
 
 
 def test_a_head_with_a_trained_token_is_refused() -> None:
@@ -79,11 +79,11 @@ def test_a_head_with_a_trained_token_is_refused() -> None:
     alike = [first, Example(1, 0, tokens, second.loss_mask, "s", per_token=second.per_token)]
 
     with pytest.raises(ValueError, match="sample 0: a token of the shared head would be trained"):
-        pack(alike, SHARES[:2], heads=[Head(2, 4)])
+        pack(alike, SHARES[:2], heads=[CommonStart(2, 4)])
 
 
 def result(model: Any, batch: Batch, router_loss: RouterLoss | None = None) -> tuple[LossSum, dict[str, Tensor]]:
-    register()
+    register_attention()
     mine = twin(model)
     mine.set_attn_implementation(PACKED)
     mine.set_experts_implementation("eager")

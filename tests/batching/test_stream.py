@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from holdfast.data.batches.stream import Limits
+from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
 from tests.batching.sources import as_tokens, indexed, numbered
@@ -18,14 +18,14 @@ from tests.batching.streams import held, numbers, serve, stream
 
 
 def test_rows_come_in_batches_and_the_last_partial_batch_runs() -> None:
-    found = stream(indexed(10), limits=Limits(passes=2))
+    found = stream(indexed(10), limits=StreamLimits(passes=2))
 
     assert serve(found, 9) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
     assert found.next(9) is None
 
 
 def test_a_sample_is_known_by_its_draw() -> None:
-    found = stream(indexed(6), batch_size=4, limits=Limits(passes=2))
+    found = stream(indexed(6), batch_size=4, limits=StreamLimits(passes=2))
 
     assert [list(held(found.next(step))) for step in range(4)] == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
 
@@ -40,7 +40,7 @@ def test_every_epoch_of_a_shuffled_set_holds_every_row_in_an_order_of_its_own() 
 
 
 def test_a_filter_skips_rows_counts_them_and_still_fills_batches() -> None:
-    found = stream(indexed(20), accept=lambda row: row["number"] % 3 == 0, limits=Limits(passes=1))
+    found = stream(indexed(20), accept=lambda row: row["number"] % 3 == 0, limits=StreamLimits(passes=1))
 
     first, second = found.next(0), found.next(1)
 
@@ -56,7 +56,7 @@ def test_a_filter_skips_rows_counts_them_and_still_fills_batches() -> None:
 def test_dropped_rows_are_replaced_by_the_next() -> None:
     rows = [row | {"dropped": row["number"] in {1, 2, 6}} for row in numbered(8)]
 
-    found = stream(from_rows(rows, "rows"), limits=Limits(passes=1))
+    found = stream(from_rows(rows, "rows"), limits=StreamLimits(passes=1))
 
     assert serve(found, 3) == [[0, 3, 4, 5], [7]]
 
@@ -64,7 +64,7 @@ def test_dropped_rows_are_replaced_by_the_next() -> None:
 def test_dropped_rows_at_the_end_make_no_batch_of_their_own() -> None:
     rows = [row | {"dropped": row["number"] >= 4} for row in numbered(8)]
 
-    found = stream(from_rows(rows, "rows"), limits=Limits(passes=2))
+    found = stream(from_rows(rows, "rows"), limits=StreamLimits(passes=2))
 
     assert serve(found, 9) == [[0, 1, 2, 3]] * 2
 

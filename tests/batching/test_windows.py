@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.data.batches.exchange import Alone
-from holdfast.data.batches.stream import Limits
+from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from tests.batching.sources import Forward, numbered
 from tests.batching.streams import held, stream
@@ -20,7 +20,7 @@ WRAPPED = {"packing": "wrapped", "max_length": 8, "tokens_per_micro_batch": 16, 
 def test_windows_are_full_and_hold_every_token_once(streams: bool, tokens: int) -> None:
     rows = [row | {"tokens": tokens + row["number"] % 3} for row in numbered(60)]
     source = from_rows(Forward(rows) if streams else rows, "rows")
-    found = stream(source, limits=Limits(passes=1), **WRAPPED)
+    found = stream(source, limits=StreamLimits(passes=1), **WRAPPED)
 
     batches = [found.next(step) for step in range(200)]
     served = [batch for batch in batches if batch is not None]
@@ -64,7 +64,7 @@ def test_rows_read_too_early_are_counted_once() -> None:
     rows = [row | {"tokens": 30} for row in numbered(40)]
 
     found = stream(
-        from_rows(rows, "rows"), accept=lambda row: row["number"] % 2 == 0, limits=Limits(passes=1), **WRAPPED
+        from_rows(rows, "rows"), accept=lambda row: row["number"] % 2 == 0, limits=StreamLimits(passes=1), **WRAPPED
     )
 
     served = [found.next(step) for step in range(25)]
@@ -77,7 +77,9 @@ def test_a_pass_of_limited_batches_goes_on_in_the_row_that_the_one_before_cut(st
     """A batch is 24 tokens and a row has ten: three batches, each a pass of its own, hold 72 tokens once."""
     rows = [row | {"tokens": 10} for row in numbered(40)]
     source = from_rows(Forward(rows) if streams else rows, "rows")
-    found = stream(source, limits=Limits(batches=1, passes=3) if streams else Limits(batches=3, passes=1), **WRAPPED)
+    found = stream(
+        source, limits=StreamLimits(batches=1, passes=3) if streams else StreamLimits(batches=3, passes=1), **WRAPPED
+    )
 
     served = [found.next(step) for step in range(3)]
 

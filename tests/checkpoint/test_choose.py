@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.format.manifest import NAME
-from holdfast.checkpoint.format.verification import verify
+from holdfast.checkpoint.format.verification import verify_checkpoint
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import ProcessExchange
@@ -165,7 +165,7 @@ def test_looking_never_renames(run: Path) -> None:
     storage = LocalStorage(run)
 
     with pytest.raises(Exception, match="is damaged"):
-        verify(storage, "step-00000003")
+        verify_checkpoint(storage, "step-00000003")
     list(listing(str(run), []))
     verification(str(run), "tensors")
 

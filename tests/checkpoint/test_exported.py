@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.export.about import NAME, Exported, read
+from holdfast.checkpoint.export.about import ABOUT_FILE, Exported, read_about
 from holdfast.errors import ModelError
 
 FILES = {"model.safetensors": {"size": 1, "xxh3_128": "ab"}}
@@ -16,13 +16,13 @@ FILES = {"model.safetensors": {"size": 1, "xxh3_128": "ab"}}
 
 def write(directory: Path, **changes: Any) -> None:
     values = json.loads(Exported("id", "run", 3, files=FILES).text())
-    (directory / NAME).write_text(json.dumps(values | changes))
+    (directory / ABOUT_FILE).write_text(json.dumps(values | changes))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     write(tmp_path)
 
-    assert read(tmp_path) == Exported("id", "run", 3, steps=[], files=FILES)
+    assert read_about(tmp_path) == Exported("id", "run", 3, steps=[], files=FILES)
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_odd_values_are_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
     write(tmp_path, **{field: value})
 
-    with pytest.raises(ModelError, match=f"{NAME} is not what Holdfast writes"):
-        read(tmp_path)
+    with pytest.raises(ModelError, match=f"{ABOUT_FILE} is not what Holdfast writes"):
+        read_about(tmp_path)

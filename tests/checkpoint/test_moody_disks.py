@@ -16,7 +16,7 @@ from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.export.model import EXPORTED_CONFIG
 from holdfast.checkpoint.format.manifest import NAME
-from holdfast.checkpoint.format.verification import read_manifest, verify
+from holdfast.checkpoint.format.verification import read_manifest, verify_checkpoint
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
@@ -162,7 +162,9 @@ def a_tensor_of(storage: LocalStorage) -> object:
     return StoredCheckpoint(storage, NEWEST, manifest).read("model.blocks.0.trained.weight")
 
 
-@pytest.mark.parametrize("look", [lambda storage: verify(storage, NEWEST), a_tensor_of], ids=["verify", "export"])
+@pytest.mark.parametrize(
+    "look", [lambda storage: verify_checkpoint(storage, NEWEST), a_tensor_of], ids=["verify", "export"]
+)
 def test_a_shard_that_cannot_be_opened_is_not_called_damaged(run: Path, look: Callable[[LocalStorage], object]) -> None:
     look(UnopenableStorage(run, ".distcp", failures=1))
 
@@ -185,7 +187,7 @@ def test_what_rank_0_alone_cannot_ask_is_the_same_error_on_all(pools: Any, run: 
 
 def test_nothing_at_a_path_is_still_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match="there is nothing at this path"):
-        verify(LocalStorage(tmp_path), NEWEST)
+        verify_checkpoint(LocalStorage(tmp_path), NEWEST)
 
 
 class _Opening:

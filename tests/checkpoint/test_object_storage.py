@@ -13,7 +13,7 @@ from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.keep.choose import newest_verified
-from holdfast.checkpoint.keep.retention import clean, put_aside, steps
+from holdfast.checkpoint.keep.retention import put_aside, remove_leftovers, steps
 from holdfast.checkpoint.place.layout import QUARANTINE
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.parallel.collectives import ProcessExchange
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_is_half_put_aside_is_no_checkpoint_any_more(server: d
     with pytest.raises(OSError, match="killed"):
         put_aside(storage, "step-00000004")
     assert steps(storage) == {}
-    clean(storage)
+    remove_leftovers(storage)
 
     left = storage.names()
     assert len(left) == 1
@@ -142,7 +142,7 @@ def test_objects_without_a_manifest_are_no_checkpoint_and_are_cleared_away(serve
     storage.put_new("step-00000004/dcp/__0_0.distcp", b"half")
 
     assert steps(storage) == {}
-    clean(storage)
+    remove_leftovers(storage)
 
     assert storage.names() == []
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.rehearsal import Report, Room, rehearse
+from holdfast.checkpoint.save.rehearsal import RehearsalReport, Room, run_rehearsal
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.characters import character_tokenizer
@@ -70,7 +70,7 @@ class FullLater(LocalStorage):
 
 def rehearse_on_full_disk(world: World, root: str, steps: int) -> None:
     toy = build(world)
-    rehearse(FullLater(Path(root)), toy, optimizer_of(toy), ProcessExchange(), trained_steps=steps)
+    run_rehearsal(FullLater(Path(root)), toy, optimizer_of(toy), ProcessExchange(), trained_steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,12 @@ def test_a_rehearsal_says_what_was_trained_before_it(
         assert all(each in message for each in words)
 
 
-def rehearse_at(world: World, roots: list[str], keep: int = 3) -> Report:
+def rehearse_at(world: World, roots: list[str], keep: int = 3) -> RehearsalReport:
     """Rehearse with a root of this rank's own."""
     toy = build(world)
-    return rehearse(LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), ProcessExchange(), room=Room(keep))
+    return run_rehearsal(
+        LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), ProcessExchange(), room=Room(keep)
+    )
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="18-directory that is not one for all ranks")])

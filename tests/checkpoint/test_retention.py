@@ -21,9 +21,9 @@ from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import (
     Best,
     Retention,
-    clean,
+    apply_retention,
     kept_steps,
-    prune,
+    remove_leftovers,
     write_pins,
 )
 from holdfast.checkpoint.place.lease import Lease
@@ -135,7 +135,7 @@ def test_pruning_deletes_under_another_name_and_leaves_what_is_pinned(pools: Any
     write_pins(four, {1})
 
     # save_after names no step in the manifest's metrics; the directories decide
-    deleted = prune(four, Retention(last=2), wait=True)
+    deleted = apply_retention(four, Retention(last=2), wait=True)
 
     assert deleted == [2]
     assert four.names() == ["pins.json", "step-00000001", "step-00000003", "step-00000004"]
@@ -144,18 +144,18 @@ def test_pruning_deletes_under_another_name_and_leaves_what_is_pinned(pools: Any
 def test_a_damaged_checkpoint_is_neither_counted_nor_deleted(four: LocalStorage) -> None:
     (four.path("step-00000004") / NAME).write_bytes(b"{}")
 
-    deleted = prune(four, Retention(last=2), wait=True)
+    deleted = apply_retention(four, Retention(last=2), wait=True)
 
     assert deleted == [1]
     assert "step-00000004" in four.names()
 
 
 def test_one_that_is_damaged_after_it_was_known_is_found_out(four: LocalStorage) -> None:
-    assert prune(four, Retention(last=4), wait=True) == []
+    assert apply_retention(four, Retention(last=4), wait=True) == []
     manifest = four.path("step-00000004") / NAME
     manifest.write_bytes(manifest.read_bytes().replace(b'"finite":true', b'"finite":tru2'))
 
-    assert prune(four, Retention(last=2), wait=True) == [1]
+    assert apply_retention(four, Retention(last=2), wait=True) == [1]
     assert "step-00000004" in four.names()
 
 
@@ -196,7 +196,9 @@ def test_a_deletion_that_fails_is_a_note_and_no_failure_of_the_save(pools: Any, 
 def test_a_step_that_cannot_be_deleted_is_named_and_keeps_no_other_from_it(four: LocalStorage) -> None:
     notes: list[str] = []
 
-    deleted = prune(Stubborn(Path(four.root), "step-00000001"), Retention(last=2), notify=notes.append, wait=True)
+    deleted = apply_retention(
+        Stubborn(Path(four.root), "step-00000001"), Retention(last=2), notify=notes.append, wait=True
+    )
 
     assert deleted == [2]
     assert four.names() == ["step-00000001", "step-00000003", "step-00000004"]
@@ -210,7 +212,7 @@ def test_what_killed_saves_and_deletions_left_is_ignored_then_cleared(four: Loca
     four.make(".quarantine-step-00000000-abc")
 
     choice = newest_verified(four, ProcessExchange())
-    clean(four)
+    remove_leftovers(four)
     deadline_names = _wait_until_gone(four, name)
 
     assert choice is not None

@@ -67,7 +67,7 @@ def test_a_run_starts_where_an_evaluation_was_before_it(warm: WarmPython, tmp_pa
 
 
 def test_an_export_names_its_configuration_as_the_command_looks_for_it() -> None:
-    assert train.EXPORTED_CONFIG == EXPORTED_CONFIG
+    assert train._EXPORTED_CONFIG == EXPORTED_CONFIG
 
 
 def test_names_that_are_repeated_where_torch_must_not_be_imported_are_the_same() -> None:

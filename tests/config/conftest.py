@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 
@@ -25,7 +25,7 @@ def read(tmp_path: Path) -> Load:
     def from_text(text: str, *overrides: str, name: str = "run.yaml") -> SFTConfig:
         path = tmp_path / name
         path.write_text(text)
-        return load(path, overrides, SFTConfig).config
+        return load_config(path, overrides, SFTConfig).config
 
     return from_text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from tests.config.conftest import WHOLE
@@ -188,7 +188,7 @@ def test_a_file_name_that_names_no_directory_asks_for_a_run_name(mistakes: Mista
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file .*gone\.yaml\. Give the path of a run's YAML file\."):
-        load(tmp_path / "gone.yaml", [], SFTConfig)
+        load_config(tmp_path / "gone.yaml", [], SFTConfig)
 
 
 def test_a_directory_or_a_binary_file_is_no_configuration(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_directory_or_a_binary_file_is_no_configuration(tmp_path: Path) -> Non
 
     for path in (tmp_path, tmp_path / "weights.bin"):
         with pytest.raises(ConfigError, match="cannot be read: "):
-            load(path, [], SFTConfig)
+            load_config(path, [], SFTConfig)
 
 
 def test_what_has_no_effect_is_refused(mistakes: Mistakes) -> None:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.format.snapshot import set_random_state, take
-from holdfast.checkpoint.format.verification import verify
+from holdfast.checkpoint.format.verification import verify_checkpoint
 from holdfast.checkpoint.keep.choose import newest_verified
-from holdfast.checkpoint.keep.retention import Retention, clean, steps
+from holdfast.checkpoint.keep.retention import Retention, remove_leftovers, steps
 from holdfast.checkpoint.load import reader
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.checkpoint.session import Session
@@ -116,7 +116,7 @@ def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]
         toy = build(world, seed=1)
         optimizer = optimizer_of(toy)
         if world.is_first:
-            clean(storage)
+            remove_leftovers(storage)
         choice = newest_verified(storage, ranks)
         chosen = None
         if choice is not None:
@@ -124,7 +124,7 @@ def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]
             chosen = choice.manifest.step
             if loaded.rank_state is not None:
                 set_random_state(loaded.rank_state["random"])
-        whole = [verify(storage, name).step for name in steps(storage).values()]
+        whole = [verify_checkpoint(storage, name).step for name in steps(storage).values()]
         words = "" if choice is None else choice.words
         held = contents(toy, optimizer)
         losses = {} if chosen is None else go_on(world, toy, optimizer, chosen)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.export.adapters import Description, write_adapters
-from holdfast.checkpoint.export.model import PHASES, clean_exports, replace_directory
+from holdfast.checkpoint.export.model import EXPORT_PHASES, clean_exports, replace_directory
 from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
@@ -98,7 +98,7 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
     assert old.keys() == new.keys() == {*TEXTS, "adapter_config.json", "adapter_model.safetensors"}
     assert old != new
 
-    for phase in PHASES:
+    for phase in EXPORT_PHASES:
         place = tmp_path / phase.replace(" ", "-") / "best-adapter"
         if known:
             write_adapters(place, adapters(1.0), ABOUT, TEXTS)
@@ -106,7 +106,7 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
         (ended,) = run_doomed(write_and_die, 1, place, phase)
 
         assert ended.was_killed
-        if phase == PHASES[-1]:
+        if phase == EXPORT_PHASES[-1]:
             assert files_of(place) == new
         elif known:
             assert files_of(place) == old

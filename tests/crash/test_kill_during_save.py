@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.save.writer import PHASES
+from holdfast.checkpoint.save.writer import SAVE_PHASES
 from tests.crash.cases import ALL_STEPS, STEPS, die_in_phase, die_in_storage, look_after, straight
 from tests.crash.processes import acknowledged, run_doomed
 
 OF_RANK_0 = {"manifest", "sync", "publish"}
 PHASES_OF_RANK = {
-    0: [*PHASES, "read back", "retention"],
-    1: [phase for phase in (*PHASES, "read back", "retention") if phase not in OF_RANK_0],
+    0: [*SAVE_PHASES, "read back", "retention"],
+    1: [phase for phase in (*SAVE_PHASES, "read back", "retention") if phase not in OF_RANK_0],
 }
 COMMITTED = {"published", "read back", "retention"}
 """Phases that a rank enters when the checkpoint has its name."""

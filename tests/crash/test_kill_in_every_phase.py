@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.export.model import PHASES as EXPORT_PHASES
+from holdfast.checkpoint.export.model import EXPORT_PHASES
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import PHASES
+from holdfast.checkpoint.save.writer import SAVE_PHASES
 from holdfast.parallel.collectives import ProcessExchange
 from tests.cli.warm import WarmPython
 from tests.crash.killed import confirmed, start
@@ -20,7 +20,7 @@ from tests.crash.runs import log_of, state_differences
 
 EXPORTING = ("checkpoint.export_every=4", "checkpoint.background=false")
 OF_RANK_0 = {"manifest", "sync", "publish"}
-OF_A_SAVE = [*PHASES, "read back", "retention"]
+OF_A_SAVE = [*SAVE_PHASES, "read back", "retention"]
 FAST = {(0, f"export: {EXPORT_PHASES[-1]}"), (1, "export")}
 """Each case starts the command twice."""
 SAVES = [

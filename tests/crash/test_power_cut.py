@@ -22,7 +22,7 @@ from holdfast.checkpoint.export.model import export
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import read_pins, write_pins
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import PHASES
+from holdfast.checkpoint.save.writer import SAVE_PHASES
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.models.build import blueprint
@@ -210,7 +210,7 @@ def test_power_loss_in_any_phase_of_a_save_loses_nothing_that_was_confirmed(
 
     assert [(end.code, end.error) for end in ended] == [(0, None)] * 2
     cuts = [photo.name.split(" ", 1)[1].rpartition(" ") for photo in sorted(photos.iterdir())]
-    assert [phase for phase, _, _ in cuts] == [*PHASES, "read back", "retention"]
+    assert [phase for phase, _, _ in cuts] == [*SAVE_PHASES, "read back", "retention"]
     places = []
     for photo in sorted(photos.iterdir()):
         assert mount("-o", "loop", photo, remains)

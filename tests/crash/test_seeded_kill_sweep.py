@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import PHASES
+from holdfast.checkpoint.save.writer import SAVE_PHASES
 from holdfast.parallel.collectives import ProcessExchange
 from tests.cli.warm import WarmPython
 from tests.crash.killed import STEPS, confirmed, start
@@ -22,7 +22,7 @@ from tests.crash.runs import log_of, state_differences
 FAST = 3
 SLOW = int(os.environ.get("HOLDFAST_SEEDS", "200"))
 OF_A_STEP = ["data", "forward_backward", "optimizer"]
-OF_A_SAVE = [*PHASES, "read back", "retention"]
+OF_A_SAVE = [*SAVE_PHASES, "read back", "retention"]
 OF_RANK_0 = {"manifest", "sync", "publish"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.config.verbs.dpo import PairDataConfig
 from holdfast.data.tasks.characters import character_tokenizer
-from holdfast.data.tasks.synthetic import SyntheticSource, verify
+from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, preferred_only
 from holdfast.errors import DataError
@@ -227,10 +227,11 @@ def test_a_generated_task_has_pairs_and_labels() -> None:
     source, labelled = SyntheticSource(config, "pairs"), SyntheticSource(config, "labels")
     answers = SyntheticSource(config)
 
-    right = [verify(answers.row(index), source.row(index)["chosen"]) for index in range(400)]
-    swapped = [verify(answers.row(index), source.row(index)["rejected"]) for index in range(400)]
+    right = [check_answer(answers.row(index), source.row(index)["chosen"]) for index in range(400)]
+    swapped = [check_answer(answers.row(index), source.row(index)["rejected"]) for index in range(400)]
     agree = [
-        verify(labelled.row(index), row["completion"]) == row["label"] for index, row in enumerate(labelled.scan(0))
+        check_answer(labelled.row(index), row["completion"]) == row["label"]
+        for index, row in enumerate(labelled.scan(0))
     ]
 
     assert 0.65 < sum(right) / 400 < 0.85

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.config.sections.data import TextConfig
-from holdfast.data.tokens.chat import RowTokeniser, Tokenised, describe
+from holdfast.data.tokens.chat import RowTokeniser, Tokenised, describe_template
 from holdfast.errors import DataError
 
 PAIR = {"prompt": "What is 2+2?", "completion": " Four."}
@@ -374,7 +374,7 @@ def test_described_tokens_join_to_the_text_with_their_marks(bpe: Any) -> None:
     row = {"prompt": "Grüße an 数学!", "completion": " Ωmega 数."}
     (example,) = tokenise(bpe, row).examples
 
-    described = describe(example, bpe)
+    described = describe_template(example, bpe)
 
     assert len(described) == len(example.tokens)
     assert "".join(text for text, _ in described) == "Grüße an 数学! Ωmega 数.</s>"

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from holdfast.config.sections.data import SyntheticConfig
-from holdfast.data.tasks.synthetic import Draws, SyntheticSource, verify
+from holdfast.data.tasks.synthetic import Draws, SyntheticSource, check_answer
 
 TASKS = get_args(SyntheticConfig.model_fields["task"].annotation)
 
@@ -37,8 +37,8 @@ def solve(row: Mapping[str, Any]) -> Any:
 def test_the_answer_is_what_the_prompt_asks_for(task: str) -> None:
     for row in source(task, rows=300).scan(0):
         assert row["answer"] == row["completion"] == solve(row)
-        assert verify(row, row["answer"])
-        assert not verify(row, row["answer"] + "0")
+        assert check_answer(row, row["answer"])
+        assert not check_answer(row, row["answer"] + "0")
 
 
 def test_a_countdown_answer_reaches_the_target_with_each_number_once() -> None:
@@ -48,7 +48,7 @@ def test_a_countdown_answer_reaches_the_target_with_each_number_once() -> None:
         numbers, target = sorted(map(int, match[1].split(","))), int(match[2])
         assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == numbers == sorted(row["numbers"])
         assert eval(row["answer"], {}, {}) == target == row["target"] >= 0
-        assert verify(row, row["completion"])
+        assert check_answer(row, row["completion"])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_countdown_answer_reaches_the_target_with_each_number_once() -> None:
 def test_countdown_takes_any_right_expression_and_no_wrong_one(expression: str, right: bool) -> None:
     row = {"prompt": "3,5,7:09=", "answer": "7-3+5", "numbers": [3, 5, 7], "target": 9}
 
-    assert verify(row, expression) is right
+    assert check_answer(row, expression) is right
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -92,7 +92,7 @@ def test_noise_spoils_its_share_of_completions_and_no_question_or_answer(task: s
     for index in range(2000):
         row = noisy.row(index)
         assert {**row, "completion": ""} == {**clean.row(index), "completion": ""}
-        wrong += not verify(row, row["completion"])
+        wrong += not check_answer(row, row["completion"])
 
     # The standard deviation of the share is 0.0102.
     assert abs(wrong / 2000 - 0.3) < 0.04
@@ -101,8 +101,8 @@ def test_noise_spoils_its_share_of_completions_and_no_question_or_answer(task: s
 def test_full_noise_spoils_every_completion_even_where_shuffling_cannot() -> None:
     for task in TASKS:
         for row in source(task, rows=300, noise=1.0, min_length=1, max_length=2).scan(0):
-            assert not verify(row, row["completion"]), row
-            assert verify(row, row["answer"])
+            assert not check_answer(row, row["completion"]), row
+            assert check_answer(row, row["answer"])
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -112,8 +112,8 @@ def test_a_preference_pair_has_the_rows_question_a_right_and_a_wrong_answer(task
     for index in range(200):
         row, pair = rows.row(index), rows.preference_pair(index)
         assert pair["prompt"] == row["prompt"]
-        assert verify(row, pair["chosen"])
-        assert not verify(row, pair["rejected"])
+        assert check_answer(row, pair["chosen"])
+        assert not check_answer(row, pair["rejected"])
 
 
 AREAS = {"circle": 88, "square": 100, "cross": 112, "bar": 56}

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.videos import VideoOptions, frame_size, seconds_of
-from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
@@ -56,7 +56,7 @@ def test_sizes_of_frames_are_those_of_transformers() -> None:
         each = smart_resize(height, width, UNIT, low, high)
         both = qwen3.smart_resize(count, height, width, 2, UNIT, low, high)
 
-        families = (FAMILIES[kind].video for kind in ("qwen2_5_vl", "qwen3_vl"))
+        families = (VISION_FAMILIES[kind].video for kind in ("qwen2_5_vl", "qwen3_vl"))
         found = [frame_size(family, count, width, height, UNIT, (low, high)) for family in families if family]
 
         assert found == [each, both], (count, height, width, low, high)

@@ -16,7 +16,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from holdfast.optim.following import Following
 from holdfast.parallel.plan import ShardPlan, ShardUnit
-from holdfast.training.scorers.reference import alternatives, choose
+from holdfast.training.scorers.reference import alternatives, choose_place
 from tests.distributed.critic_cases import live_run, saved
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.distributed.preference_cases import pairs_of
@@ -224,14 +224,14 @@ def plan_of(shard_bytes: int, *, cpu_offload: bool = False) -> ShardPlan:
 def test_auto_takes_host_memory_where_the_shards_do_not_fit_the_device() -> None:
     gib = 2**30
 
-    assert choose(plan_of(2 * gib), "no", 2 * gib)[0] == "sharded"
-    assert choose(plan_of(2 * gib), "no", 2 * gib - 1) == (
+    assert choose_place(plan_of(2 * gib), "no", 2 * gib)[0] == "sharded"
+    assert choose_place(plan_of(2 * gib), "no", 2 * gib - 1) == (
         "offloaded",
         "its shards take 2 GiB per rank, and 2 GiB are free on the device beside the policy",
     )
-    assert choose(plan_of(2 * gib), "no", None)[0] == "sharded"
-    assert choose(plan_of(2 * gib, cpu_offload=True), "no", 9 * gib)[0] == "offloaded"
-    assert choose(plan_of(2 * gib), "", 0)[0] == "adapter_off"
+    assert choose_place(plan_of(2 * gib), "no", None)[0] == "sharded"
+    assert choose_place(plan_of(2 * gib, cpu_offload=True), "no", 9 * gib)[0] == "offloaded"
+    assert choose_place(plan_of(2 * gib), "", 0)[0] == "adapter_off"
     assert alternatives(plan_of(2 * gib), "") == (
         "Each rank would hold 0 bytes with adapter_off, 2 GiB on the device with sharded, 2 GiB in host memory with "
         "offloaded, which brings up to 3 MiB at a time to the device"

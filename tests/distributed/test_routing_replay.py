@@ -12,7 +12,7 @@ import torch
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.expert_choices import COLUMN
+from holdfast.models.expert_choices import CHOICES_COLUMN
 from holdfast.models.policy import PolicyModel
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Scored
@@ -111,7 +111,7 @@ def routed(world: World, tree: dict[str, Any]) -> list[tuple[np.ndarray[Any, Any
         assert policy.routers is not None
         with policy.routers.choices() as chosen:
             policy(batch)
-        found.append((batch.per_token[COLUMN].flatten(0, 1).numpy(), torch.stack(chosen, 1).numpy()))
+        found.append((batch.per_token[CHOICES_COLUMN].flatten(0, 1).numpy(), torch.stack(chosen, 1).numpy()))
     return found
 
 
@@ -128,8 +128,8 @@ def scored_with_wrong_choices(world: World, tree: dict[str, Any]) -> dict[str, f
     """Return how far choices that nobody made move log-probabilities: of the policy, and of its reference."""
     run, mini_batch = first_mini_batch(world, tree)
     batch = mini_batch.micro_batches[0]
-    told = batch.per_token[COLUMN]
-    others = replace(batch, per_token={**batch.per_token, COLUMN: torch.where(told > 0, 5 - told, told)})
+    told = batch.per_token[CHOICES_COLUMN]
+    others = replace(batch, per_token={**batch.per_token, CHOICES_COLUMN: torch.where(told > 0, 5 - told, told)})
     found = {}
     for name, model in (("policy", run.policy), ("reference", run.reference)):
         with torch.no_grad():
@@ -177,11 +177,11 @@ def test_a_step_that_was_kept_is_made_again_with_its_experts() -> None:
     prompt = Prompt(3, np.array([5, 6]), "ab", {})
     trajectory = Trajectory(
         3, 3 * 2**20, 1, 1.0, np.arange(5), np.arange(5) >= 2, np.zeros(5, np.float32), np.zeros(5, np.int32),
-        Finish.STOP, per_token={COLUMN: choices},
+        Finish.STOP, per_token={CHOICES_COLUMN: choices},
     )  # fmt: skip
     line = recorder._group_line(Group(prompt, (trajectory,)))
     fact = {"reward": 1.0, "parts": {}, "finish": "stop"}
 
     again = recorder._trajectory(prompt, line["completions"][0], fact)
 
-    assert np.array_equal(again.per_token[COLUMN], choices)
+    assert np.array_equal(again.per_token[CHOICES_COLUMN], choices)

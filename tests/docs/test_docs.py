@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.load import load
+from holdfast.config.load import load_config
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from tests.cli.warm import WarmPython
@@ -46,7 +46,7 @@ def test_a_whole_run_in_the_pages_loads(tmp_path: Path, text: str, name: str, ve
     path = tmp_path / f"{name}.yaml"
     path.write_text(text)
 
-    assert load(path, [], ROOTS[verb]).config.run.name == name
+    assert load_config(path, [], ROOTS[verb]).config.run.name == name
 
 
 def test_the_pages_show_whole_runs_and_scripts() -> None:
@@ -61,7 +61,7 @@ def test_a_preset_of_the_grpo_page_loads(tmp_path: Path, preset: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(preset)
 
-    load(path, ["steps=1", "model.path=m", "data.path=d", "reward=exact", "data.max_length=256"], GRPOConfig)
+    load_config(path, ["steps=1", "model.path=m", "data.path=d", "reward=exact", "data.max_length=256"], GRPOConfig)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

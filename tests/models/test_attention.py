@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ModelError
-from holdfast.models.attention import PACKED, Documents, packed_attention, register
+from holdfast.models.attention import PACKED, Documents, packed_attention, register_attention
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
 from holdfast.models.selfcheck import check_forward
@@ -36,7 +36,7 @@ def batch_of(documents: list[Any], *, padded: bool = False, dtype: torch.dtype =
 
 
 def policy_of(model: Any, *, padded: bool = False) -> PolicyModel:
-    register()
+    register_attention()
     model = twin(model)
     family = family_of(model)
     if not padded:

@@ -27,7 +27,7 @@ from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
 from holdfast.training.policy.reward_model import open_reward_model
-from holdfast.training.policy.rewards import Scorer
+from holdfast.training.policy.rewards import RewardScorer
 from tests.distributed.grpo_cases import settings
 from tests.models.architectures import DYNAMIC, fresh
 from tests.tiny import COMMON, tiny_directory
@@ -58,7 +58,7 @@ def alone(path: Path, texts: list[str], output: int = 0) -> list[float]:
         return [float(fresh(model)(**tokenizer(text, return_tensors="pt")).logits[0, output]) for text in texts]
 
 
-def scorer_of(sections: list[Reward], place: Path) -> Scorer:
+def scorer_of(sections: list[Reward], place: Path) -> RewardScorer:
     world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
     config = from_mapping(settings("none"), GRPOConfig)
     models = {
@@ -66,7 +66,7 @@ def scorer_of(sections: list[Reward], place: Path) -> Scorer:
         for section in sections
         if isinstance(section, ModelRewardConfig)
     }
-    return Scorer(sections, RewardPoolConfig(workers=1), place, models, place)
+    return RewardScorer(sections, RewardPoolConfig(workers=1), place, models, place)
 
 
 def scores(model: TextScorer, texts: list[str]) -> list[float]:

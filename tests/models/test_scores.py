@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from holdfast.models.scores import Head, HeadSpec, TokenTerms, score, separable_loss
+from holdfast.models.scores import HeadSpec, HeadWeights, TokenTerms, score, separable_loss
 from holdfast.types import Scores
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 31
@@ -34,17 +34,19 @@ SPECS = [
 ]
 
 
-def draw(*, bias: bool, dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[Tensor, Head, Tensor]:
+def draw(*, bias: bool, dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[Tensor, HeadWeights, Tensor]:
     """Return hidden states, head and targets; hidden states and head want gradients."""
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     shift = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
-    return hidden, Head(weight, shift if bias else None), targets
+    return hidden, HeadWeights(weight, shift if bias else None), targets
 
 
-def plain(hidden: Tensor, head: Head, targets: Tensor, spec: HeadSpec, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(
+    hidden: Tensor, head: HeadWeights, targets: Tensor, spec: HeadSpec, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies from the logits of all tokens, differentiably."""
     logits = hidden @ head.weight.t()
     if head.bias is not None:
@@ -64,7 +66,7 @@ def terms(logprobs: Tensor, entropy: Tensor | None, start: int, end: int) -> Ten
 
 
 def by_recomputing(
-    hidden: Tensor, head: Head, targets: Tensor, terms: TokenTerms, spec: HeadSpec, **options: Any
+    hidden: Tensor, head: HeadWeights, targets: Tensor, terms: TokenTerms, spec: HeadSpec, **options: Any
 ) -> tuple[Tensor, Scores]:
     scores = score(hidden, head, targets, spec, **options)
     return terms(scores.logprobs, scores.entropy, 0, targets.shape[0]).sum(), scores
@@ -73,7 +75,7 @@ def by_recomputing(
 FORMS = [pytest.param(by_recomputing, id="recomputed"), pytest.param(separable_loss, id="one pass")]
 
 
-def leaves(hidden: Tensor, head: Head) -> list[Tensor]:
+def leaves(hidden: Tensor, head: HeadWeights) -> list[Tensor]:
     return [tensor for tensor in (hidden, *head) if tensor is not None]
 
 
@@ -117,7 +119,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_is_unchanged(form: Callabl
     hidden, head, targets = draw(bias=True)
     expected = dict(zip(("hidden", "weight", "bias"), gradients_of(form, hidden, head, targets), strict=True))
     if frozen == "head":
-        head = Head(head.weight.detach(), head.bias.detach() if head.bias is not None else None)
+        head = HeadWeights(head.weight.detach(), head.bias.detach() if head.bias is not None else None)
     else:
         hidden = hidden.detach()
 
@@ -134,7 +136,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_is_unchanged(form: Callabl
             assert_close(tensor.grad, expected[name], **EXACT)
 
 
-def gradients_of(form: Callable[..., Any], hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, ...]:
+def gradients_of(form: Callable[..., Any], hidden: Tensor, head: HeadWeights, targets: Tensor) -> tuple[Tensor, ...]:
     loss, _ = form(hidden, head, targets, terms, HeadSpec(chunk_tokens=5), temperature=1.0, entropy=True)
     return torch.autograd.grad(loss, leaves(hidden, head))
 
@@ -190,7 +192,7 @@ def test_bfloat16_states_are_normalised_in_float32() -> None:
 def test_float32_product_multiplies_bfloat16_states_without_rounding_the_logits(form: Callable[..., Any]) -> None:
     hidden, head, targets = draw(bias=True, dtype=torch.bfloat16)
     wide = [tensor.detach().double().requires_grad_() for tensor in leaves(hidden, head)]
-    expected, _ = plain(wide[0], Head(wide[1], wide[2]), targets, HeadSpec(), 1.0)
+    expected, _ = plain(wide[0], HeadWeights(wide[1], wide[2]), targets, HeadSpec(), 1.0)
     gradients = torch.autograd.grad(terms(expected, None, 0, TOKENS).sum(), wide)
 
     loss, scores = form(hidden, head, targets, terms, HeadSpec(float32_product=True, chunk_tokens=5))
@@ -209,7 +211,7 @@ def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16(form: Callable[
     hidden = torch.full((1, 1), logit, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
 
-    form(hidden, Head(weight, None), torch.tensor([0]), lambda logprobs, *_: -logprobs, HeadSpec())[0].backward()
+    form(hidden, HeadWeights(weight, None), torch.tensor([0]), lambda logprobs, *_: -logprobs, HeadSpec())[0].backward()
 
     rest = 1 / (1 + math.exp(logit))
     assert_close(hidden.grad, torch.full_like(hidden, -rest), rtol=2**-7, atol=0.0)
@@ -235,8 +237,8 @@ def test_gradients_in_bfloat16_are_as_exact_at_any_certainty(
         return -logprobs if entropy is None else -logprobs - by_entropy * entropy
 
     spec = HeadSpec(softcap=softcap)
-    form(mine[0], Head(mine[1], None), targets, loss, spec, entropy=by_entropy > 0)[0].backward()
-    logprobs, entropies = plain(exact[0], Head(exact[1], None), targets, spec, 1.0)
+    form(mine[0], HeadWeights(mine[1], None), targets, loss, spec, entropy=by_entropy > 0)[0].backward()
+    logprobs, entropies = plain(exact[0], HeadWeights(exact[1], None), targets, spec, 1.0)
     (-logprobs - by_entropy * entropies).sum().backward()
 
     for tensor, wanted in zip(mine, exact, strict=True):
@@ -253,7 +255,7 @@ def test_head_gradients_of_bfloat16_states_are_summed_over_chunks_in_float32(for
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
 
-    loss, _ = form(hidden, Head(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec(chunk_tokens=1))
+    loss, _ = form(hidden, HeadWeights(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec(chunk_tokens=1))
     loss.backward()
 
     # Each token adds -1/2 and +1/2; a bfloat16 sum of halves would stick at 128.
@@ -267,7 +269,9 @@ def test_huge_logits_stay_finite(form: Callable[..., Any]) -> None:
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
     targets = torch.tensor([1, 1])
 
-    loss, scores = form(hidden, Head(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec(), entropy=True)
+    loss, scores = form(
+        hidden, HeadWeights(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec(), entropy=True
+    )
     loss.backward()
 
     assert scores.logprobs.tolist() == [-2e4, 0.0]
@@ -282,7 +286,9 @@ def test_the_top_token_is_one_that_no_other_exceeds() -> None:
     weight = torch.tensor([[2.0, 1.0, 0.0], [2.0, 3.0, 0.0], [1.0, 2.0, 0.0]])  # columns: tie, clear winner, all equal
 
     chosen = {
-        token: score(hidden, Head(weight, None), torch.full((4,), token), HeadSpec(chunk_tokens=3)).is_top.tolist()
+        token: score(
+            hidden, HeadWeights(weight, None), torch.full((4,), token), HeadSpec(chunk_tokens=3)
+        ).is_top.tolist()
         for token in range(3)
     }
 

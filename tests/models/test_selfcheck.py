@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from holdfast.errors import ModelError
-from holdfast.models.attention import PACKED, packed_attention, register
+from holdfast.models.attention import PACKED, packed_attention, register_attention
 from holdfast.models.boundaries import boundaries_of, lengths_to_see
 from holdfast.models.configuration import make_trainable
 from holdfast.models.family import family_of
@@ -36,7 +36,7 @@ DENSE_FIRST = SETTINGS["deepseek_v3"] | {"num_hidden_layers": 5, "first_k_dense_
 
 
 def policy_of(model: Any, spec: HeadSpec | None = None) -> PolicyModel:
-    register()
+    register_attention()
     family = family_of(model)
     padded = bool(family.why_not_packed)
     if not padded:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from holdfast.models.scores import Head, HeadSpec
+from holdfast.models.scores import HeadSpec, HeadWeights
 from holdfast.models.student import distilled
 from holdfast.objectives.divergences import Distillation
 from tests.models.test_scores import draw, leaves, plain
@@ -38,13 +38,13 @@ CASES = [
 ]
 
 
-def teachers(rows: int) -> tuple[Tensor, Head]:
+def teachers(rows: int) -> tuple[Tensor, HeadWeights]:
     generator = torch.Generator().manual_seed(11)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64)
-    return hidden, Head(torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), None)
+    return hidden, HeadWeights(torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), None)
 
 
-def full_logits(hidden: Tensor, head: Head, spec: HeadSpec) -> Tensor:
+def full_logits(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> Tensor:
     logits = hidden @ head.weight.t()
     logits = (logits if head.bias is None else logits + head.bias) * spec.scale
     return logits if spec.softcap is None else spec.softcap * torch.tanh(logits / spec.softcap)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.attention import PACKED, register
+from holdfast.models.attention import PACKED, register_attention
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective, Tokens, scored_tokens
@@ -77,7 +77,7 @@ def a_batch(model: Any, *, proximal: bool) -> Batch:
 
 
 def through_our_head(model: Any, objective: Objective, batch: Batch) -> tuple[LossSum, Gradients]:
-    register()
+    register_attention()
     mine = twin(model)
     mine.set_attn_implementation(PACKED)
     family = family_of(mine)

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import holdfast.objectives
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.attention import PACKED, register
+from holdfast.models.attention import PACKED, register_attention
 from holdfast.models.family import family_of
 from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Tokens, scored_tokens
@@ -145,7 +145,7 @@ def a_batch() -> Batch:
 
 
 def loss_and_gradients(model: Any, objective: Any) -> tuple[LossSum, dict[str, Tensor]]:
-    register()
+    register_attention()
     mine = twin(model)
     mine.set_attn_implementation(PACKED)
     family = family_of(mine)

@@ -162,9 +162,9 @@ def test_a_message_is_awaited_on_a_descriptor_of_any_number() -> None:
     high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1100)
     try:
         frames.write(writer, b"scored")
-        assert frames.read(high, time.monotonic() + 5) == b"scored"
+        assert frames.read_frame(high, time.monotonic() + 5) == b"scored"
         with pytest.raises(TimeoutError):
-            frames.read(high, time.monotonic() + 0.01)
+            frames.read_frame(high, time.monotonic() + 0.01)
     finally:
         for descriptor in (reader, writer, high):
             os.close(descriptor)

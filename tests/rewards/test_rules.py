@@ -17,7 +17,7 @@ from holdfast.config.sections.reward import (
     RepetitionConfig,
     Reward,
 )
-from holdfast.data.tasks.synthetic import SyntheticConfig, SyntheticSource, verify
+from holdfast.data.tasks.synthetic import SyntheticConfig, SyntheticSource, check_answer
 from holdfast.rewards.base import Sample
 from holdfast.rewards.rules import rule
 from tests.rewards.conftest import Start, sample
@@ -81,7 +81,7 @@ def test_countdown_and_exact_agree_with_the_generated_tasks() -> None:
 
         found = [score(reward, sample(row["completion"], **row)) for row in rows]
 
-        assert found == [float(verify(row, row["completion"])) for row in rows]
+        assert found == [float(check_answer(row, row["completion"])) for row in rows]
         assert 0 < sum(found) < 50
 
 

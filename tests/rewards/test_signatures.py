@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import Progress, Sample
+from holdfast.rewards.base import RunProgress, Sample
 from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, sample, samples, user
 
@@ -254,4 +254,4 @@ def test_a_function_of_trl_s_form_sees_where_the_run_stands(start: Start) -> Non
             return [trainer_state.global_step + trainer_state.max_steps / 1000 + trainer_state.epoch] * len(completions)
         """)
 
-    assert pool.score([replace(WHOLE, progress=Progress(7, 90, 0.5))])[0].reward == 7 + 0.09 + 0.5
+    assert pool.score([replace(WHOLE, progress=RunProgress(7, 90, 0.5))])[0].reward == 7 + 0.09 + 0.5

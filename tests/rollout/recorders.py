@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from holdfast.rollout.graphs import Step
+from holdfast.rollout.graphs import DrawToken
 
 
 class Steps:
@@ -16,11 +16,11 @@ class Steps:
         self.buckets: list[tuple[int, int]] = []
         """Rows and room of what was recorded."""
 
-    def record(self, step: Any) -> Step:
+    def record(self, step: Any) -> DrawToken:
         self.buckets.append(tuple(step.__self__._bucket))
         return self.recording_of(step)
 
-    def recording_of(self, step: Step) -> Step:
+    def recording_of(self, step: DrawToken) -> DrawToken:
         return step
 
     def forget(self) -> None:
@@ -36,7 +36,7 @@ class Program(Steps):
         self.calls = 0
         """Runs of the step's own code while it was recorded."""
 
-    def recording_of(self, step: Step) -> Step:
+    def recording_of(self, step: DrawToken) -> DrawToken:
         def run() -> tuple[()]:
             self.calls += 1
             step()
@@ -50,7 +50,7 @@ class Program(Steps):
 class Refusing(Steps):
     """Cannot record, as CUDA cannot what waits for the host."""
 
-    def recording_of(self, step: Step) -> Step:
+    def recording_of(self, step: DrawToken) -> DrawToken:
         step()
         raise RuntimeError("operation not permitted when stream is capturing\nand a second line")
 
@@ -66,7 +66,7 @@ class Wrong(Steps):
         super().__init__()
         self._what = what
 
-    def recording_of(self, step: Any) -> Step:
+    def recording_of(self, step: Any) -> DrawToken:
         rows = step.__self__
 
         def replay() -> None:

@@ -19,13 +19,13 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics
 from holdfast.models.build import configured
-from holdfast.models.scores import Head, logits_of
+from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.models.vision import image_side
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
@@ -120,7 +120,7 @@ def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Exam
     run.policy.eval()
     logits: list[NDArray[np.float32]] = []
 
-    def look(hidden: torch.Tensor, head: Head) -> None:
+    def look(hidden: torch.Tensor, head: HeadWeights) -> None:
         logits.append(logits_of(hidden, head, run.policy.head_spec)[0].numpy())
 
     for example in examples:
@@ -192,7 +192,7 @@ def _text_directory(path: Path, model_type: str) -> None:
 
 
 def _side(directory: Path, model_type: str) -> ImageSide | str:
-    if model_type not in FAMILIES:
+    if model_type not in VISION_FAMILIES:
         return ""
     raw_config, processor = configured(ModelConfig(path=str(directory)), Path.cwd())
     return image_side(processor, tokenizer_of(model_type), raw_config)

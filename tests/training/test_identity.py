@@ -11,7 +11,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.training.fingerprints import _loss, differences, filter_hashes, user_files
+from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, user_files
 from holdfast.training.reward_files import reward_model_hashes
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -128,9 +128,11 @@ def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_pa
     assert filter_hashes(config, tmp_path) == after, "what a table of reference numbers compares is the same"
     imported = ("helper.py", "other.py", "pack/__init__.py", "pack/deep.py", "pack/inner.py", "unused.py")
     assert sorted(before) == ["data.filter mine.py", *(f"data.filter mine.py imports {name}" for name in imported)]
-    assert differences({"files": before}, {"files": after}) == {"files": ["data.filter mine.py imports pack/inner.py"]}
+    assert changed_fingerprints({"files": before}, {"files": after}) == {
+        "files": ["data.filter mine.py imports pack/inner.py"]
+    }
     early = {"data.filter mine.py": before["data.filter mine.py"]}
-    assert differences({"files": early}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
+    assert changed_fingerprints({"files": early}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
 
 
 @pytest.mark.parametrize(("changed", "where"), [("model.safetensors", "sharded"), ("tokenizer.json", "whole")])
@@ -147,15 +149,15 @@ def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path
     after = reward_model_hashes(config, tmp_path)
 
     what = "weights" if changed == "model.safetensors" else "configuration and tokenizer"
-    assert differences({"files": before}, {"files": after}) == {"files": [f"reward model scorer {what}"]}
-    assert differences({"files": {}}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
+    assert changed_fingerprints({"files": before}, {"files": after}) == {"files": [f"reward model scorer {what}"]}
+    assert changed_fingerprints({"files": {}}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
 
 
 def test_a_checkpoint_from_before_images_were_read_goes_on() -> None:
     now = {"data": {"rows of source 0": "a", "images of source 0": "b"}}
 
-    assert differences({"data": {"rows of source 0": "a"}}, now) == {}
-    assert differences({"data": {"rows of source 0": "a", "images of source 0": "c"}}, now) == {
+    assert changed_fingerprints({"data": {"rows of source 0": "a"}}, now) == {}
+    assert changed_fingerprints({"data": {"rows of source 0": "a", "images of source 0": "c"}}, now) == {
         "data": ["images of source 0"]
     }
-    assert differences(now, {"data": {"rows of source 0": "a"}}) == {"data": ["images of source 0"]}
+    assert changed_fingerprints(now, {"data": {"rows of source 0": "a"}}) == {"data": ["images of source 0"]}

@@ -27,18 +27,18 @@ from holdfast.config.sections.policy import (
     ScaledAdvantageConfig,
 )
 
-Rewards = NDArray[np.float64]
+RewardMatrix = NDArray[np.float64]
 """[P, G]: G completions of each of P prompts; NaN where a completion was not scored"""
 Mask = NDArray[np.bool_]
 
 
 def advantages(
     config: AdvantageConfig,
-    rewards: Rewards,
-    parts: Mapping[str, Rewards] | None = None,
+    rewards: RewardMatrix,
+    parts: Mapping[str, RewardMatrix] | None = None,
     weights: Mapping[str, float] | None = None,
     greedy: NDArray[np.float64] | None = None,
-) -> Rewards:
+) -> RewardMatrix:
     """Return the advantage of every completion, [P, G].
 
     Give the whole rollout batch, over all ranks: some baselines and standard deviations are the batch's.
@@ -71,7 +71,7 @@ def advantages(
     return np.where(scored, _compared(config, np.where(scored, rewards, np.nan), greedy), 0.0)
 
 
-def flat_groups(rewards: Rewards, tolerance: float) -> Mask:
+def flat_groups(rewards: RewardMatrix, tolerance: float) -> Mask:
     """Return [P]: whether a group's scored rewards all lie within `tolerance`, or fewer than two are scored."""
     scored = np.isfinite(rewards)
     highest = np.where(scored, rewards, -np.inf).max(axis=1)
@@ -82,7 +82,11 @@ def flat_groups(rewards: Rewards, tolerance: float) -> Mask:
 
 
 def without_advantages(
-    config: AdvantageConfig, rewards: Rewards, parts: Mapping[str, Rewards], weights: Mapping[str, float], trained: Mask
+    config: AdvantageConfig,
+    rewards: RewardMatrix,
+    parts: Mapping[str, RewardMatrix],
+    weights: Mapping[str, float],
+    trained: Mask,
 ) -> Mask:
     """Return [P]: groups all of whose trained completions have an advantage of 0, each group judged by itself.
 
@@ -98,7 +102,7 @@ def without_advantages(
     return np.array([not values.any() for values in learned], dtype=np.bool_)
 
 
-def without_baseline(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.float64] | None = None) -> Mask:
+def without_baseline(config: AdvantageConfig, rewards: RewardMatrix, greedy: NDArray[np.float64] | None = None) -> Mask:
     """Return [P]: groups too few of whose completions were scored to compare them; all their advantages are 0."""
     few: Mask = np.isfinite(rewards).sum(axis=1) < config.smallest_group
     if not config.needs_greedy:
@@ -109,7 +113,7 @@ def without_baseline(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[
     return without
 
 
-def pass_at_k(rewards: Rewards, k: int, threshold: float) -> Rewards:
+def pass_at_k(rewards: RewardMatrix, k: int, threshold: float) -> RewardMatrix:
     """Return the advantage of a completion's groups of k, each rewarded 1 if any member is right.
 
     Chen et al., "Pass@k Training" (arXiv:2508.10751), section 2.4, in closed form over all groups of k out of n scored
@@ -137,7 +141,7 @@ def pass_at_k(rewards: Rewards, k: int, threshold: float) -> Rewards:
     return result
 
 
-def _compared(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.float64] | None) -> Rewards:
+def _compared(config: AdvantageConfig, rewards: RewardMatrix, greedy: NDArray[np.float64] | None) -> RewardMatrix:
     """Return advantages where rewards are scored; anything elsewhere."""
     match config:
         case GRPOAdvantageConfig():
@@ -167,35 +171,35 @@ def _compared(config: AdvantageConfig, rewards: Rewards, greedy: NDArray[np.floa
             raise ValueError("advantage: gae is made of a critic's values, token by token (advantages/gae.py)")
 
 
-def _centred(rewards: Rewards, tolerance: float) -> Rewards:
+def _centred(rewards: RewardMatrix, tolerance: float) -> RewardMatrix:
     """Return rewards less the mean of their row; exactly 0 in a flat row and where not scored."""
     scored = np.isfinite(rewards)
     mean = _sum(rewards) / np.maximum(scored.sum(axis=1, keepdims=True), 1)
     return np.where(scored & ~flat_groups(rewards, tolerance)[:, None], rewards - mean, 0.0)
 
 
-def _deviations(rewards: Rewards) -> Rewards:
+def _deviations(rewards: RewardMatrix) -> RewardMatrix:
     """Return the standard deviation of each row's scored rewards, [P, 1]; 0 of fewer than two."""
     count = np.isfinite(rewards).sum(axis=1, keepdims=True)
     mean = _sum(rewards) / np.maximum(count, 1)
-    spread: Rewards = np.sqrt(_sum((rewards - mean) ** 2) / np.maximum(count - 1, 1))
+    spread: RewardMatrix = np.sqrt(_sum((rewards - mean) ** 2) / np.maximum(count - 1, 1))
     return spread
 
 
-def _sum(rewards: Rewards) -> Rewards:
-    total: Rewards = np.nansum(rewards, axis=1, keepdims=True)
+def _sum(rewards: RewardMatrix) -> RewardMatrix:
+    total: RewardMatrix = np.nansum(rewards, axis=1, keepdims=True)
     return total
 
 
-def _scaled(values: Rewards, spread: Rewards) -> Rewards:
+def _scaled(values: RewardMatrix, spread: RewardMatrix) -> RewardMatrix:
     """Return values / spread, 0 where both are 0."""
-    scaled: Rewards = values / np.where(spread > 0, spread, 1.0)
+    scaled: RewardMatrix = values / np.where(spread > 0, spread, 1.0)
     return scaled
 
 
 def _summed_after(
-    config: ScaledAdvantageConfig, scored: Mask, parts: Mapping[str, Rewards], weights: Mapping[str, float]
-) -> Rewards:
+    config: ScaledAdvantageConfig, scored: Mask, parts: Mapping[str, RewardMatrix], weights: Mapping[str, float]
+) -> RewardMatrix:
     """Return the weighted sum of each reward's own advantages over the batch's standard deviation of that sum.
 
     GDPO (arXiv:2601.05242): the mean over the batch, which the paper takes off too, is 0 for centred groups. A reward

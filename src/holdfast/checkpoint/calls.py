@@ -24,7 +24,7 @@ from holdfast.checkpoint.format.snapshot import Snapshot, hold, mesh_of, take
 from holdfast.checkpoint.place.layout import step_of
 from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage, open_storage
-from holdfast.checkpoint.save.agreement import together
+from holdfast.checkpoint.save.agreement import together_in_phase
 from holdfast.checkpoint.save.writer import commit
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, RankFailed, UserError
@@ -117,7 +117,7 @@ def place_of(path: str) -> tuple[Storage, str]:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSave:
     """A checkpoint that is about to be written."""
 
     storage: Storage
@@ -129,7 +129,7 @@ class Prepared:
     def committed(self, snapshot: Snapshot, ranks: ProcessExchange, reached: Callable[[str], None]) -> Manifest:
         """Write a snapshot, this one or a copy of it; all ranks call this together."""
         with ExitStack() as stack:
-            with together(ranks, "begin"):
+            with together_in_phase(ranks, "begin"):
                 if ranks.rank == 0 and not self.storage.renames:
                     stack.enter_context(ObjectLease(self.storage, self.name))
             return commit(snapshot, self.storage, self.about, ranks, name=self.name, reached=reached)
@@ -151,7 +151,7 @@ def prepared(
     optimizer: Optimizer | None,
     extra: Any,
     **others: Unpack[Others],
-) -> Prepared:
+) -> PreparedSave:
     """Look at what `save` was given; arguments are its own.
 
     Raises:
@@ -175,7 +175,7 @@ def prepared(
         mesh=mesh_of(model),
         versions=versions(),
     )
-    return Prepared(storage, name, snapshot, about)
+    return PreparedSave(storage, name, snapshot, about)
 
 
 def check_extra(shared: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:

@@ -26,11 +26,11 @@ from holdfast.checkpoint.format.snapshot import set_random_state
 from holdfast.checkpoint.keep import retention
 from holdfast.checkpoint.load import reader
 from holdfast.checkpoint.load.matching import Declared
-from holdfast.checkpoint.load.reader import Loaded
+from holdfast.checkpoint.load.reader import LoadedState
 from holdfast.checkpoint.place.object_lease import lease_of
 from holdfast.checkpoint.place.storage import open_storage
 from holdfast.checkpoint.save import rehearsal
-from holdfast.checkpoint.save.rehearsal import Report
+from holdfast.checkpoint.save.rehearsal import RehearsalReport
 from holdfast.errors import RankFailed
 from holdfast.optim.tagged import decode
 
@@ -120,7 +120,7 @@ def load(
     with call("load", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
             storage, name = place_of(path)
-        loaded: Loaded = reader.load(
+        loaded: LoadedState = reader.load(
             storage,
             name,
             model,
@@ -154,7 +154,7 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
         CheckpointCorrupt: Something differs; the file or tensor is named.
     """
     storage, name = place_of(path)
-    return verification.verify(storage, name, level)
+    return verification.verify_checkpoint(storage, name, level)
 
 
 def rehearse(
@@ -167,7 +167,7 @@ def rehearse(
     assets: Mapping[str, bytes] | None = None,
     keep: int = 3,
     timeout_minutes: float = 30.0,
-) -> Report:
+) -> RehearsalReport:
     """Save, verify and load once in a directory of checkpoints, and leave nothing behind.
 
     Args:
@@ -185,7 +185,9 @@ def rehearse(
     with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
             beside = rehearsal.Beside({"extra": tagged(extra)}, {"extra": tagged(rank_extra)}, assets or {})
-        return rehearsal.rehearse(open_storage(path), model, optimizer, ranks, room=rehearsal.Room(keep), beside=beside)
+        return rehearsal.run_rehearsal(
+            open_storage(path), model, optimizer, ranks, room=rehearsal.Room(keep), beside=beside
+        )
 
 
 def clean(path: str) -> None:
@@ -202,4 +204,4 @@ def clean(path: str) -> None:
     storage = open_storage(path)
     if storage.exists(""):
         with lease_of(storage):
-            retention.clean(storage, wait=True)
+            retention.remove_leftovers(storage, wait=True)

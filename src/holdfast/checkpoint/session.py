@@ -11,11 +11,11 @@ from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from holdfast.checkpoint.format.manifest import About, Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot
-from holdfast.checkpoint.keep.retention import Retention, prune, put_aside
+from holdfast.checkpoint.keep.retention import Retention, apply_retention, put_aside
 from holdfast.checkpoint.load.reader import verified_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.agreement import together
+from holdfast.checkpoint.save.agreement import together_in_phase
 from holdfast.checkpoint.save.writer import Reached, commit
 from holdfast.errors import HoldfastError
 from holdfast.parallel.collectives import ProcessExchange
@@ -163,7 +163,7 @@ class Session:
         deleted: list[int] = []
         if ranks.rank == 0:
             try:
-                deleted = prune(self.storage, self.retention, needed=needed, notify=notes.append)
+                deleted = apply_retention(self.storage, self.retention, needed=needed, notify=notes.append)
             except Exception as error:  # noqa: BLE001 - the checkpoint is there, and the others wait for this rank
                 notes.append(f"older checkpoints could not be deleted: {error}.")
         deleted, notes = ranks.agree((deleted, notes))
@@ -181,7 +181,7 @@ class Session:
             verified_manifest(self.storage, name, ranks, from_disk=True)
         except CheckpointError as error:
             damaged = isinstance(error, CheckpointCorrupt)  # one that cannot be read may be whole
-            with together(ranks, "read back"):
+            with together_in_phase(ranks, "read back"):
                 if damaged and ranks.rank == 0:
                     put_aside(self.storage, name)
             raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at a run's checkpoints, verify, export, keep and delete them.", no_args_is_help=True)
 
-Place = Annotated[str, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False)]
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False)]
 
 TrustCode = Annotated[
     bool,
@@ -32,7 +32,7 @@ Mode = Annotated[
 ]
 
 
-class Level(StrEnum):
+class InspectionLevel(StrEnum):
     """How closely a checkpoint is looked at."""
 
     names = "names"
@@ -40,7 +40,7 @@ class Level(StrEnum):
     tensors = "tensors"
 
 
-class Form(StrEnum):
+class ExportForm(StrEnum):
     """What an export is."""
 
     hf = "hf"
@@ -57,7 +57,8 @@ class Dtype(StrEnum):
 
 @app.command("ls")
 def list_checkpoints(
-    run: Place, metric: Annotated[list[str] | None, typer.Option(help="Show this metric; may be repeated.")] = None
+    run: PathArgument,
+    metric: Annotated[list[str] | None, typer.Option(help="Show this metric; may be repeated.")] = None,
 ) -> None:
     """List a run's checkpoints, oldest first, with the metrics of their steps."""
     from holdfast.cli.checkpoint_views import listing
@@ -68,7 +69,7 @@ def list_checkpoints(
 
 @app.command("path")
 def print_path(
-    run: Place,
+    run: PathArgument,
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="The best by a metric of its own step.")] = None,
     mode: Mode = None,
     last: Annotated[bool, typer.Option("--last", help="The newest without NaN or infinity; the default.")] = False,
@@ -92,7 +93,7 @@ def print_path(
 
 
 @app.command("show")
-def show(checkpoint: Place) -> None:
+def show(checkpoint: PathArgument) -> None:
     """Print what a checkpoint says of itself: contents, sizes, mesh, versions, metrics, tensors."""
     from holdfast.cli.checkpoint_views import description
 
@@ -102,10 +103,10 @@ def show(checkpoint: Place) -> None:
 
 @app.command("verify")
 def verify(
-    path: Place,
+    path: PathArgument,
     level: Annotated[
-        Level, typer.Option(help="names and sizes; files' hashes; tensors, read one by one.")
-    ] = Level.tensors,
+        InspectionLevel, typer.Option(help="names and sizes; files' hashes; tensors, read one by one.")
+    ] = InspectionLevel.tensors,
 ) -> None:
     """Compare a checkpoint, or every one of a run, with its manifest; exit 1 and name the tensor if it is damaged."""
     from holdfast.cli.checkpoint_views import verification
@@ -118,13 +119,13 @@ def verify(
 
 @app.command("diff")
 def diff(
-    first: Place,
+    first: PathArgument,
     second: Annotated[str, typer.Argument(metavar="PATH")],
     everything: Annotated[bool, typer.Option("--all", help="Every difference, not only the first.")] = False,
 ) -> None:
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
     from holdfast.checkpoint.format.chunks import verified_metadata
-    from holdfast.checkpoint.format.verification import verify
+    from holdfast.checkpoint.format.verification import verify_checkpoint
     from holdfast.checkpoint.inspect.compare import differences
     from holdfast.checkpoint.keep import find
 
@@ -138,18 +139,18 @@ def diff(
             break
     if not difference_count:
         for checkpoint in both:  # what was compared so far is what the manifests say
-            verify(checkpoint.storage, checkpoint.name, "files")
+            verify_checkpoint(checkpoint.storage, checkpoint.name, "files")
         typer.echo("identical")
     raise typer.Exit(1 if difference_count else 0)
 
 
 @app.command("export")
 def export(
-    checkpoint: Place,
+    checkpoint: PathArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
     form: Annotated[
-        Form, typer.Option("--format", help="A model directory, or one {model, optimizer} file.")
-    ] = Form.hf,
+        ExportForm, typer.Option("--format", help="A model directory, or one {model, optimizer} file.")
+    ] = ExportForm.hf,
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
     adapter: Annotated[bool, typer.Option("--adapter", help="Adapters alone, in peft's format.")] = False,
@@ -167,16 +168,16 @@ def export(
     from holdfast.checkpoint.keep import find
     from holdfast.errors import ConfigError
 
-    if adapter and form is Form.torch:
+    if adapter and form is ExportForm.torch:
         raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
-    if ema and form is Form.torch:
+    if ema and form is ExportForm.torch:
         raise ConfigError(
             "--ema writes averages in the place of weights, --format torch all there is; give one of them."
         )
     stored = find.one(checkpoint)
     if adapter:
         export_stored_adapter(stored, output, dtype=_dtype(dtype), averaged=ema)
-    elif form is Form.torch:
+    elif form is ExportForm.torch:
         write_torch_file(stored, output)
     else:
         export_stored(
@@ -208,7 +209,7 @@ def average(
 
 @app.command("prune")
 def prune(
-    run: Place,
+    run: PathArgument,
     keep_last: Annotated[
         int | None, typer.Option(min=2, help="Newest checkpoints that stay.", show_default="as the run has it, else 3")
     ] = None,
@@ -232,7 +233,7 @@ def prune(
 
 @app.command("pin")
 def pin(
-    run: Place,
+    run: PathArgument,
     step: Annotated[int, typer.Argument(min=0, help="The step to keep.")],
     remove: Annotated[bool, typer.Option("--remove", help="Let retention delete it again.")] = False,
 ) -> None:
@@ -265,7 +266,7 @@ def pruned(
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
     from holdfast.checkpoint.keep import find
-    from holdfast.checkpoint.keep.retention import kept_steps, manifests, prune, read_pins
+    from holdfast.checkpoint.keep.retention import apply_retention, kept_steps, manifests, read_pins
     from holdfast.checkpoint.keep.retention_record import resume_source
     from holdfast.checkpoint.place.object_lease import lease_of
 
@@ -282,7 +283,7 @@ def pruned(
             keep = kept_steps(stored, policy, pinned=read_pins(storage), needed=needed)
             doomed = sorted(set(stored) - keep)
         else:
-            doomed = prune(storage, policy, needed=needed, notify=notes.append, wait=True)
+            doomed = apply_retention(storage, policy, needed=needed, notify=notes.append, wait=True)
     for step in doomed:
         yield f"{'would delete' if dry_run else 'deleted'} step {step}"
     yield from notes
@@ -295,9 +296,9 @@ def _policy(
     """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
     from holdfast.checkpoint.keep import find
     from holdfast.checkpoint.keep.retention import Best, Retention
-    from holdfast.checkpoint.keep.retention_record import better, recorded
+    from holdfast.checkpoint.keep.retention_record import better, read_retention
 
-    record = recorded(storage)
+    record = read_retention(storage)
     own = Retention() if record is None else record.retention
     for metric in keep_best:
         find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
@@ -307,12 +308,12 @@ def _policy(
 
 def _newest_whole(storage: Storage, stored: dict[int, Manifest]) -> int:
     from holdfast.checkpoint.errors import CheckpointError
-    from holdfast.checkpoint.format.verification import verify
+    from holdfast.checkpoint.format.verification import verify_checkpoint
     from holdfast.checkpoint.place.layout import step_name
 
     for step in sorted(stored, reverse=True):
         try:
-            verify(storage, step_name(step), "files")
+            verify_checkpoint(storage, step_name(step), "files")
         except CheckpointError:
             continue
         return step

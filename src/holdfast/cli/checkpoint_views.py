@@ -141,7 +141,7 @@ def verification(place: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
     from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
     from holdfast.checkpoint.format.manifest import NewerFormat
-    from holdfast.checkpoint.format.verification import verify
+    from holdfast.checkpoint.format.verification import verify_checkpoint
     from holdfast.checkpoint.keep.retention import steps
 
     of_run = True
@@ -155,7 +155,7 @@ def verification(place: str, level: Level) -> tuple[list[str], bool]:
     whole = not lines
     for name in names:
         try:
-            manifest = verify(storage, name, level)
+            manifest = verify_checkpoint(storage, name, level)
         except NewerFormat as error:
             if not of_run:
                 raise

@@ -106,11 +106,11 @@ def _show(console: Console, example: Example, tokenizer: Any) -> None:
     """Print a sequence, with what is trained in green, or marked where there is no colour."""
     from rich.text import Text
 
-    from holdfast.data.tokens.chat import describe
+    from holdfast.data.tokens.chat import describe_template
 
     plain = console.color_system is None or console.no_color
     text = Text()
-    for stretch, trained in _stretches(describe(example, tokenizer)):
+    for stretch, trained in _stretches(describe_template(example, tokenizer)):
         marked = f"{_OPEN}{stretch}{_CLOSE}" if trained and plain else stretch
         text.append(marked, style="bold green" if trained else "dim")
     console.print(text)

@@ -26,12 +26,12 @@ def check(target: str, overrides: Sequence[str]) -> int:
         ModelError: The target has no configuration that can be read.
     """
     from holdfast.config.sections.launch import LaunchConfig
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.training.build.suitability import examine
 
     config, base, asked = _run_of(target, overrides)
     _say(f"looking at {target}, which may take half a minute")
-    with joined(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
+    with joined_world(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
         accepted = examine(config, base, world, asked=asked, say=_say)
     return 0 if accepted else 1
 

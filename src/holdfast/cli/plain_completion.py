@@ -9,7 +9,7 @@ import sys
 
 from holdfast.cli.quiet import hush
 from holdfast.config.sections.data import SyntheticConfig
-from holdfast.data.tasks.synthetic import SyntheticSource, verify
+from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         tokens = tokenizer(row["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=False)
-        right += verify(row, tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True))
+        right += check_answer(row, tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True))
     print(f"{right / count:.3f}")
 
 

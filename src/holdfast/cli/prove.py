@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited
 from holdfast.launch.local import resolve_ranks
 
-PHASES = {
+PROOF_PHASES = {
     "sft": ("data", "forward_backward", "optimizer"),
     "reward": ("data", "forward_backward", "optimizer"),
     "dpo": ("data", "forward_backward", "optimizer"),
@@ -30,7 +30,7 @@ PHASES = {
     "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
 }
 """What a step passes through, by verb."""
-COMPARED = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
+PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """As `parallel.mesh` reads them; repeated here because that module imports torch."""
 
@@ -40,7 +40,7 @@ class ProofFailed(HoldfastError):  # noqa: N818 - the name says what happened
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProofPlan:
     """What is run."""
 
     verb: str
@@ -70,14 +70,14 @@ def prove(
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
-    plan = Plan(
+    plan = ProofPlan(
         loaded.config.verb,
         path,
         tuple(overrides),
         steps,
         kill_at,
         chosen.randrange(ranks),
-        chosen.choice(PHASES[loaded.config.verb]),
+        chosen.choice(PROOF_PHASES[loaded.config.verb]),
         every,
         break_,
     )
@@ -94,7 +94,7 @@ def prove(
     return _compare(straight, broken)
 
 
-def _run(plan: Plan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
+def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
     """Run the command and return its process id."""
     command = [
         sys.executable, "-m", "holdfast.cli.main", plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
@@ -118,7 +118,7 @@ def _lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _print_resume(plan: Plan, directory: Path, began: int, first: int, second: int) -> None:
+def _print_resume(plan: ProofPlan, directory: Path, began: int, first: int, second: int) -> None:
     rewinds = [line["to"] for line in _lines(directory)[began:] if line.get("event") == "rewind"]
     if not rewinds:
         raise ProofFailed(f"The run in {directory} started from the beginning instead of resuming.")
@@ -145,7 +145,7 @@ def _compare(straight: Path, broken: Path) -> int:
 
 def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> str | None:
     for line, other in zip(one, two, strict=False):
-        for name in (name for name in COMPARED if name in line):
+        for name in (name for name in PROVED_METRICS if name in line):
             if line[name] != other[name] or line["step"] != other["step"]:
                 return f"step {line['step']}: {name} is {line[name]!r} straight and {other[name]!r} after the resume"
     if len(one) != len(two):

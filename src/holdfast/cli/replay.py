@@ -22,10 +22,10 @@ def replay(directory: Path, step: int) -> int:
     config = load_run(file, [*alone, "rollout.record=false"]).config
     if not isinstance(config, GRPOConfig):
         raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.replay import replay as replay_step
 
-    with joined(config.launch) as world:
+    with joined_world(config.launch) as world:
         lines, same = replay_step(config, directory, step, world)
     for line in lines:
         print(line)

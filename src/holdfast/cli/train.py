@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.cli.worker import work
-from holdfast.config.load import Loaded, load
+from holdfast.config.load import LoadedConfig, load_config
 from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
 from holdfast.training.directory import run_directory
 
-EXPORTED_CONFIG = "holdfast.yaml"
+_EXPORTED_CONFIG = "holdfast.yaml"
 """As `checkpoint.export` writes it; repeated here because that module imports torch."""
 
 
@@ -26,14 +26,14 @@ def train(verb: str, path: Path, overrides: Sequence[str]) -> int:
     return start(verb, _load(verb, path, overrides))
 
 
-def _load(verb: str, path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
+def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:
     """Read a verb's file; where it is wrong for this verb and looks like another's, say so first.
 
     Raises:
         ConfigError: As `load`.
     """
     try:
-        return load(path, overrides, ROOTS[verb])
+        return load_config(path, overrides, ROOTS[verb])
     except ConfigError as error:
         try:
             meant = verb_of(parse_file(path).values)
@@ -49,10 +49,10 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
     if not target.is_dir():
         loaded = load_run(target, overrides)
         return start(verb, loaded)
-    path = target / EXPORTED_CONFIG
+    path = target / _EXPORTED_CONFIG
     if not path.exists():
         raise ConfigError(
-            f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
+            f"{target} has no {_EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
             f"`holdfast eval RUN.yaml model.path={target}`."
         )
     here = [
@@ -69,7 +69,7 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
     return start(verb, loaded)
 
 
-def start(verb: str, loaded: Loaded[TrainingConfig]) -> int:
+def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun."""
     if under_torchrun():
         return work(verb, loaded.config, loaded.base)

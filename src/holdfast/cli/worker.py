@@ -33,11 +33,11 @@ _UNSCORED = (
 
 def work(verb: str, config: TrainingConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
-    from holdfast.parallel.mesh import joined
+    from holdfast.parallel.mesh import joined_world
 
     first = True
     try:
-        with joined(config.launch) as world:
+        with joined_world(config.launch) as world:
             first = world.is_first
             return _verbs(verb, config, base, world)
     except UserError as error:

@@ -21,7 +21,7 @@ Root = TypeVar("Root", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[Root]):
+class LoadedConfig(Generic[Root]):
     """A checked tree, and the directory in which relative user files are looked up."""
 
     config: Root
@@ -38,7 +38,7 @@ class Draft:
     mistakes: list[str] = field(default_factory=list)
 
 
-def load(path: Path, overrides: Sequence[str], root: type[Root]) -> Loaded[Root]:
+def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> LoadedConfig[Root]:
     """Read a run's YAML, apply `a.b=value` overrides and check the tree.
 
     `run.name` defaults to the file's stem.
@@ -46,10 +46,10 @@ def load(path: Path, overrides: Sequence[str], root: type[Root]) -> Loaded[Root]
     Raises:
         ConfigError: The file, an override or the tree is wrong; the message lists every mistake.
     """
-    return Loaded(check(read(path, overrides, root), root), path.resolve().parent)
+    return LoadedConfig(check(read_config(path, overrides, root), root), path.resolve().parent)
 
 
-def read(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
+def read_config(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
     """Read a run's YAML and apply overrides, without checking the tree.
 
     Raises:
@@ -71,7 +71,7 @@ def from_mapping(
     """Check a tree given as nested mappings, after applying `a.b=value` overrides.
 
     Raises:
-        ConfigError: As `load`.
+        ConfigError: As `load_config`.
     """
     draft = Draft(Document(source, dict(values)))
     for override in overrides:

@@ -14,7 +14,7 @@ from holdfast.config.yaml12 import KeyPath
 
 
 @dataclass(frozen=True)
-class Held:
+class KeyType:
     """What one key can hold."""
 
     sections: tuple[type[BaseModel], ...] = ()
@@ -36,28 +36,28 @@ class Held:
         """The section that stands here, if it can only be one."""
         return self.sections[0] if len(self.sections) == 1 and not self.several else None
 
-    def of_kind(self, kind: object) -> Held:
+    def of_kind(self, kind: object) -> KeyType:
         """Return the member of a tagged union by its kind; a plain value if there is none."""
-        return Held(tuple(section for section in self.sections if kind in kinds_of(section)))
+        return KeyType(tuple(section for section in self.sections if kind in kinds_of(section)))
 
-    def chosen(self, value: Any) -> Held:
+    def chosen(self, value: Any) -> KeyType:
         """Return the member of a tagged union that a value of the file stands for."""
         kind = value if isinstance(value, str) else self.default_kind
         return self.of_kind(str(value.get("kind", kind)) if isinstance(value, Mapping) else kind)
 
-    def below(self, key: int | str) -> Held:
+    def below(self, key: int | str) -> KeyType:
         """Return what a key of this section, or an item of this list or mapping, can hold."""
         if self.several:
-            return Held(self.sections, default_kind=self.default_kind)
+            return KeyType(self.sections, default_kind=self.default_kind)
         if self.section is None or key not in self.section.model_fields:
-            return Held()
+            return KeyType()
         field = self.section.model_fields[str(key)]
         tag = next((item for item in (*field.metadata, *_marks(field.annotation)) if isinstance(item, ByKind)), None)
         origin = typing.get_origin(field.annotation)
         sections = tuple(_sections_in(field.annotation))
-        return Held(sections, origin in {list, dict}, origin is list, None if tag is None else tag.default)
+        return KeyType(sections, origin in {list, dict}, origin is list, None if tag is None else tag.default)
 
-    def alone(self, value: Any) -> Held:
+    def alone(self, value: Any) -> KeyType:
         """Return what an item can hold, if one item stands for the list here; else itself."""
         return self.below(0) if self.is_list and value is not None and not isinstance(value, list) else self
 
@@ -80,15 +80,15 @@ def all_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted path of every key of the tree, sections included; `*` stands for a name or number."""
     for name in root.model_fields:
         dotted = f"{prefix}{name}"
-        shape = Held((root,)).below(name)
+        shape = KeyType((root,)).below(name)
         yield dotted
         for section in shape.sections:
             yield from all_keys(section, f"{dotted}.{'*.' if shape.several else ''}")
 
 
-def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[BaseModel] | None, Held]:
+def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[BaseModel] | None, KeyType]:
     """Return the section that a path of the file leads to, and what could stand there instead."""
-    shape = choice = Held((root,))
+    shape = choice = KeyType((root,))
     for key in path:
         values = _below(values, key)
         choice = shape.below(key).alone(values)
@@ -99,7 +99,7 @@ def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[
 def key_path(root: type[BaseModel], location: Sequence[int | str], values: Any) -> KeyPath:
     """Return the keys of the file that a location of pydantic's means: without the kinds of unions and other marks."""
     path: list[int | str] = []
-    shape = Held((root,))
+    shape = KeyType((root,))
     for part in location:
         if shape.is_union:
             shape = shape.of_kind(part)

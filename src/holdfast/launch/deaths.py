@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.launch.directory import Report
+from holdfast.launch.directory import FailureReport
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
@@ -33,7 +33,7 @@ class Death:
     time: float
     """Seconds since the epoch at which the launcher saw it."""
     phase: str
-    report: Report | None
+    report: FailureReport | None
     log: str
     """What it wrote in this attempt."""
     ended_by_launcher: bool
@@ -92,7 +92,7 @@ def _sentence(death: Death, step: int | None) -> str:
     return sentence if sentence.endswith((".", "!", "?")) else sentence + "."
 
 
-def describe(death: Death, step: int | None, log_path: object, already_shown: bool) -> str:
+def describe_death(death: Death, step: int | None, log_path: object, already_shown: bool) -> str:
     """Return the paragraph that names a rank, its signal or exit code, where it was, and its last error lines.
 
     Args:

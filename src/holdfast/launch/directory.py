@@ -24,7 +24,7 @@ _READ_AT_MOST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """What a rank (holdfast.parallel.failure.channel), or the launcher for it, wrote into `failure-rank-N.json`."""
 
     rank: int
@@ -118,16 +118,16 @@ class LaunchDirectory:
         """Return the phase a rank was in, empty if it never said."""
         return _read(self.path / f"phase-rank-{rank}").strip()
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[FailureReport]:
         """Return what ranks said about their failures, earliest first."""
         reports = []
         for path in self.path.glob("failure-rank-*.json"):
             with contextlib.suppress(ValueError, TypeError):  # torn or foreign: the exit code still speaks
                 values: dict[str, Any] = json.loads(_read(path))
-                reports.append(Report(**values))
+                reports.append(FailureReport(**values))
         return sorted(reports, key=lambda report: report.time)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: FailureReport) -> None:
         """Speak for a rank that died without a word, so that the survivors can name it."""
         target = self.path / f"failure-rank-{report.rank}.json"
         staging = target.with_suffix(".launcher")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.launch.rendezvous import STORE_VARIABLE
+from holdfast.launch.rendezvous import _STORE_VARIABLE
 
 LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"
 """Set in every rank; also the mark by which processes of a launch are found again."""
@@ -95,7 +95,7 @@ def rank_environment(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        STORE_VARIABLE: str(store),
+        _STORE_VARIABLE: str(store),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",

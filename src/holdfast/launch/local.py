@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError, RunStopped, UserError, how_to_go_on
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
 from holdfast.launch.processes import Guard
-from holdfast.launch.stops import StopRequests
+from holdfast.launch.stops import StopSignals
 from holdfast.launch.watch import Ending, Patience, Start, Verdict, attempt, tell
 
 __all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
@@ -47,7 +47,7 @@ def launch_local(
     start = Start(command, ranks, launch.threads_per_rank, environ, patience or Patience())
     with LaunchDirectory(run_directory) as directory:
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
-        with Guard(mark, environ) as guard, StopRequests() as stops:
+        with Guard(mark, environ) as guard, StopSignals() as stops:
             ending = _attempts(start, launch.max_restarts, directory, guard, stops)
         directory.keep_logs = ending.verdict is Verdict.DIED
     match ending.verdict:
@@ -61,7 +61,7 @@ def launch_local(
             return RunStopped.exit_code
 
 
-def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard: Guard, stops: StopRequests) -> Ending:
+def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard: Guard, stops: StopSignals) -> Ending:
     died_at: set[int | None] = set()
     restarts = 0
     number = 1

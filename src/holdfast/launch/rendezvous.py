@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STORE_VARIABLE = "HOLDFAST_STORE"
+_STORE_VARIABLE = "HOLDFAST_STORE"
 """Set in every rank: the path of the file in which `torch.distributed` keeps its store (parallel/rendezvous.py)."""
 
 

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 _REQUESTS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
-class StopRequests:
+class StopSignals:
     """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 while it is entered; outside the main thread it collects nothing.
 
     The handlers only count: what follows happens in the loop that watches the ranks, never in the middle of it.
@@ -23,7 +23,7 @@ class StopRequests:
         self._passed_on: set[signal.Signals] = set()
         self._previous: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> StopRequests:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (*_REQUESTS, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and `&` in scripts set that on purpose

@@ -22,16 +22,16 @@ from holdfast.launch.deaths import (
     EXIT_USER_ERROR,
     EXIT_WITHOUT_RESULT,
     Death,
-    describe,
+    describe_death,
     first_cause,
     how_it_ended,
     last_paragraph,
 )
-from holdfast.launch.directory import LaunchDirectory, Report
+from holdfast.launch.directory import FailureReport, LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment
 from holdfast.launch.processes import Guard, catches, end
 from holdfast.launch.rendezvous import meeting_file
-from holdfast.launch.stops import StopRequests
+from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
 
 _POLL_SECONDS = 0.05
@@ -106,7 +106,7 @@ def tell(text: str) -> None:
         sys.stderr.flush()
 
 
-def attempt(number: int, start: Start, directory: LaunchDirectory, guard: Guard, stops: StopRequests) -> Ending:
+def attempt(number: int, start: Start, directory: LaunchDirectory, guard: Guard, stops: StopSignals) -> Ending:
     """Run all ranks once, from their start to the end of the last process."""
     directory.begin_attempt()
     starts = [directory.begin_log(rank, start.ranks, number) for rank in range(start.ranks)]
@@ -147,7 +147,7 @@ def _start_rank(
         )
 
 
-def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, patience: Patience) -> None:
+def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, patience: Patience) -> None:
     """Return when all ranks have ended, or when the rest must be ended."""
     deadline: float | None = None
     next_look = 0.0
@@ -167,7 +167,7 @@ def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
         time.sleep(_POLL_SECONDS)
 
 
-def _pass_on(ranks: Sequence[_Rank], stops: StopRequests) -> None:
+def _pass_on(ranks: Sequence[_Rank], stops: StopSignals) -> None:
     for request, text in stops.to_pass_on():
         tell(text)
         for rank in ranks:
@@ -198,7 +198,7 @@ def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
             sentence = f"it {how_it_ended(code)}"
             phase = directory.phase(rank.number)
             directory.report(
-                Report(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
+                FailureReport(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
             )
     return dead or bool(reports)
 
@@ -221,7 +221,7 @@ class _Aftermath:
     """All deaths of an attempt, and what was said of them."""
 
     deaths: list[Death]
-    reports: list[Report]
+    reports: list[FailureReport]
 
     @property
     def by_themselves(self) -> list[Death]:
@@ -242,7 +242,7 @@ class _Aftermath:
     def codes(self) -> set[int]:
         return {death.exit_code for death in self.by_themselves}
 
-    def orderly(self, stops: StopRequests) -> Verdict | None:
+    def orderly(self, stops: StopSignals) -> Verdict | None:
         """Return how the attempt ended if nothing went wrong, else None."""
         failed = any(report.kind == "error" for report in self.reports)
         if stops.now or (stops.any and not failed and self.codes <= set(_ENDED_BY_REQUEST)):
@@ -259,7 +259,7 @@ def _met_user_error(death: Death) -> bool:
     return death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher
 
 
-def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopRequests, wrote: bool) -> Ending:
+def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, wrote: bool) -> Ending:
     step = directory.step()
     reports = {report.rank: report for report in directory.reports()}
     deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
@@ -271,7 +271,7 @@ def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopReques
         return Ending(verdict, "", step)
     cause = first_cause(deaths)
     shown = cause.rank == 0 and wrote
-    return Ending(Verdict.DIED, describe(cause, step, _short(directory.log(cause.rank)), shown), step)
+    return Ending(Verdict.DIED, describe_death(cause, step, _short(directory.log(cause.rank)), shown), step)
 
 
 def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
@@ -283,7 +283,7 @@ def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
     return "" if rank_0_wrote and text.strip() and text.strip() in first.log else text
 
 
-def _death(rank: _Rank, directory: LaunchDirectory, report: Report | None) -> Death:
+def _death(rank: _Rank, directory: LaunchDirectory, report: FailureReport | None) -> Death:
     with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL
         rank.process.wait(timeout=0.1)
     code = rank.poll()

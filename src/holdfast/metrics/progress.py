@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Literal, Protocol
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Shows steps as they pass."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -24,7 +24,9 @@ class Progress(Protocol):
         ...
 
 
-def open_progress(kind: Literal["auto", "bar", "lines", "off"], total: int | None, first_step: int = 0) -> Progress:
+def open_progress(
+    kind: Literal["auto", "bar", "lines", "off"], total: int | None, first_step: int = 0
+) -> ProgressDisplay:
     """Return the display that suits the terminal.
 
     Args:

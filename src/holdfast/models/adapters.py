@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from holdfast.models.names import canonical_name
 
-NAME = "default"
+ADAPTER_NAME = "default"
 """What peft calls our one adapter."""
 
 
@@ -76,13 +76,13 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     for path, layer in layers_of(model):
         stack = hasattr(layer, "parameter_name")
         adapted = canonical_name(f"{path}.{layer.parameter_name if stack else 'weight'}")
-        magnitude = canonical_name(f"{path}.lora_magnitude_vector.{NAME}.weight")
+        magnitude = canonical_name(f"{path}.lora_magnitude_vector.{ADAPTER_NAME}.weight")
         adapters[adapted] = Adapter(
-            canonical_name(f"{path}.lora_A.{NAME}.weight"),
-            canonical_name(f"{path}.lora_B.{NAME}.weight"),
-            int(layer.r[NAME]),
-            float(layer.scaling[NAME]),
-            magnitude if NAME in layer.lora_magnitude_vector else None,
+            canonical_name(f"{path}.lora_A.{ADAPTER_NAME}.weight"),
+            canonical_name(f"{path}.lora_B.{ADAPTER_NAME}.weight"),
+            int(layer.r[ADAPTER_NAME]),
+            float(layer.scaling[ADAPTER_NAME]),
+            magnitude if ADAPTER_NAME in layer.lora_magnitude_vector else None,
             int(layer.num_experts) if stack else 0,
             is_transposed(layer.get_base_layer()),
         )

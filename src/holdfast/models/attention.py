@@ -65,7 +65,7 @@ class Documents:
             start += count * length
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make the packed attention known to transformers; doing it again changes nothing."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

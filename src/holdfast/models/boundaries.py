@@ -25,7 +25,7 @@ _WRITTEN_OUT_BYTES = 2**31
 """Of attention weights, where they are written out."""
 
 
-class Lengths(NamedTuple):
+class LengthBoundaries(NamedTuple):
     """Boundaries of a model; texts of so many tokens and of one more are computed differently."""
 
     seen: tuple[int, ...]
@@ -55,7 +55,7 @@ def _first_layers(config: Any) -> Sequence[int]:
     return sorted({one_of_each(text)[-1] + 1, own[-1] + 1}, reverse=True)
 
 
-def lengths_to_see(model: Any, device: torch.device) -> Lengths:
+def lengths_to_see(model: Any, device: torch.device) -> LengthBoundaries:
     """Return which boundaries of a model there is time and memory to look at.
 
     Args:
@@ -66,7 +66,7 @@ def lengths_to_see(model: Any, device: torch.device) -> Lengths:
     return next((lengths for lengths in choices if not lengths.too_long), choices[-1])
 
 
-def _lengths_for(model: Any, device: torch.device, layers: int) -> Lengths:
+def _lengths_for(model: Any, device: torch.device, layers: int) -> LengthBoundaries:
     inside = tuple(f"{canonical_name(path)}." for path in blocks_of(model)[:layers])
     weights = sum(
         value.numel()
@@ -81,7 +81,7 @@ def _lengths_for(model: Any, device: torch.device, layers: int) -> Lengths:
         if length > _LONGEST or work > _PRODUCTS[device.type] or weights_bytes > _WRITTEN_OUT_BYTES:
             break
         seen.append(length)
-    return Lengths(tuple(seen), every[len(seen) :], layers)
+    return LengthBoundaries(tuple(seen), every[len(seen) :], layers)
 
 
 @contextmanager

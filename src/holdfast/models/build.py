@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import AdapterSource, check_base
 from holdfast.models.adapter_settings import note_of_base, refuse_other_scale
-from holdfast.models.attention import PACKED, register, upstream_attention
+from holdfast.models.attention import PACKED, register_attention, upstream_attention
 from holdfast.models.configuration import (
     apply_overrides,
     config_from_values,
@@ -88,7 +88,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     Raises:
         ModelError: Files are missing or do not fit, a pattern matches nothing, the vocabulary is too small.
     """
-    register()
+    register_attention()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
     places = _processor_directories(config, raw_config, directory, base, has_tokenizer=tokenizer is not None)
@@ -207,7 +207,7 @@ def _processor_directories(
     if directory is not None:
         return [directory]
     name = config.tokenizer
-    sees = raw_config.model_type in FAMILIES and config.config is not None
+    sees = raw_config.model_type in VISION_FAMILIES and config.config is not None
     if has_tokenizer or not sees or name is None or name.startswith("builtin:"):
         return []
     return [locate(name, config, base, weights=False)]

@@ -42,7 +42,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Incoming:
+class WeightsConversion:
     """How a directory becomes a model's tensors."""
 
     conversions: tuple[Conversion, ...]
@@ -52,7 +52,9 @@ class Incoming:
     """Stored tensors that the model's class declares as not needed."""
 
 
-def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str, *, absent: Collection[str] = ()) -> Incoming:
+def plan_incoming(
+    model: Any, stored: Mapping[str, Header], origin: str, *, absent: Collection[str] = ()
+) -> WeightsConversion:
     """Plan how stored tensors fill a model.
 
     Args:
@@ -85,7 +87,7 @@ def plan_incoming(model: Any, stored: Mapping[str, Header], origin: str, *, abse
     ignored = _ignored(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     needed = {name: header for name, header in model_headers.items() if name not in absent}
     _check_complete(model, conversions, needed, [name for name in unknown if name not in ignored], origin)
-    return Incoming(conversions, tuple(entry for entry in transforms if entry.was_used()), tuple(ignored))
+    return WeightsConversion(conversions, tuple(entry for entry in transforms if entry.was_used()), tuple(ignored))
 
 
 def plan_outgoing(model: Any, headers: Mapping[str, Header], used: Sequence[Any] | None) -> tuple[Conversion, ...]:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast.errors import ModelError
 
-COLUMN = "expert_choices"
+CHOICES_COLUMN = "expert_choices"
 """Per token, [L, layers, k] int16: the experts to send it to, each by its index + 1; 0 lets the router choose."""
 
 _TOPK: tuple[Any, ...] = (torch.topk, Tensor.topk)
@@ -59,7 +59,7 @@ class ChoicesToFollow:
         """Choose so until told otherwise, in recomputed blocks too.
 
         Args:
-            choices: [..., layers, k] as in `COLUMN`, a token after the other; None lets routers choose.
+            choices: [..., layers, k] as in `CHOICES_COLUMN`, a token after the other; None lets routers choose.
         """
         self._choices = None if choices is None else choices.flatten(0, -3)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from holdfast.data.content.vision_families import FAMILIES, video_token
+from holdfast.data.content.vision_families import VISION_FAMILIES, video_token
 from holdfast.errors import ModelError
 from holdfast.models.scores import HeadSpec
 
@@ -75,20 +75,20 @@ def family_of(model: nn.Module) -> Family:
         logit_softcap=None if softcap is None else float(softcap),
         packs=not reason,
         why_not_packed=reason,
-        image_token_id=int(config.image_token_id) if str(config.model_type) in FAMILIES else None,
+        image_token_id=int(config.image_token_id) if str(config.model_type) in VISION_FAMILIES else None,
         video_token_id=_video_token(config),
         image_tokens=_image_tokens(config),
     )
 
 
 def _video_token(config: Any) -> int | None:
-    vision = FAMILIES.get(str(config.model_type))
+    vision = VISION_FAMILIES.get(str(config.model_type))
     token = None if vision is None else video_token(vision, config)
     return None if token is None else int(token)
 
 
 def _image_tokens(config: Any) -> tuple[str, int] | None:
-    vision = FAMILIES.get(str(config.model_type))
+    vision = VISION_FAMILIES.get(str(config.model_type))
     if vision is None or vision.packs or vision.token_types is None:
         return None
     return vision.token_types, int(config.image_token_id)

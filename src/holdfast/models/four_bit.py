@@ -19,7 +19,7 @@ from holdfast.config.sections.lora import FourBitKind
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 
-BLOCK = 64
+QUANTIZED_BLOCK = 64
 """Numbers that share a scale."""
 
 
@@ -40,8 +40,8 @@ def check_library(kind: FourBitKind) -> None:
 
 def row_bytes(columns: int) -> int:
     """Return how many bytes a row takes."""
-    blocks = -(-columns // BLOCK)
-    return blocks * (BLOCK // 2 + 4)
+    blocks = -(-columns // QUANTIZED_BLOCK)
+    return blocks * (QUANTIZED_BLOCK // 2 + 4)
 
 
 def packed(rows: Tensor, kind: FourBitKind) -> Tensor:
@@ -50,8 +50,8 @@ def packed(rows: Tensor, kind: FourBitKind) -> Tensor:
 
     if not rows.shape[0]:
         return torch.empty(0, row_bytes(rows.shape[1]), dtype=torch.uint8)
-    filled = pad(rows.cpu().float(), (0, -rows.shape[1] % BLOCK)).contiguous()
-    codes, state = quantize_4bit(filled, blocksize=BLOCK, compress_statistics=False, quant_type=kind)
+    filled = pad(rows.cpu().float(), (0, -rows.shape[1] % QUANTIZED_BLOCK)).contiguous()
+    codes, state = quantize_4bit(filled, blocksize=QUANTIZED_BLOCK, compress_statistics=False, quant_type=kind)
     scales = state.absmax.float().contiguous().view(torch.uint8)
     return torch.cat([codes.view(rows.shape[0], -1), scales.view(rows.shape[0], -1)], dim=1)
 
@@ -59,11 +59,13 @@ def packed(rows: Tensor, kind: FourBitKind) -> Tensor:
 def unpacked(rows: Tensor, columns: int, kind: FourBitKind, dtype: torch.dtype) -> Tensor:
     """Return [rows, columns] numbers of what `packed` returned; float64 holds what float32 does."""
     narrow = torch.float32 if dtype == torch.float64 else dtype
-    blocks = -(-columns // BLOCK)
-    codes = rows[:, : blocks * BLOCK // 2].contiguous()
-    scales = rows[:, blocks * BLOCK // 2 :].contiguous().view(torch.float32).flatten()
-    shape = (rows.shape[0], blocks * BLOCK)
-    whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes.view(-1, 1), scales, BLOCK, kind, shape, narrow)
+    blocks = -(-columns // QUANTIZED_BLOCK)
+    codes = rows[:, : blocks * QUANTIZED_BLOCK // 2].contiguous()
+    scales = rows[:, blocks * QUANTIZED_BLOCK // 2 :].contiguous().view(torch.float32).flatten()
+    shape = (rows.shape[0], blocks * QUANTIZED_BLOCK)
+    whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+        codes.view(-1, 1), scales, QUANTIZED_BLOCK, kind, shape, narrow
+    )
     return whole[:, :columns].to(dtype)
 
 

@@ -17,7 +17,7 @@ import torch
 from holdfast.config.sections.lora import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapter_files import rank_patterns
-from holdfast.models.adapters import NAME, adapters_of, has_transposed, is_linear, layers_of
+from holdfast.models.adapters import ADAPTER_NAME, adapters_of, has_transposed, is_linear, layers_of
 from holdfast.models.four_bit import quantise, row_bytes
 from holdfast.models.names import named_parameters
 from holdfast.models.scorer import LAYER
@@ -77,7 +77,7 @@ def _inject(model: Any, **settings: Any) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it is each layer's, and peft has one for all
-        inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=NAME, low_cpu_mem_usage=True)
+        inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
 
 
 def _quantised(model: Any, section: LoRAConfig, storage: torch.dtype) -> str:

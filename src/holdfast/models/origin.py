@@ -11,7 +11,7 @@ import xxhash
 from holdfast.config.paths import expanded
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.files import REGULAR, kind_of, open_regular, read_json
+from holdfast.files import REGULAR, file_kind, open_regular, read_json
 from holdfast.models.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
@@ -117,7 +117,7 @@ def refuse_others_than_files(directory: Path) -> None:
     """
     for entry in sorted(directory.iterdir()):
         try:
-            kind = kind_of(entry)
+            kind = file_kind(entry)
         except OSError as error:
             raise ModelError(f"{entry} cannot be looked at: {error.strerror or error}.") from error
         harmless = kind in {"a directory", "a link that leads nowhere"} and entry.suffix not in _ENDINGS

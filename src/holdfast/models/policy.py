@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
-from holdfast.models.expert_choices import COLUMN, ChoicesToFollow
+from holdfast.models.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.family import Family, backbone_of, output_layer_of, reader_of
 from holdfast.models.names import POLICY_MODULE
 from holdfast.models.rotary import RotaryAngles
 from holdfast.models.routers import Routed, RouterLoss, Routers, Tally, routers_of
-from holdfast.models.scores import Head, HeadSpec, score, separable_loss
+from holdfast.models.scores import HeadSpec, HeadWeights, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
 from holdfast.types import Batch, LossSum, Scores
 
@@ -158,7 +158,7 @@ class PolicyModel(nn.Module):
         return self.hidden_states(batch).flatten(0, 1).index_select(0, predictors(batch))
 
     @torch.no_grad()
-    def show_predictors(self, batch: Batch, look: Callable[[Tensor, Head], None]) -> None:
+    def show_predictors(self, batch: Batch, look: Callable[[Tensor, HeadWeights], None]) -> None:
         """Call `look` with the hidden states [N, H] that predict the scored tokens, and the head; keep nothing.
 
         Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
@@ -184,7 +184,7 @@ class PolicyModel(nn.Module):
         else:
             inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
         if self.replayed is not None:
-            self.replayed.follow(batch.per_token.get(COLUMN))
+            self.replayed.follow(batch.per_token.get(CHOICES_COLUMN))
         self.rotary.follow(batch.lengths, batch.branches)
         positions = batch.position_ids
         output = backbone_of(self.language_model)(
@@ -276,9 +276,9 @@ class PolicyModel(nn.Module):
             hook.remove()
         return (output.logits[0, :-1], sent[0].clone(), output.logits[0, -1]) if len(sent) == 1 else None
 
-    def _head(self) -> Head:
+    def _head(self) -> HeadWeights:
         layer = output_layer_of(self.language_model)
-        return Head(layer.weight, getattr(layer, "bias", None))  # type: ignore[arg-type]  # a parameter
+        return HeadWeights(layer.weight, getattr(layer, "bias", None))  # type: ignore[arg-type]  # a parameter
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from holdfast.models.rotary import RotaryAngles
 from holdfast.models.safetensors_files import read_header, weight_files
 from holdfast.models.scorer import not_trained_to_score
 
-Row = Sequence[int]
+TextTokens = Sequence[int]
 """The tokens of a text."""
 
 
@@ -107,19 +107,19 @@ class TextScorer(Protocol):
 
     reading: Reading
 
-    def scores(self, rows: Sequence[Row]) -> list[float]:
+    def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row of tokens, none of which is empty; all ranks call this, each with its own."""
         ...
 
 
-def batches_of(rows: Sequence[Row], size: int) -> list[list[int]]:
+def batches_of(rows: Sequence[TextTokens], size: int) -> list[list[int]]:
     """Return the places of at most `size` rows per forward pass, rows of like length together."""
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def scores_of(
-    rows: Sequence[Row], batches: Iterable[Sequence[int]], numbers: Callable[[list[Row]], list[float]]
+    rows: Sequence[TextTokens], batches: Iterable[Sequence[int]], numbers: Callable[[list[TextTokens]], list[float]]
 ) -> list[float]:
     """Return one number per row, asked for batch by batch."""
     scores: dict[int, float] = {}
@@ -161,12 +161,12 @@ class RewardModel:
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
         self._device = device
 
-    def scores(self, rows: Sequence[Row]) -> list[float]:
+    def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row."""
         return scores_of(rows, batches_of(rows, self.reading.batch_size), self._numbers)
 
     @torch.no_grad()
-    def _numbers(self, rows: list[Row]) -> list[float]:
+    def _numbers(self, rows: list[TextTokens]) -> list[float]:
         filler = self.reading.pad
         if filler is None:  # any token that ends none of these texts
             filler = min({*range(len(rows) + 1)} - {row[-1] for row in rows})

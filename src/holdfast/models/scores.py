@@ -46,7 +46,7 @@ class HeadSpec:
     """Sweep a chunk's logits with kernels that torch.compile fuses."""
 
 
-class Head(NamedTuple):
+class HeadWeights(NamedTuple):
     """The head's parameters, as they are inside the sharded root's forward."""
 
     weight: Tensor
@@ -56,7 +56,13 @@ class Head(NamedTuple):
 
 
 def score(
-    hidden: Tensor, head: Head, targets: Tensor, spec: HeadSpec, *, temperature: float = 1.0, entropy: bool = False
+    hidden: Tensor,
+    head: HeadWeights,
+    targets: Tensor,
+    spec: HeadSpec,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
 ) -> Scores:
     """Score tokens, differentiably; the backward pass computes each chunk again.
 
@@ -75,7 +81,7 @@ def score(
 
 def separable_loss(
     hidden: Tensor,
-    head: Head,
+    head: HeadWeights,
     targets: Tensor,
     terms: TokenTerms,
     spec: HeadSpec,
@@ -129,7 +135,9 @@ def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
     return max(128, min(4096, room // (4 * vocabulary)))
 
 
-def logits_of(hidden: Tensor, head: Head, spec: HeadSpec, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:
+def logits_of(
+    hidden: Tensor, head: HeadWeights, spec: HeadSpec, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
     """Return logits [n, V], in float32 or better, and the derivative of their soft cap, None without one.
 
     Args:
@@ -153,7 +161,7 @@ def logits_of(hidden: Tensor, head: Head, spec: HeadSpec, temperature: float = 1
     return logits, slope
 
 
-def _forward_chunk(hidden: Tensor, head: Head, targets: Tensor, how: _How) -> _Chunk:
+def _forward_chunk(hidden: Tensor, head: HeadWeights, targets: Tensor, how: _How) -> _Chunk:
     logits, slope = logits_of(hidden, head, how.spec, how.temperature)
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
     maximum, normaliser, mean_log = _sweep_chunk(logits, how)
@@ -195,7 +203,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 class _HeadGradients:
     """Gradients of one call: rows of hidden states as they come, head gradients summed in float32 or better."""
 
-    def __init__(self, hidden: Tensor, head: Head, how: _How) -> None:
+    def __init__(self, hidden: Tensor, head: HeadWeights, how: _How) -> None:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.hidden = torch.empty_like(hidden) if hidden.requires_grad else None
         self.weight = torch.zeros_like(head.weight, dtype=wide) if head.weight.requires_grad else None
@@ -212,7 +220,7 @@ class _HeadGradients:
         self,
         chunk: _Chunk,
         hidden: Tensor,
-        head: Head,
+        head: HeadWeights,
         targets: Tensor,
         rows: slice,
         by_logprob: Tensor,
@@ -248,7 +256,7 @@ class _HeadGradients:
         if self.bias is not None:
             self.bias += (exponentials * row_factor[:, None]).sum(0)
 
-    def as_inputs(self, states: Tensor, head: Head) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def as_inputs(self, states: Tensor, head: HeadWeights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in the dtypes of the inputs."""
         hidden = None if self.hidden is None else self.hidden.to(states.dtype)
         weight = None if self.weight is None else self.weight.to(head.weight.dtype)
@@ -256,17 +264,17 @@ class _HeadGradients:
         return hidden, weight, bias
 
 
-def _prepared(hidden: Tensor, head: Head, how: _How) -> tuple[Tensor, Head]:
+def _prepared(hidden: Tensor, head: HeadWeights, how: _How) -> tuple[Tensor, HeadWeights]:
     """Cast hidden states and head to the dtype of the product; requires_grad says which gradients are wanted."""
     dtype = torch.float32 if how.spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad and how.want_gradients)
 
-    return cast(hidden), Head(cast(head.weight), None if head.bias is None else cast(head.bias))
+    return cast(hidden), HeadWeights(cast(head.weight), None if head.bias is None else cast(head.bias))
 
 
-def _chunks(states: Tensor, head: Head, how: _How) -> Iterator[slice]:
+def _chunks(states: Tensor, head: HeadWeights, how: _How) -> Iterator[slice]:
     size = chunk_tokens(how.spec, head.weight.shape[0], states.device)
     for start in range(0, states.shape[0], size):
         yield slice(start, min(start + size, states.shape[0]))
@@ -277,7 +285,7 @@ class _OnePass(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: TokenTerms, how: _How
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        states, head = _prepared(hidden, Head(weight, bias), how)
+        states, head = _prepared(hidden, HeadWeights(weight, bias), how)
         gradients = _HeadGradients(states, head, how)
         outputs = _Outputs(states)
         loss = torch.zeros((), dtype=outputs.dtype, device=hidden.device)
@@ -291,7 +299,7 @@ class _OnePass(torch.autograd.Function):
                 with torch.no_grad():
                     gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprob, by_entropy)
             del chunk  # or two chunks of logits would be alive at once
-        ctx.parts = gradients.as_inputs(hidden, Head(weight, bias))
+        ctx.parts = gradients.as_inputs(hidden, HeadWeights(weight, bias))
         ctx.mark_non_differentiable(outputs.logprobs, outputs.entropy, outputs.is_top)
         return loss, outputs.logprobs, outputs.entropy, outputs.is_top
 
@@ -307,7 +315,7 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
     ) -> tuple[Tensor, Tensor, Tensor]:
-        states, head = _prepared(hidden, Head(weight, bias), how)
+        states, head = _prepared(hidden, HeadWeights(weight, bias), how)
         outputs = _Outputs(states)
         with torch.no_grad():
             for rows in _chunks(states, head, how):
@@ -321,7 +329,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         how: _How = ctx.how
-        states, head = _prepared(hidden, Head(weight, bias), how)
+        states, head = _prepared(hidden, HeadWeights(weight, bias), how)
         gradients = _HeadGradients(states, head, how)
         with torch.no_grad():
             for rows in _chunks(states, head, how):
@@ -329,7 +337,7 @@ class _Recompute(torch.autograd.Function):
                 by_chunk_entropy = by_entropy[rows] if how.want_entropy else None
                 gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprobs[rows], by_chunk_entropy)
                 del chunk
-        return (*gradients.as_inputs(hidden, Head(weight, bias)), None, None)
+        return (*gradients.as_inputs(hidden, HeadWeights(weight, bias)), None, None)
 
 
 class _Outputs:

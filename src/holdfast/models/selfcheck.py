@@ -21,7 +21,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.models.attention import upstream_attention
-from holdfast.models.boundaries import Lengths, lengths_to_see, shortened
+from holdfast.models.boundaries import LengthBoundaries, lengths_to_see, shortened
 from holdfast.models.head_rule import check_head
 from holdfast.models.policy import PolicyModel
 from holdfast.models.scorer import ScoreModel
@@ -51,7 +51,7 @@ class CheckResult:
     """Of a token's logits: their standard deviation over the vocabulary. The limits are parts of it."""
     beyond: float
     """Between hidden states of documents on both sides of the model's boundaries, as a part of their size."""
-    lengths: Lengths
+    lengths: LengthBoundaries
     """Which boundaries those are."""
 
 
@@ -217,7 +217,7 @@ def upstream(sides: Sides, example: Example) -> Tensor:
     return logprobs[torch.as_tensor(example.loss_mask[1:], device=sides.device)]
 
 
-def _beyond(sides: Sides, lengths: Lengths) -> float:
+def _beyond(sides: Sides, lengths: LengthBoundaries) -> float:
     """Return how far hidden states of documents at and beyond boundaries, beside a short one, differ."""
     policy = sides.policy
     sizes = [*(length + more for length in lengths.seen for more in (1, 0)), LENGTHS[0]]

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.models.attention import register
+from holdfast.models.attention import register_attention
 from holdfast.models.build import Blueprint, choose_attention
 from holdfast.models.configuration import make_trainable, refusals
 from holdfast.models.conversion import plan_incoming
@@ -29,7 +29,7 @@ def stored_scorer(config: ModelConfig, base: Path) -> Blueprint:
     Raises:
         ModelError: Files are missing or do not fit, it was not trained to score, or its class scores by another rule.
     """
-    register()
+    register_attention()
     assert config.path is not None
     directory = locate(config.path, config, base, weights=True)
     raw_config = read_config(directory, trust_remote_code=False)

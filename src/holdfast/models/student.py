@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.models.policy import PolicyModel, predictors
-from holdfast.models.scores import CACHE_ELEMENTS, Head, HeadSpec, chunk_tokens, logits_of
+from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, chunk_tokens, logits_of
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
 from holdfast.objectives.divergences import Distillation, generalised_jsd
 from holdfast.objectives.supervised import supervised_sums
@@ -76,18 +76,18 @@ class StudentModel(PolicyModel):
         return LossSum(loss, scores, objective.sums(scores, tokens) | sums)
 
 
-Look = Callable[[HeadSpec, Tensor, Head], None]
+HeadObserver = Callable[[HeadSpec, Tensor, HeadWeights], None]
 """Takes how a teacher's logits follow from its hidden states, those that predict the tokens, [N, H'], and its head."""
 
 
 def distilled(  # noqa: PLR0913 - both sides of a comparison
     hidden: Tensor,
-    head: Head,
+    head: HeadWeights,
     targets: Tensor,
     weights: Tensor,
     loss: Distillation,
     spec: HeadSpec,
-    ask: Callable[[Look], None],
+    ask: Callable[[HeadObserver], None],
     *,
     entropy: bool = False,
 ) -> tuple[Tensor, Scores, dict[str, Tensor]]:
@@ -131,7 +131,7 @@ class _Comparison:
     def __init__(  # noqa: PLR0913 - as `distilled`
         self,
         hidden: Tensor,
-        head: Head,
+        head: HeadWeights,
         spec: HeadSpec,
         targets: Tensor,
         weights: Tensor,
@@ -154,7 +154,7 @@ class _Comparison:
         self.is_top, self.agrees = (empty(dtype=torch.bool) for _ in range(2))
         self.entropy = empty(dtype=exact) if entropy else None
 
-    def look(self, spec: HeadSpec, hidden: Tensor, head: Head) -> None:
+    def look(self, spec: HeadSpec, hidden: Tensor, head: HeadWeights) -> None:
         """Compare with a teacher's predictions, and form the gradients."""
         states, head = _wide(hidden, head, spec)
         vocabulary = self._head.weight.shape[0]
@@ -237,11 +237,11 @@ class _Comparison:
         }
 
 
-def _wide(hidden: Tensor, head: Head, spec: HeadSpec) -> tuple[Tensor, Head]:
+def _wide(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> tuple[Tensor, HeadWeights]:
     """Return hidden states and head, without a graph, in the dtype of the product."""
     dtype = torch.float32 if spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
     bias = None if head.bias is None else head.bias.detach().to(dtype)
-    return hidden.detach().to(dtype), Head(head.weight.detach().to(dtype), bias)
+    return hidden.detach().to(dtype), HeadWeights(head.weight.detach().to(dtype), bias)
 
 
 class _WithGradients(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.videos import VideoOptions
-from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.files import read_json
@@ -85,11 +85,11 @@ def load_image_processor(config: ModelConfig, raw_config: Any, directories: list
     Raises:
         ModelError: There is a file, and transformers cannot read it.
     """
-    if raw_config.model_type not in FAMILIES:
+    if raw_config.model_type not in VISION_FAMILIES:
         if config.image_processor is not None:
             raise ModelError(
                 f"model.image_processor is set, but {raw_config.model_type} is none of the families whose images "
-                f"Holdfast knows: {', '.join(FAMILIES)}."
+                f"Holdfast knows: {', '.join(VISION_FAMILIES)}."
             )
         return None
     settings, where = config.image_processor, "model.image_processor"
@@ -143,7 +143,7 @@ def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
     Raises:
         ModelError: Processor, tokenizer and model do not belong together.
     """
-    if config.model_type not in FAMILIES:
+    if config.model_type not in VISION_FAMILIES:
         return f"{config.model_type} reads text alone, or its images are not known here"
     if processor is None:
         return (

@@ -25,7 +25,7 @@ from holdfast.config.sections.preference import (
 )
 from holdfast.objectives.answers import Answers
 
-SMALLEST = 1e-12
+ODDS_MARGIN = 1e-12
 """An answer's probability is held below 1 by this much where odds are taken: at 1 they are infinite."""
 
 
@@ -185,7 +185,7 @@ class BradleyTerry:
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
     """Return log(p / (1 - p)) of p = exp(mean log-probability)."""
-    bounded = mean_logps.clamp(max=-SMALLEST)
+    bounded = mean_logps.clamp(max=-ODDS_MARGIN)
     return bounded - (-torch.expm1(bounded)).log()
 
 

@@ -20,7 +20,7 @@ from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
 from holdfast.parallel.shards import local_part
 
-SMALLEST = 4096
+SMALLEST_QUANTIZED = 4096
 """Elements below which a tensor's moments stay as they are, as in Dettmers et al."""
 
 
@@ -134,7 +134,7 @@ def _local(moment: Tensor) -> Tensor:
 
 def _fits(parameter: Tensor, block: int) -> bool:
     """Return whether every rank's rows are whole blocks, and there are enough of them to be worth it."""
-    if parameter.numel() < SMALLEST or not parameter.ndim:
+    if parameter.numel() < SMALLEST_QUANTIZED or not parameter.ndim:
         return False
     shards = shards_of(parameter)
     most = -(-parameter.shape[0] // shards)

@@ -56,7 +56,7 @@ class World:
 
 
 @contextmanager
-def joined(launch: LaunchConfig, call: int | None = None) -> Iterator[World]:
+def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[World]:
     """Join the other ranks for the length of a block; a failure in it reaches all of them.
 
     RANK, WORLD_SIZE and LOCAL_RANK come from the launcher, torchrun or Slurm, and so does the place where ranks meet; a

@@ -16,7 +16,7 @@ from holdfast.training.distillation.build import build_distillation_run
 from holdfast.training.distillation.run import (
     DistillRun,
     SampledDistillRun,
-    compared,
+    compared_with_teacher,
     completed,
     evaluate_distilled,
 )
@@ -40,7 +40,7 @@ def distill_step(run: DistillRun) -> dict[str, float] | None:
     run.objective = run.of_rows
     with run.phase("data"):
         mini_batch = run.stream.next(run.state.step)
-    return None if mini_batch is None else train_step(run, compared(run, mini_batch))
+    return None if mini_batch is None else train_step(run, compared_with_teacher(run, mini_batch))
 
 
 def sampled_step(run: SampledDistillRun) -> dict[str, float] | None:
@@ -56,4 +56,4 @@ def sampled_step(run: SampledDistillRun) -> dict[str, float] | None:
     except StepAbandoned:
         run.stream.load_state(before)  # its rows are read again after a resume
         raise
-    return train_step(run, compared(run, mini_batch))
+    return train_step(run, compared_with_teacher(run, mini_batch))

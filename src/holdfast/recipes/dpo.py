@@ -16,7 +16,7 @@ from holdfast.training.fit import Outcome, fit
 from holdfast.training.preference.build import build_preference_run
 from holdfast.training.preference.run import (
     PreferenceRun,
-    compared,
+    compared_with_reference,
     evaluate_preferences,
     with_margins,
 )
@@ -35,4 +35,4 @@ def dpo_step(run: PreferenceRun) -> dict[str, float] | None:
     """Ask the reference, and make one update; None when the data has ended."""
     with run.phase("data"):
         mini_batch = run.stream.next(run.state.step)
-    return None if mini_batch is None else with_margins(train_step(run, compared(run, mini_batch)))
+    return None if mini_batch is None else with_margins(train_step(run, compared_with_reference(run, mini_batch)))

@@ -17,10 +17,10 @@ from holdfast.recipes.grpo import learn
 from holdfast.training.directory import FOLDER
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.coefficients import controlled_objective
-from holdfast.training.policy.recorder import COMPARED, Record, read_record
+from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
 from holdfast.training.saving.resume import resume
 
-TOLERANCE = 1e-3
+REPLAY_TOLERANCE = 1e-3
 """Largest difference, relative to the gradient norm: the sums of several ranks are rounded in another order."""
 
 
@@ -55,9 +55,9 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
         metrics = learn(run, record.rollout)
         run.exchange.close()
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
-    pairs = {name: (record.metrics[name], metrics[name]) for name in COMPARED}
+    pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
     return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(
-        abs(then - now) <= TOLERANCE * scale for then, now in pairs.values()
+        abs(then - now) <= REPLAY_TOLERANCE * scale for then, now in pairs.values()
     )
 
 

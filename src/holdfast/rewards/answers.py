@@ -121,10 +121,10 @@ def is_too_deep(text: str) -> bool:
 def final_answer(text: str) -> str:
     """Return the answer of a gold text, plain: what is marked in it, or all of it."""
     marked = marked_answer(text)
-    return plain(text if marked is None else marked.text)
+    return plain_answer(text if marked is None else marked.text)
 
 
-def plain(answer: str) -> str:
+def plain_answer(answer: str) -> str:
     """Return an answer without what says nothing about it: signs of currency and of mathematics, a full stop, bold
     type, the words "the answer is".
     """
@@ -180,7 +180,7 @@ def same_number(gold: Quantity, other: Quantity) -> bool | None:
     return _close(gold.value / 100 if gold.is_percentage else gold.value * 100, other.value)
 
 
-def places(value: float | Fraction) -> int:
+def decimal_places(value: float | Fraction) -> int:
     """Return to how many decimal places a number is compared: six significant digits, never less than six places."""
     size = abs(Fraction(value))
     if not 0 < size < 1 or not float(size):
@@ -197,7 +197,7 @@ def _close(gold: Fraction, other: Fraction) -> bool:
         return abs(gold - other) <= _NOISE * abs(gold)
     if not _terminates(gold) and not _terminates(other):
         return False
-    digits = places(gold)
+    digits = decimal_places(gold)
     return round(gold, digits) == round(other, digits)
 
 

@@ -14,7 +14,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """Where the run stands, under the names of TRL's trainer_state."""
 
     global_step: int = 0
@@ -37,7 +37,7 @@ class Sample:
     """Why the completion ended: stop, length, abort or error."""
     row: Mapping[str, Any]
     """Every column of the prompt's row. Plain values: what they need to be unpickled is imported in the workers."""
-    progress: Progress = Progress()
+    progress: RunProgress = RunProgress()
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SampleOutcome:
     """What one reward said about one sample, as it travels out of a worker in JSON."""
 
     value: float | None = None

@@ -163,7 +163,7 @@ class Peer:
         Raises:
             ValueError: The bytes are no message of this protocol.
         """
-        payload = frames.read(self._channel, most_bytes=_MOST_BYTES)
+        payload = frames.read_frame(self._channel, most_bytes=_MOST_BYTES)
         message = None if payload is None else json.loads(payload)
         if message is not None and not isinstance(message, dict):
             raise ValueError("no message")

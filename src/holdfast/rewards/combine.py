@@ -16,7 +16,7 @@ from holdfast.config.sections.reward import (
     RewardPoolConfig,
 )
 from holdfast.escaping import escaped
-from holdfast.rewards.base import Outcome, Sample, Scored, is_number
+from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
 
 _SHOWN = 80
 _LONGEST_NAME, _LONGEST_MESSAGE = 200, 1000
@@ -25,7 +25,9 @@ _DROPS: tuple[Literal["sample", "group"] | None, ...] = (None, "sample", "group"
 """By severity."""
 
 
-def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Reward], config: RewardPoolConfig) -> Scored:
+def combine(
+    sample: Sample, outcomes: Sequence[SampleOutcome], rewards: Sequence[Reward], config: RewardPoolConfig
+) -> Scored:
     """Return the weighted sum of a sample's rewards.
 
     None beside another reward's number is left out of the sum. If several rewards fail, the fault that drops most is
@@ -51,7 +53,7 @@ def combine(sample: Sample, outcomes: Sequence[Outcome], rewards: Sequence[Rewar
 
 
 def _told(
-    judged: Sequence[tuple[Reward, Outcome]], values: Mapping[str, float | None]
+    judged: Sequence[tuple[Reward, SampleOutcome]], values: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], dict[str, float]]:
     """Return the parts and metrics of all rewards under their names, which a user's function chose."""
     parts: dict[str, float | None] = {}
@@ -71,18 +73,18 @@ def _cut(message: str) -> str:
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
 
 
-def _beyond(judged: Sequence[tuple[Reward, Outcome]], total: float) -> list[tuple[Reward, Outcome]]:
+def _beyond(judged: Sequence[tuple[Reward, SampleOutcome]], total: float) -> list[tuple[Reward, SampleOutcome]]:
     """Return the fault of a sum that is no number, under the name of the reward that weighs most."""
     heaviest = max(judged, key=lambda each: abs(each[0].weight))[0]
-    return [(heaviest, Outcome(fault="nan", message=f"and its weight make a sum of {total}"))]
+    return [(heaviest, SampleOutcome(fault="nan", message=f"and its weight make a sum of {total}"))]
 
 
-def _value(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> float | None:
+def _value(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> float | None:
     """Return a reward's number, or the one that stands for its fault."""
     return outcome.value if outcome.fault in {None, "none"} else _fixed(_policy(reward, outcome, config))
 
 
-def _policy(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
+def _policy(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> FaultPolicy:
     match outcome.fault:
         case "timeout":
             return _of_timeout(reward, outcome, config)
@@ -94,7 +96,7 @@ def _policy(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> Fault
             return config.on_error
 
 
-def _of_timeout(reward: Reward, outcome: Outcome, config: RewardPoolConfig) -> FaultPolicy:
+def _of_timeout(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> FaultPolicy:
     if not isinstance(config.on_timeout, ByReward):
         return config.on_timeout
     # A tower of powers must not pay: left out of the baseline, it would cost less than a wrong answer.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from selectors import BaseSelector
 
 from holdfast.rewards import processes
-from holdfast.rewards.frames import Incoming
-from holdfast.rewards.scorers import Scorer
+from holdfast.rewards.frames import MessageReader
+from holdfast.rewards.scorers import ReadyReward
 from holdfast.rewards.serve import serve
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -38,7 +38,7 @@ class Worker:
 
     pid: int
     channel: socket.socket
-    incoming: Incoming = field(default_factory=lambda: Incoming(_MOST_OUTCOME_BYTES))
+    incoming: MessageReader = field(default_factory=lambda: MessageReader(_MOST_OUTCOME_BYTES))
     outgoing: bytes = b""
     task: Task | None = None
     waiting: list[int] = field(default_factory=list)
@@ -51,7 +51,9 @@ class Worker:
         return self.task is not None and time.monotonic() > self.deadline
 
 
-def fork(scorers: Sequence[Scorer], inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]) -> Worker:
+def fork(
+    scorers: Sequence[ReadyReward], inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]
+) -> Worker:
     """Start a worker in a session of its own, so that it dies with everything it starts.
 
     `inherited` and `pipes` are open in the keeper; the worker closes its copies.
@@ -71,7 +73,7 @@ def fork(scorers: Sequence[Scorer], inherited: Iterable[BaseSelector | socket.so
     return Worker(pid, ours)
 
 
-def _live(channel: int, scorers: Sequence[Scorer], keeper: int) -> None:
+def _live(channel: int, scorers: Sequence[ReadyReward], keeper: int) -> None:
     status = 1
     try:
         os.setsid()
@@ -92,7 +94,7 @@ def was_killed(status: int | None) -> bool:
     return status is not None and os.WIFSIGNALED(status)
 
 
-def how_it_ended(status: int | None) -> str:
+def how_worker_ended(status: int | None) -> str:
     """Return a wait status in words; None is that of a process that was killed and has not gone."""
     if status is None:
         return "it hangs in the kernel and cannot be killed"

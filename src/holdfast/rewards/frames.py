@@ -51,7 +51,7 @@ def _becomes(event: int, descriptor: int, patience_seconds: float) -> bool:
     return any(poll.poll(math.ceil(1000 * patience_seconds / _SLICES)) for _ in range(_SLICES))
 
 
-def read(descriptor: int, deadline: float | None = None, most_bytes: int | None = None) -> bytes | None:
+def read_frame(descriptor: int, deadline: float | None = None, most_bytes: int | None = None) -> bytes | None:
     """Return the next message; None at the end.
 
     Raises:
@@ -86,7 +86,7 @@ def _is_readable(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(math.ceil(1000 * seconds)))
 
 
-class Incoming:
+class MessageReader:
     """The bytes of a descriptor that never blocks its reader, cut into messages."""
 
     def __init__(self, most_bytes: int | None = None) -> None:

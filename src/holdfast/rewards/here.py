@@ -18,11 +18,11 @@ import numpy as np
 
 from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import CannotStart, Outcome, Sample, Scored
+from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.loop import event_loop
 from holdfast.rewards.outcome import outcome_of, outcome_of_exception
-from holdfast.rewards.signatures import Batch, Bound, Concurrent, Each, Many, MissingArgument, bind
+from holdfast.rewards.signatures import BatchedCall, Bound, Concurrent, Each, Many, MissingArgument, bind
 
 T = TypeVar("T")
 _FAULTS = (Exception, SystemExit, asyncio.CancelledError)
@@ -67,13 +67,13 @@ class RewardsHere:
             for sample, *outcomes in zip(samples, *lines, strict=True)
         ]
 
-    def _outcomes(self, bound: Bound, name: str, samples: Sequence[Sample]) -> list[Outcome]:
+    def _outcomes(self, bound: Bound, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
         size = self._config.batch_size
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         match bound:
             case Each(call):
                 return [_each(call, name, sample) for sample in samples]
-            case Batch(call):
+            case BatchedCall(call):
                 return [outcome for part in parts for outcome in _batch(call, name, part)]
             case Concurrent(call):
                 return [outcome for part in parts for outcome in _concurrent(call, name, part)]
@@ -87,7 +87,7 @@ def _bind(function: Callable[..., object], name: str) -> Bound:
     return bind(function, {}, name)
 
 
-def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> Outcome:
+def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> SampleOutcome:
     with _randomness_of(name, sample):
         try:
             return outcome_of(call(sample))
@@ -95,7 +95,7 @@ def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> Outcome:
             return _failed(error)
 
 
-def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[Outcome]:
+def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
     """Call a function with several samples; if that fails, with one after the other, so that the guilty one fails."""
     with _randomness_of(name, samples[0]):
         try:
@@ -110,23 +110,23 @@ def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[Outcome]:
     return [outcome for sample in samples for outcome in _batch(call, name, [sample])]
 
 
-def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Sample]) -> list[Outcome]:
-    async def one(sample: Sample) -> Outcome:
+def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
+    async def one(sample: Sample) -> SampleOutcome:
         try:
             return outcome_of(await call(sample))
         except _FAULTS as error:
             return _failed(error)
 
-    async def together() -> list[Outcome]:
+    async def together() -> list[SampleOutcome]:
         return list(await asyncio.gather(*(one(sample) for sample in samples)))
 
     with _randomness_of(name, samples[0]):
         return event_loop().run_until_complete(together())
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failed(error: BaseException) -> SampleOutcome:
     if isinstance(error, MissingArgument):
-        return Outcome(fault="error", message=f"cannot be called: {error}")
+        return SampleOutcome(fault="error", message=f"cannot be called: {error}")
     return outcome_of_exception(error)
 
 

@@ -24,10 +24,10 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.rewards import folders, frames, processes
-from holdfast.rewards.base import Outcome
-from holdfast.rewards.forks import IGNORED, Task, Worker, fork, how_it_ended, was_killed
-from holdfast.rewards.scorers import Scorer
-from holdfast.rewards.signatures import Batch, Each
+from holdfast.rewards.base import SampleOutcome
+from holdfast.rewards.forks import IGNORED, Task, Worker, fork, how_worker_ended, was_killed
+from holdfast.rewards.scorers import ReadyReward
+from holdfast.rewards.signatures import BatchedCall, Each
 
 _TICK_SECONDS = 0.2
 _IDLE_TICK_SECONDS = 1.0
@@ -41,20 +41,20 @@ _RECEIVED_BYTES = 1 << 18
 class Keeper:
     """Serves the requests of one rank."""
 
-    def __init__(self, scorers: Sequence[Scorer], settings: dict[str, Any], requests: int, replies: int) -> None:
+    def __init__(self, scorers: Sequence[ReadyReward], settings: dict[str, Any], requests: int, replies: int) -> None:
         self._scorers, self._replies = scorers, replies
         self._most_workers: int = settings["workers"]
         self._batch_size: int = settings["batch_size"]
         self._step_seconds: float | None = settings["step_seconds"]
         self._parent = os.getppid()
         self._requests = requests
-        self._incoming = frames.Incoming()
+        self._incoming = frames.MessageReader()
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
         self._workers: dict[int, Worker] = {}
         self._samples: list[bytes] = []
         self._queue: deque[Task] = deque()
-        self._outcomes: list[list[Outcome | None]] | None = None
+        self._outcomes: list[list[SampleOutcome | None]] | None = None
         """[reward][sample] of the request under way."""
         self._missing = 0
         self._cut_at = math.inf
@@ -135,7 +135,7 @@ class Keeper:
     def _give_time(self, worker: Worker) -> None:
         assert worker.task is not None
         scorer = self._scorers[worker.task.reward]
-        calls = len(worker.waiting) if isinstance(scorer.bound, Batch) else 1
+        calls = len(worker.waiting) if isinstance(scorer.bound, BatchedCall) else 1
         worker.deadline = time.monotonic() + scorer.seconds * calls
 
     def _attend(self, worker: Worker, events: int) -> None:
@@ -171,8 +171,8 @@ class Keeper:
         if "place" in message:
             sample = task.samples[message["place"]]
             worker.waiting.remove(sample)
-            self._record(task.reward, sample, Outcome(**message["outcome"]))
-            if not isinstance(self._scorers[task.reward].bound, Batch):
+            self._record(task.reward, sample, SampleOutcome(**message["outcome"]))
+            if not isinstance(self._scorers[task.reward].bound, BatchedCall):
                 self._give_time(worker)
         elif "split" in message:
             self._again_alone(task, worker.waiting)
@@ -180,7 +180,7 @@ class Keeper:
         else:
             worker.task = None
 
-    def _record(self, reward: int, sample: int, outcome: Outcome) -> None:
+    def _record(self, reward: int, sample: int, outcome: SampleOutcome) -> None:
         assert self._outcomes is not None
         assert self._outcomes[reward][sample] is None
         self._outcomes[reward][sample] = outcome
@@ -209,8 +209,8 @@ class Keeper:
         ended = self._end([worker], {} if status is None else {worker.pid: status})
         if not message and was_killed(ended.get(worker.pid)) and self._asks_again(worker):
             return
-        message = message or f"killed its worker ({how_it_ended(ended.get(worker.pid))})"
-        self._blame(worker, Outcome(fault="error", message=message))
+        message = message or f"killed its worker ({how_worker_ended(ended.get(worker.pid))})"
+        self._blame(worker, SampleOutcome(fault="error", message=message))
 
     def _asks_again(self, worker: Worker) -> bool:
         """Queue what a worker was killed over once more, if it is the first time: somebody else may have done it."""
@@ -240,7 +240,7 @@ class Keeper:
         for worker in late:
             assert worker.task is not None
             seconds = self._scorers[worker.task.reward].seconds
-            self._blame(worker, Outcome(fault="timeout", message=f"gave no answer in {seconds:g} s"))
+            self._blame(worker, SampleOutcome(fault="timeout", message=f"gave no answer in {seconds:g} s"))
 
     def _cut_short(self) -> None:
         """End a request that takes too long: other ranks wait for its answer."""
@@ -253,9 +253,9 @@ class Keeper:
         words = f"had no answer when all of them had taken {self._step_seconds:g} s (rewards.step_timeout_seconds)"
         for reward, line in enumerate(self._outcomes):
             for sample in [place for place, outcome in enumerate(line) if outcome is None]:
-                self._record(reward, sample, Outcome(fault="timeout", message=words, is_cut_short=True))
+                self._record(reward, sample, SampleOutcome(fault="timeout", message=words, is_cut_short=True))
 
-    def _blame(self, worker: Worker, outcome: Outcome) -> None:
+    def _blame(self, worker: Worker, outcome: SampleOutcome) -> None:
         task, waiting = worker.task, worker.waiting
         if task is None or not waiting:
             return

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.rewards.base import CannotStart
-from holdfast.rewards.outcome import describe
+from holdfast.rewards.outcome import describe_error
 
 
 def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
@@ -45,8 +45,8 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
         made: Any = function(**kwargs)
     except Exception as error:
         raise CannotStart(
-            f"reward {name}: the constructor of {function_name} in {module_file} raises {describe(error)}. Correct it, "
-            "or its kwargs."
+            f"reward {name}: the constructor of {function_name} in {module_file} raises {describe_error(error)}. "
+            "Correct it, or its kwargs."
         ) from error
     if not callable(made):
         raise CannotStart(f"reward {name}: {function_name} in {module_file} has no __call__. Give it one: it scores.")
@@ -71,8 +71,8 @@ def _import(file: Path, name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise CannotStart(
-            f"reward {name}: {file} raises when it is imported: {describe(error)}{_line_in(file, error)}. Correct the "
-            "file, or install what it needs in this environment."
+            f"reward {name}: {file} raises when it is imported: {describe_error(error)}{_line_in(file, error)}. "
+            "Correct the file, or install what it needs in this environment."
         ) from error
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 from holdfast.rewards.answers import (
     Answer,
     Quantity,
+    decimal_places,
     final_answer,
     is_too_deep,
     last_side,
     marked_answer,
-    places,
-    plain,
+    plain_answer,
     quantity,
     same_number,
 )
 from holdfast.rewards.base import CannotStart, Sample
-from holdfast.rewards.outcome import describe
+from holdfast.rewards.outcome import describe_error
 from holdfast.rewards.rules import cell
 
 __all__ = ["MathReward", "final_answer"]
@@ -74,15 +74,15 @@ class MathReward:
             library: Any = importlib.import_module("math_verify")
         except ImportError as error:
             raise CannotStart(
-                f"reward {name}: kind math needs math-verify, and importing it raises {describe(error)}. Install it: "
-                "pip install 'holdfast[math]'."
+                f"reward {name}: kind math needs math-verify, and importing it raises {describe_error(error)}. "
+                "Install it: pip install 'holdfast[math]'."
             ) from error
         reward = cls(column, library.parse, library.verify)
         try:
             works = reward.equal(r"\frac{x}{2}", r"so \boxed{0.5x}")
         except Exception as error:
             raise CannotStart(
-                f"reward {name}: math-verify raises {describe(error)}. It needs antlr4-python3-runtime 4.13; "
+                f"reward {name}: math-verify raises {describe_error(error)}. It needs antlr4-python3-runtime 4.13; "
                 "hydra-core and OmegaConf 2.3 pin 4.9 and cannot share its environment."
             ) from error
         if not works:
@@ -112,16 +112,16 @@ class MathReward:
         return self._verify(right, self._expressions(answer))
 
     def _read_gold(self, gold: str) -> Gold | None:
-        text = plain(gold)
+        text = plain_answer(gold)
         number = quantity(text)
         if number is not None:
-            return Gold(text, number, [], places(number.value))
+            return Gold(text, number, [], decimal_places(number.value))
         expressions = self._parse(_as_latex(text)) if text else []
         return Gold(text, None, expressions, _places_of(expressions)) if expressions else None
 
     def _expressions(self, answer: Answer) -> list[Any]:
         """Return what math-verify reads in an answer: LaTeX, or in prose the last piece of LaTeX or number."""
-        text = plain(answer.text)
+        text = plain_answer(answer.text)
         number = quantity(text)
         if number is not None:
             text = number.latex
@@ -146,7 +146,7 @@ class MathReward:
 
 def _same_text(gold: Gold, answer: Answer) -> bool | None:
     """Compare what needs no algebra: two numbers, and numerals with a base; None where it is needed."""
-    text = plain(answer.text)
+    text = plain_answer(answer.text)
     if gold.number is not None:
         return _same_number(gold.number, text, is_prose=answer.is_prose)
     numeral, other = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
@@ -175,7 +175,7 @@ def _places_of(expressions: list[Any]) -> int:
         for part in (each, *getattr(each, "args", ())):
             if getattr(part, "is_number", False):
                 with contextlib.suppress(TypeError, ValueError, OverflowError):  # a complex one, or a huge one
-                    sizes.append(places(float(part.evalf())))
+                    sizes.append(decimal_places(float(part.evalf())))
     return max(sizes)
 
 

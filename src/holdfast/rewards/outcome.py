@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.escaping import escaped
-from holdfast.rewards.base import Outcome, is_number
+from holdfast.rewards.base import SampleOutcome, is_number
 
 VALUE_KEYS = ("reward", "overall", "score")
 """Keys of a dict that hold the reward, the first one present; EasyR1 writes `overall`, verl `score`."""
@@ -18,7 +18,7 @@ _SHOWN = 200
 _LIBRARY, _PACKAGES = str(Path(traceback.__file__).parent), "site-packages"
 
 
-def outcome_of(result: object) -> Outcome:
+def outcome_of(result: object) -> SampleOutcome:
     """Return the outcome of a number, None, or a dict of a number with named parts and metrics."""
     if not isinstance(result, Mapping):
         return _of_value(result)
@@ -29,7 +29,7 @@ def outcome_of(result: object) -> Outcome:
     main = _of_value(result[key])
     metrics = result.get("metrics", {})
     named = {str(name): value for name, value in result.items() if name not in {key, "metrics"}}
-    return Outcome(
+    return SampleOutcome(
         main.value,
         {name: _finite(value) for name, value in named.items() if value is None or _number(value) is not None},
         _finite_only(metrics) if isinstance(metrics, Mapping) else {},
@@ -38,16 +38,16 @@ def outcome_of(result: object) -> Outcome:
     )
 
 
-def outcome_of_exception(error: BaseException) -> Outcome:
+def outcome_of_exception(error: BaseException) -> SampleOutcome:
     """Return the outcome of a call that raised: what, and in which line of whose file."""
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line that is not in a library: the one its author knows.
     own = [each for each in frames if not each.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in each.filename]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return _error(f"raised {describe(error)}{where}")
+    return _error(f"raised {describe_error(error)}{where}")
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception's name and text, cut to a line."""
     try:
         text = str(error)
@@ -57,9 +57,9 @@ def describe(error: BaseException) -> str:
     return f"{name}: {_cut(text)}" if text else name
 
 
-def _of_value(value: object) -> Outcome:
+def _of_value(value: object) -> SampleOutcome:
     if value is None:
-        return Outcome(fault="none", message="returned None")
+        return SampleOutcome(fault="none", message="returned None")
     number = _number(value)
     if number is None:
         kind = type(value).__name__
@@ -67,8 +67,8 @@ def _of_value(value: object) -> Outcome:
         return _error(f"returned a {kind}{shown}; a reward is a number, None or a dict")
     if not is_number(number):
         why = ", and rewards lie within +-1e30" if math.isfinite(number) else ""
-        return Outcome(fault="nan", message=f"returned {number}{why}")
-    return Outcome(number)
+        return SampleOutcome(fault="nan", message=f"returned {number}{why}")
+    return SampleOutcome(number)
 
 
 def _number(value: object) -> float | None:
@@ -98,8 +98,8 @@ def _finite_only(values: Mapping[Any, object]) -> dict[str, float]:
     return {name: value for name, value in finite.items() if value is not None}
 
 
-def _error(message: str) -> Outcome:
-    return Outcome(fault="error", message=message)
+def _error(message: str) -> SampleOutcome:
+    return SampleOutcome(fault="error", message=message)
 
 
 def _cut(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.rewards import frames, processes
-from holdfast.rewards.base import Outcome, Sample, Scored
+from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 
 _CLOSE_SECONDS = 5.0
@@ -101,7 +101,7 @@ class RewardPool:
             for place, sample in enumerate(samples)
         ]
 
-    def outcomes(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> list[list[Outcome]]:
+    def outcomes(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> list[list[SampleOutcome]]:
         """Return what each reward says of each sample: by reward, then by sample.
 
         With `only`, no other reward is asked, and the lists of the others are left out.
@@ -111,12 +111,12 @@ class RewardPool:
         """
         assert self._process is not None
         packed: list[bytes] = []
-        unseen: dict[int, Outcome] = {}
+        unseen: dict[int, SampleOutcome] = {}
         for place, sample in enumerate(samples):
             try:
                 packed.append(pickle.dumps(sample))
             except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is pickled
-                unseen[place] = Outcome(fault="error", message=f"cannot be sent the row: {error}")
+                unseen[place] = SampleOutcome(fault="error", message=f"cannot be sent the row: {error}")
         asked = self._places(only)
         answered = self._ask(asked, packed) if packed and asked else [[] for _ in asked]
         lines = [iter(line) for line in answered]
@@ -147,7 +147,7 @@ class RewardPool:
                 process.wait(_CLOSE_SECONDS)
             process.stdout.close()
 
-    def _ask(self, asked: Sequence[int], packed: Sequence[bytes]) -> list[list[Outcome]]:
+    def _ask(self, asked: Sequence[int], packed: Sequence[bytes]) -> list[list[SampleOutcome]]:
         requests, replies = self._channels()
         try:
             frames.write(requests, pickle.dumps((asked, packed)), self._silent_seconds)
@@ -165,12 +165,12 @@ class RewardPool:
             raise
         if reply is None:
             raise RunStopped(f"The reward processes died{self._how()}. Read {self._log()}, then start the run again.")
-        return [[Outcome(**outcome) for outcome in reply[place]] for place in asked]
+        return [[SampleOutcome(**outcome) for outcome in reply[place]] for place in asked]
 
     def _answer(self, replies: int) -> list[list[dict[str, Any]]] | None:
         """Return what comes behind signs of life; None at the end."""
         while frames.has_come(replies, self._silent_seconds):
-            message = frames.read(replies, time.monotonic() + self._silent_seconds)
+            message = frames.read_frame(replies, time.monotonic() + self._silent_seconds)
             if message is None:
                 return None
             match json.loads(message):
@@ -200,7 +200,7 @@ class RewardPool:
         building = self._rewards[0].label
         try:
             frames.write(requests, pickle.dumps(setup))
-            while (reply := frames.read(replies, deadline)) is not None:
+            while (reply := frames.read_frame(replies, deadline)) is not None:
                 match json.loads(reply):
                     case {"building": str(name)}:
                         building = name

@@ -39,7 +39,7 @@ def rule(section: Mapping[str, Any]) -> One:
     raise AssertionError(section)
 
 
-def columns_of(section: Mapping[str, Any]) -> tuple[str, ...]:
+def template_columns(section: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the columns that a reward of ours looks at."""
     match section:
         case {"kind": "exact" | "math" | "code", "column": column}:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.rewards.rules import columns_of
+from holdfast.rewards.rules import template_columns
 from holdfast.rewards.signatures import Bound, Concurrent, Each
 
 _GRACE_SECONDS = 5.0
@@ -15,7 +15,7 @@ _GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Scorer:
+class ReadyReward:
     """One reward, ready to be called."""
 
     name: str
@@ -26,7 +26,7 @@ class Scorer:
     """Columns of the row without which it scores nothing."""
 
 
-def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> Scorer:
+def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> ReadyReward:
     """Make a reward of its section; a user's file is imported here.
 
     Raises:
@@ -62,4 +62,4 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
 
             bound = Each(rule(section))
     longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
-    return Scorer(name, bound, longest, bound.columns or columns_of(section))
+    return ReadyReward(name, bound, longest, bound.columns or template_columns(section))

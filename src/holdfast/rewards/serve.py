@@ -15,19 +15,19 @@ from typing import Any
 
 from holdfast.escaping import escaped_paragraph
 from holdfast.rewards import frames
-from holdfast.rewards.base import Outcome, Sample
-from holdfast.rewards.outcome import describe, outcome_of, outcome_of_exception
-from holdfast.rewards.scorers import Scorer
-from holdfast.rewards.signatures import Batch, Concurrent, Each, Many, MissingArgument, One
+from holdfast.rewards.base import Sample, SampleOutcome
+from holdfast.rewards.outcome import describe_error, outcome_of, outcome_of_exception
+from holdfast.rewards.scorers import ReadyReward
+from holdfast.rewards.signatures import BatchedCall, Concurrent, Each, Many, MissingArgument, One
 
 
-def serve(channel: int, scorers: Sequence[Scorer]) -> None:
+def serve(channel: int, scorers: Sequence[ReadyReward]) -> None:
     """Answer tasks until the keeper closes the channel.
 
     A task is a pickled pair: index of the reward, and one pickled sample after the other.
     """
     own = os.getpid()
-    while (payload := frames.read(channel)) is not None:
+    while (payload := frames.read_frame(channel)) is not None:
         reward, packed = pickle.loads(payload)  # noqa: S301 - from our own parent
         _Task(channel, scorers[reward], own).run(packed)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the user's code
@@ -38,7 +38,7 @@ def serve(channel: int, scorers: Sequence[Scorer]) -> None:
 @dataclass(frozen=True)
 class _Task:
     channel: int
-    scorer: Scorer
+    scorer: ReadyReward
     own: int
 
     def run(self, packed: Sequence[bytes]) -> None:
@@ -47,12 +47,12 @@ class _Task:
             try:
                 samples[place] = pickle.loads(packed_sample)  # noqa: S301 - from our own parent
             except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is rebuilt
-                self._send(place, Outcome(fault="error", message=f"cannot see the row: {describe(error)}"))
+                self._send(place, SampleOutcome(fault="error", message=f"cannot see the row: {describe_error(error)}"))
         match self.scorer.bound:
             case Each(call):
                 for place, sample in samples.items():
                     self._one(call, place, sample)
-            case Batch(call):
+            case BatchedCall(call):
                 self._batch(call, samples)
             case Concurrent(call):
                 self._concurrent(call, samples)
@@ -100,16 +100,16 @@ class _Task:
 
         event_loop().run_until_complete(together())
 
-    def _failed(self, error: BaseException) -> Outcome:
+    def _failed(self, error: BaseException) -> SampleOutcome:
         if isinstance(error, MissingArgument):
-            return Outcome(fault="error", message=f"cannot be called: {error}")
+            return SampleOutcome(fault="error", message=f"cannot be called: {error}")
         # A full disk, what the user's code closed or replaced, or an exception that cannot even be formatted.
         with contextlib.suppress(Exception):
             lines = "".join(traceback.format_exception(error))
             print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
         return outcome_of_exception(error)
 
-    def _send(self, place: int, outcome: Outcome) -> None:
+    def _send(self, place: int, outcome: SampleOutcome) -> None:
         self._tell({"place": place, "outcome": asdict(outcome)})
 
     def _tell(self, message: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Each:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchedCall:
     """Called with a list of samples."""
 
     call: Many
@@ -88,7 +88,7 @@ class Concurrent:
     """As above."""
 
 
-Bound = Each | Batch | Concurrent
+Bound = Each | BatchedCall | Concurrent
 
 
 def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Bound:
@@ -116,7 +116,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
             f"also demands {columns[0]}. Give {columns[0]} a default, or name it in kwargs."
         )
     if sign in many:
-        return Batch(_Awaited(many[sign]) if is_async else many[sign], columns)
+        return BatchedCall(_Awaited(many[sign]) if is_async else many[sign], columns)
     return (Concurrent if is_async else Each)(one.get(sign, call.one), columns)
 
 

@@ -20,13 +20,13 @@ from holdfast.escaping import escaped_paragraph
 from holdfast.rewards import frames, processes
 from holdfast.rewards.base import CannotStart
 from holdfast.rewards.keeper import Keeper
-from holdfast.rewards.scorers import Scorer, build
+from holdfast.rewards.scorers import ReadyReward, build
 
 
 def main() -> None:
     """Serve one pool until its rank closes it or dies."""
     requests, replies = _take_channels(Path(sys.argv[1]))
-    settings = frames.read(requests)
+    settings = frames.read_frame(requests)
     if settings is None:
         return
     setup: dict[str, Any] = pickle.loads(settings)  # noqa: S301 - from our own parent
@@ -60,7 +60,7 @@ def _take_channels(log: Path) -> tuple[int, int]:
     return requests, replies
 
 
-def _build_all(setup: dict[str, Any], replies: int) -> list[Scorer]:
+def _build_all(setup: dict[str, Any], replies: int) -> list[ReadyReward]:
     scorers = []
     for name, section in setup["rewards"]:
         _say(replies, {"building": name})

@@ -24,11 +24,11 @@ CACHED = "holdfast_cached"
 _ROOM = 64
 """Tokens of room that are added at least when rows grow."""
 
-Pair = tuple[Tensor, Tensor]
+KeysAndValues = tuple[Tensor, Tensor]
 """Keys and values of a layer."""
 
 
-def register() -> None:
+def register_cache() -> None:
     """Make attention over the cache known to transformers; doing it again changes nothing."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,7 +40,7 @@ class PromptCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.pairs: dict[int, Pair] = {}
+        self.pairs: dict[int, KeysAndValues] = {}
         """Layer -> keys and values, [1, key heads, T, head size]"""
 
     def update(
@@ -60,7 +60,7 @@ class HeldCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.pairs: dict[int, Pair] = {}
+        self.pairs: dict[int, KeysAndValues] = {}
         """Layer -> keys and values, [rows, key heads, room, head size]"""
         self._view: View | None = None
 
@@ -99,7 +99,7 @@ class RowCache(HeldCache):
         lengths: Tokens in each row.
     """
 
-    def __init__(self, pairs: dict[int, Pair], lengths: Sequence[int]) -> None:
+    def __init__(self, pairs: dict[int, KeysAndValues], lengths: Sequence[int]) -> None:
         super().__init__()
         self.pairs, self.lengths = pairs, list(lengths)
         self._room = next(iter(pairs.values()))[0].shape[2]

@@ -15,13 +15,13 @@ from holdfast.rollout.cache import PromptCache, RowCache
 from holdfast.rollout.eager import DeviceRows, EagerRows
 from holdfast.rollout.engine import Request
 from holdfast.rollout.predictor import Predictor, RowState
-from holdfast.rollout.replica import joined_inputs
+from holdfast.rollout.replica import merged_inputs
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
 
 
 @dataclass
-class Row:
+class DecodedRow:
     """One completion while it grows."""
 
     request: Request
@@ -43,7 +43,7 @@ class Decoding:
         limit: Most tokens of a completion.
     """
 
-    def __init__(self, rows: list[Row], on_device: DeviceRows, limit: int) -> None:
+    def __init__(self, rows: list[DecodedRow], on_device: DeviceRows, limit: int) -> None:
         self.rows, self.on_device = rows, on_device
         self._limit = limit
         self._done: set[int] = set()
@@ -58,7 +58,7 @@ class Decoding:
         """Tokens until the first row that has not ended is as long as a completion may be."""
         return self._limit - max(len(self.rows[number].tokens) for number in self.left)
 
-    def take(self, stops: Stops, *, abort: bool) -> list[tuple[Row, Finish]]:
+    def take(self, stops: Stops, *, abort: bool) -> list[tuple[DecodedRow, Finish]]:
         """Bring the drawn tokens to the host, and return the rows that have ended."""
         drawn = self.on_device.look()
         ended = []
@@ -99,17 +99,17 @@ class Decoding:
             self.rows = [self.rows[number] for number in left]
             self._done = set()
 
-    def join(self, rows: Sequence[Row], on_device: EagerRows) -> None:
+    def join(self, rows: Sequence[DecodedRow], on_device: EagerRows) -> None:
         """Take further rows in: rows of different ages need not know of each other."""
         self.drop_ended()
         self.on_device.add(on_device)
         self.rows += rows
 
 
-def begun(predictor: Predictor, requests: Sequence[Request]) -> tuple[list[Row], EagerRows]:
+def begun(predictor: Predictor, requests: Sequence[Request]) -> tuple[list[DecodedRow], EagerRows]:
     """Compute prompts, each once for all of its completions, and draw the first tokens."""
     device = predictor.device
-    rows = [Row(request, place) for request in requests for place in range(len(request.seeds))]
+    rows = [DecodedRow(request, place) for request in requests for place in range(len(request.seeds))]
     of_row = [number for number, request in enumerate(requests) for _ in request.seeds]
     placed = [_positions_of(request) for request in requests]
     ahead = [int(positions.max()) + 1 - positions.shape[1] for positions in placed]
@@ -131,7 +131,7 @@ def _compute_prompts(
     predictor: Predictor,
     requests: Sequence[Request],
     placed: Sequence[NDArray[np.int64]],
-    rows: Sequence[Row],
+    rows: Sequence[DecodedRow],
     of_row: Sequence[int],
 ) -> tuple[RowCache, Tensor]:
     """Run all prompts side by side; return the rows' cache, and [rows, H] what predicts each row's next token.
@@ -154,7 +154,7 @@ def _compute_prompts(
         input_ids=predictor.replica.family.with_one_image_token(tokens),
         position_ids=positions[0] if axes == 1 else positions,
         past_key_values=cache,
-        **joined_inputs(requests, device),
+        **merged_inputs(requests, device),
         documents=Documents.of(tuple(lengths), device),
     )
     ends = np.cumsum(lengths).tolist()
@@ -167,7 +167,7 @@ def _compute_prompts(
     return RowCache.of(cache, spans), output.last_hidden_state[0][last]
 
 
-def _tokens_of_prompts(predictor: Predictor, rows: Sequence[Row]) -> Tensor | None:
+def _tokens_of_prompts(predictor: Predictor, rows: Sequence[DecodedRow]) -> Tensor | None:
     """Return [rows, V], which tokens stand in each row; None where no option asks for it."""
     if predictor.sampling.repetition_penalty == 1.0:
         return None

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
 from holdfast.models.family import reader_of
 from holdfast.models.routers import Routers, choices
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.replica import Replica, joined_inputs
+from holdfast.rollout.replica import Replica, merged_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
 from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
@@ -134,8 +134,8 @@ class TransformersEngine:
 
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""
-        inputs = joined_inputs(requests, self._replica.device)
-        vision, token = FAMILIES.get(self._replica.family.name), self._replica.family.image_token_id
+        inputs = merged_inputs(requests, self._replica.device)
+        vision, token = VISION_FAMILIES.get(self._replica.family.name), self._replica.family.image_token_id
         if inputs and vision is not None and vision.token_types is not None and token is not None:
             inputs[vision.token_types] = (tokens == token).long().to(self._replica.device)
         return inputs

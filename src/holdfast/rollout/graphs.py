@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TextIO
 import torch
 from torch import Tensor
 
-Step = Callable[[], None]
+DrawToken = Callable[[], None]
 """Draws one token in every row, and changes nothing but tensors in place."""
 
 CHECKED_STEPS = 2
@@ -34,7 +34,7 @@ class NotReplayable(Exception):  # noqa: N818 - says what is so, as the errors o
 class Recorder(Protocol):
     """Turns a step into something that repeats it without running its code."""
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: DrawToken) -> DrawToken:
         """Return what repeats the operations of a step; the step may run meanwhile, any number of times.
 
         Raises:
@@ -61,7 +61,7 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: DrawToken) -> DrawToken:
         """Return the replay of a graph; see `Recorder`."""
         with torch.cuda.device(self._device):
             if self._stream is None:
@@ -138,7 +138,7 @@ class Replayable(Protocol):
         ...
 
 
-def recorded(recorder: Recorder, rows: Replayable, dtype: torch.dtype) -> Step:
+def recorded_graph(recorder: Recorder, rows: Replayable, dtype: torch.dtype) -> DrawToken:
     """Return the recording of a step that was seen to do what the step does; rows are then where they were before.
 
     Args:
@@ -155,7 +155,7 @@ def recorded(recorder: Recorder, rows: Replayable, dtype: torch.dtype) -> Step:
         for tensor, value in zip(rows.changed(), before, strict=True):
             tensor.copy_(value)
 
-    def after(step: Step) -> _After:
+    def after(step: DrawToken) -> _After:
         for _ in range(CHECKED_STEPS):
             step()
         copies = [[tensor.clone() for tensor in some] for some in (rows.written(CHECKED_STEPS), rows.changed())]

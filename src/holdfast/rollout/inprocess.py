@@ -21,9 +21,9 @@ from holdfast.models.build import Blueprint
 from holdfast.models.expert_choices import column
 from holdfast.models.family import output_layer_of
 from holdfast.models.routers import Routers
-from holdfast.models.scores import Head
-from holdfast.rollout.cache import CACHED, register
-from holdfast.rollout.decoding import Decoding, Row, begun
+from holdfast.models.scores import HeadWeights
+from holdfast.rollout.cache import CACHED, register_cache
+from holdfast.rollout.decoding import DecodedRow, Decoding, begun
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.graphs import NotReplayable, Recorder
 from holdfast.rollout.predictor import Predictor
@@ -75,7 +75,7 @@ class InProcessEngine:
         float32_head: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        register()
+        register_cache()
         self._replica = Replica(origin, device, dtype, CACHED)
         self._routers = Routers(self._replica.model) if tells_experts else None
         self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
@@ -158,7 +158,9 @@ class InProcessEngine:
         """Give everything back."""
         self._replica.release()
 
-    def _admit(self, decoding: Decoding | None, means: _Means) -> tuple[Decoding | None, list[tuple[Row, Finish]]]:
+    def _admit(
+        self, decoding: Decoding | None, means: _Means
+    ) -> tuple[Decoding | None, list[tuple[DecodedRow, Finish]]]:
         """Add waiting requests while there is room; one that alone is too large is decoded all the same.
 
         Returns:
@@ -185,14 +187,14 @@ class InProcessEngine:
             new.on_device = means.static
         return new, ended
 
-    def _head(self) -> Head:
+    def _head(self) -> HeadWeights:
         layer: Any = output_layer_of(self._replica.model)
         weight, bias = layer.weight, getattr(layer, "bias", None)
         if self._spec.float32_product and weight.dtype == torch.bfloat16:
             weight, bias = weight.float(), None if bias is None else bias.float()
-        return Head(for_few_rows(weight), bias)
+        return HeadWeights(for_few_rows(weight), bias)
 
-    def _sampled(self, row: Row, finish: Finish) -> Sampled:
+    def _sampled(self, row: DecodedRow, finish: Finish) -> Sampled:
         length = len(row.request.prompt) + len(row.tokens)
         return Sampled(
             row.request.request_id,
@@ -205,4 +207,4 @@ class InProcessEngine:
         )
 
     def _aborted(self, request: Request, place: int) -> Sampled:
-        return self._sampled(Row(request, place), Finish.ABORT)
+        return self._sampled(DecodedRow(request, place), Finish.ABORT)

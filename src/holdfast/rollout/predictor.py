@@ -16,7 +16,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.family import backbone_of
 from holdfast.models.rotary import rotary_boundaries
 from holdfast.models.routers import Routers, choices
-from holdfast.models.scores import Head, HeadSpec, logits_of
+from holdfast.models.scores import HeadSpec, HeadWeights, logits_of
 from holdfast.rollout.cache import HeldCache
 from holdfast.rollout.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
@@ -71,7 +71,7 @@ class Predictor:
     """
 
     def __init__(
-        self, replica: Replica, routers: Routers | None, head: Head, spec: HeadSpec, sampling: SamplingConfig
+        self, replica: Replica, routers: Routers | None, head: HeadWeights, spec: HeadSpec, sampling: SamplingConfig
     ) -> None:
         self.replica, self.head, self.sampling = replica, head, sampling
         self._routers, self._spec = routers, spec

@@ -19,7 +19,7 @@ from holdfast.models.vision import set_attention
 from holdfast.rollout.engine import Request
 
 
-def joined_inputs(requests: Iterable[Request], device: torch.device) -> dict[str, Tensor]:
+def merged_inputs(requests: Iterable[Request], device: torch.device) -> dict[str, Tensor]:
     """Return the model inputs of requests side by side, in their order."""
     parts: dict[str, list[Any]] = {}
     for request in requests:

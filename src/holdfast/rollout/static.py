@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.rollout.cache import HeldCache, Pair, RowCache, View
+from holdfast.rollout.cache import HeldCache, KeysAndValues, RowCache, View
 from holdfast.rollout.eager import Drawn, EagerRows
-from holdfast.rollout.graphs import CHECKED_STEPS, Recorder, Step, recorded
+from holdfast.rollout.graphs import CHECKED_STEPS, DrawToken, Recorder, recorded_graph
 from holdfast.rollout.predictor import Predictor, RowState
 
 _LEAST_ROOM = 256
@@ -63,7 +63,7 @@ class StaticCache(HeldCache):
         super().__init__()
         self.lengths = torch.empty(0, dtype=torch.int64)
         """[rows] int64 on the device"""
-        self._memory: dict[int, Pair] = {}
+        self._memory: dict[int, KeysAndValues] = {}
         """Layer -> flat keys and values, of which `held` is the beginning"""
         self._room = 0
 
@@ -157,7 +157,7 @@ class StaticRows:
     def __init__(self, predictor: Predictor, recorder: Recorder, most: int, look_every: int) -> None:
         self._predictor, self._recorder = predictor, recorder
         self._most, self._look_every = most, look_every
-        self._replays: dict[Bucket, Step] = {}
+        self._replays: dict[Bucket, DrawToken] = {}
         self._bucket = Bucket(0, 0)
         self._cache = StaticCache()
         self._memory: _Buffers | None = None
@@ -199,7 +199,7 @@ class StaticRows:
         replay = self._replays.get(self._bucket)
         if replay is None:
             dtype = self._predictor.replica.model.dtype
-            replay = self._replays[self._bucket] = recorded(self._recorder, self, dtype)
+            replay = self._replays[self._bucket] = recorded_graph(self._recorder, self, dtype)
         for _ in range(count):
             replay()
         self._lengths = [length + count for length in self._lengths]

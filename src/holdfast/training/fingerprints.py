@@ -200,7 +200,7 @@ def adapter_mark(config: TrainingConfig, base: Path) -> str:
     return hash_bytes("\n".join(hash_file(file) for file in files).encode())
 
 
-def differences(then: Identity, now: Identity) -> dict[str, list[str]]:
+def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
     changes = {}
     for kind, values in now.items():

@@ -15,7 +15,7 @@ from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 
-NAME = "holdfast_export.json"
+ABOUT_FILE = "holdfast_export.json"
 _FORMAT = 1
 
 
@@ -67,20 +67,20 @@ def completed(texts: Mapping[str, str], folder: Path, hashes: Mapping[str, str])
         folder: Where the weights lie.
         hashes: Of the weights files, by name.
     """
-    if NAME not in texts:
+    if ABOUT_FILE not in texts:
         return dict(texts)
     files = {name: {"size": (folder / name).stat().st_size, "xxh3_128": hashes[name]} for name in sorted(hashes)}
-    values = json.loads(texts[NAME]) | {"files": files}
-    return {**texts, NAME: json.dumps(values, indent=2, sort_keys=True) + "\n"}
+    values = json.loads(texts[ABOUT_FILE]) | {"files": files}
+    return {**texts, ABOUT_FILE: json.dumps(values, indent=2, sort_keys=True) + "\n"}
 
 
-def read(directory: Path) -> Exported | None:
+def read_about(directory: Path) -> Exported | None:
     """Return what an export says of itself; None where nothing does.
 
     Raises:
         ModelError: The file is damaged.
     """
-    path = directory / NAME
+    path = directory / ABOUT_FILE
     if not path.is_file():
         return None
     try:
@@ -149,5 +149,5 @@ def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:
             continue
         raise ModelError(
             f"{path} {change}, so it is not what {exported.words}, exported. Export the model again; if the change "
-            f"is yours, delete {NAME} beside it."
+            f"is yours, delete {ABOUT_FILE} beside it."
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from holdfast.checkpoint.export.about import completed
 from holdfast.checkpoint.export.model import (
-    Reached,
+    ExportReached,
     check_bytes,
     check_target,
     replace_directory,
@@ -48,7 +48,7 @@ def export_adapters(
     exchange: ProcessExchange,
     texts: Mapping[str, str],
     *,
-    reached: Reached = lambda _: None,
+    reached: ExportReached = lambda _: None,
 ) -> None:
     """Write `directory`, whole or not at all; every rank calls this, rank 0 writes.
 
@@ -78,7 +78,7 @@ def write_adapters(
     tensors: Mapping[str, Tensor],
     about: Description,
     texts: Mapping[str, str],
-    reached: Reached = lambda _: None,
+    reached: ExportReached = lambda _: None,
 ) -> None:
     """Write what `export_adapters` does, on one process, from tensors under peft's names.
 

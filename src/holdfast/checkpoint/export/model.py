@@ -43,19 +43,19 @@ ASSETS = (
 """Copied byte for byte from where the model came from."""
 
 
-Reached = Callable[[str], object]
-PHASES = ("tensors", "assets", "read back", "publish", "published")
+ExportReached = Callable[[str], object]
+EXPORT_PHASES = ("tensors", "assets", "read back", "publish", "published")
 """Of writing an export; what crash tests stop at."""
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportFormat:
     """How a model directory is written."""
 
     dtype: torch.dtype | None
     largest_file_bytes: int
     texts: dict[str, str]
-    reached: Reached = lambda _: None
+    reached: ExportReached = lambda _: None
 
 
 def export(
@@ -67,7 +67,7 @@ def export(
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
     extra_files: Mapping[str, str] | None = None,
-    reached: Reached = lambda _: None,
+    reached: ExportReached = lambda _: None,
 ) -> None:
     """Write `directory`; every rank calls this, rank 0 writes.
 
@@ -79,7 +79,7 @@ def export(
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
         extra_files: Texts to lay beside the weights, by file name.
-        reached: Told each of `PHASES` as it begins, on the rank that writes.
+        reached: Told each of `EXPORT_PHASES` as it begins, on the rank that writes.
 
     Peak memory is one converted tensor. The directory appears whole or not at all; one that stood there is replaced.
 
@@ -87,7 +87,7 @@ def export(
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
     holdings = held_tensors(policy)
-    form = Form(dtype, largest_file_bytes, dict(extra_files or {}), reached)
+    form = ExportFormat(dtype, largest_file_bytes, dict(extra_files or {}), reached)
     write_model(holdings, headers_of(holdings, dtype), origin, directory, exchange, form)
 
 
@@ -97,7 +97,7 @@ def write_model(
     origin: Blueprint,
     directory: Path,
     exchange: ProcessExchange,
-    form: Form,
+    form: ExportFormat,
 ) -> None:
     """Do what `export` does with tensors that may be sharded, or be read only when they are asked for.
 
@@ -123,7 +123,7 @@ def write_model(
                 pass
 
 
-def check_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None) -> dict[str, Header]:
+def check_export_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None) -> dict[str, Header]:
     """Return names and shapes that an export would have; no tensor is gathered.
 
     Raises:
@@ -166,7 +166,11 @@ def check_outside(place: Path) -> None:
 
 
 def _write(
-    directory: Path, origin: Blueprint, headers: dict[str, Header], tensors: Iterator[tuple[str, Pieces]], form: Form
+    directory: Path,
+    origin: Blueprint,
+    headers: dict[str, Header],
+    tensors: Iterator[tuple[str, Pieces]],
+    form: ExportFormat,
 ) -> None:
     staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
     try:

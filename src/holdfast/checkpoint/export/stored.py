@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.export.about import NAME as ABOUT
+from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
 from holdfast.checkpoint.export.model import (
     EXPORTED_CONFIG,
-    Form,
+    ExportFormat,
     check_outside,
     check_target,
     sync_directory,
@@ -99,7 +99,7 @@ def export_stored(
         each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
         merged, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
-        form = Form(dtype, largest_file_bytes, texts)
+        form = ExportFormat(dtype, largest_file_bytes, texts)
         write_model(_Read(merged, last), headers, origin, directory, ProcessExchange(), form)
 
 

@@ -66,7 +66,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors_of(hold(model))
 
 
-def tensors_of(model_parts: Held) -> dict[str, Tensor]:
+def tensors_of(model_parts: LiveTensors) -> dict[str, Tensor]:
     """Return the tensors of a model's parts under DCP names."""
     tensors: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in model_parts.parameters.items()}
     tensors |= {MODEL + name: buffer for name, buffer in model_parts.buffers.items()}
@@ -79,7 +79,7 @@ def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveTensors:
     """Where a model's tensors are. FSDP2 keeps shards in the same memory for good, whatever its modules do."""
 
     parameters: Mapping[str, nn.Parameter]
@@ -101,7 +101,7 @@ def hold(
     frozen: bool = True,
     averages: Mapping[str, Tensor] | None = None,
     later: Collection[str] = (),
-) -> Held:
+) -> LiveTensors:
     """Find a model's tensors; modules that are gathered are resharded.
 
     Args:
@@ -117,7 +117,7 @@ def hold(
     parameters = sharded_parameters(model)
     refuse_lazy({**parameters, **buffers})
     selected = {name: value for name, value in parameters.items() if frozen or value.requires_grad or name in later}
-    return Held(
+    return LiveTensors(
         selected,
         {name: buffer for name, buffer in buffers.items() if name in stored},
         {name: others for name, others in tied_names(model).items() if name in selected},
@@ -128,7 +128,7 @@ def hold(
 
 
 def take(
-    model: nn.Module | Held,
+    model: nn.Module | LiveTensors,
     optimizer: Optimizer | OptimizerState | None = None,
     *,
     shared: Mapping[str, Any] | None = None,
@@ -150,7 +150,7 @@ def take(
         UnsavableOptimizer: The optimizer holds something that cannot be written down.
         ModelError: A tensor of the model is of a class that holds more than its numbers.
     """
-    model_parts = model if isinstance(model, Held) else hold(model)
+    model_parts = model if isinstance(model, LiveTensors) else hold(model)
     parameters = model_parts.parameters
     state = collect(optimizer, parameters) if isinstance(optimizer, Optimizer) else optimizer
     tensors = tensors_of(model_parts)
@@ -242,7 +242,7 @@ class Described(NamedTuple):
     """Whether no floating-point number in it is NaN or infinite."""
 
 
-def describe(snapshot: Snapshot) -> Described:
+def describe_snapshot(snapshot: Snapshot) -> Described:
     """Hash this rank's part of every tensor, and look for NaN and infinity while it is in the processor's cache."""
     entries: dict[str, TensorEntry] = {}
     finite = True

@@ -286,7 +286,7 @@ def check_tensors(storage: Storage, name: str, manifest: Manifest) -> None:
         )
 
 
-def verify(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
+def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
     """Verify a checkpoint and return its manifest.
 
     Raises:

@@ -16,7 +16,7 @@ from holdfast.checkpoint.place.storage import Storage
 from holdfast.parallel.collectives import ProcessExchange
 
 T = TypeVar("T")
-Look = Callable[[str, Manifest], object]
+Inspect = Callable[[str, Manifest], object]
 """Is given a checkpoint's name and manifest."""
 
 _NOT_FINITE = "a tensor in it holds NaN or infinity"
@@ -41,8 +41,8 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     *,
     quarantine: bool = True,
     not_finite: bool = False,
-    check: Look = lambda _, __: None,
-    use: Look = lambda _, __: None,
+    check: Inspect = lambda _, __: None,
+    use: Inspect = lambda _, __: None,
 ) -> Choice | None:
     """Return the newest whole checkpoint, or None if there never was one.
 
@@ -121,7 +121,7 @@ def _verified(storage: Storage, step: int, name: str, ranks: ProcessExchange, pa
     return None
 
 
-def _used(storage: Storage, name: str, manifest: Manifest, use: Look, passed: _Passed) -> bool:
+def _used(storage: Storage, name: str, manifest: Manifest, use: Inspect, passed: _Passed) -> bool:
     """Return whether a candidate was used; words about it if its tensors, read only now, are not what was saved."""
     try:
         use(name, manifest)
@@ -136,7 +136,7 @@ def _reason(storage: Storage, name: str, error: Exception) -> str:
     return str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
 
 
-def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, check: Look) -> None:
+def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, check: Inspect) -> None:
     """Look at what would be put aside, as far as its manifest can be read."""
     with ranks.together():
         for name in names if ranks.rank == 0 else ():

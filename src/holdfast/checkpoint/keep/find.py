@@ -9,7 +9,7 @@ from holdfast.checkpoint.format.manifest import NAME, Manifest
 from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.keep.retention import manifests, steps
-from holdfast.checkpoint.keep.retention_record import better, recorded
+from holdfast.checkpoint.keep.retention_record import better, read_retention
 from holdfast.checkpoint.place.layout import FOLDER, step_of
 from holdfast.checkpoint.place.storage import Storage, open_storage
 
@@ -92,6 +92,6 @@ def best(storage: Storage, metric: str, mode: str | None) -> tuple[str, Manifest
         raise NoCheckpoint(
             f"No checkpoint in {storage.root} has the metric {metric}; they have {', '.join(metric_names)}."
         )
-    sign = 1.0 if better(recorded(storage), metric, mode) == "max" else -1.0
+    sign = 1.0 if better(read_retention(storage), metric, mode) == "max" else -1.0
     step = max(rated, key=lambda pair: (sign * pair[0], pair[1]))[1]
     return steps(storage)[step], healthy[step]

@@ -193,7 +193,7 @@ def replaceable(storage: Storage, policy: Retention, *, needed: Iterable[int] = 
     return sum(step not in staying and (every is None or step % every != 0) for step in _all_rated(storage))
 
 
-def prune(
+def apply_retention(
     storage: Storage,
     policy: Retention,
     *,
@@ -254,7 +254,7 @@ def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
         storage.rename(f"{name}/{file}", f"{aside}/{file}")
 
 
-def clean(storage: Storage, *, wait: bool = False) -> None:
+def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
     """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
     left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
     _delete(storage, left, wait=wait)

@@ -34,7 +34,7 @@ def retention_of(keep: RetentionConfig) -> Retention:
     return Retention(keep.last, keep.every, tuple(Best(best.metric, best.mode, best.count) for best in keep.best))
 
 
-def recorded(storage: Storage) -> Recorded | None:
+def read_retention(storage: Storage) -> Recorded | None:
     """Return what the newest checkpoint says of its run; None where none was written by a run.
 
     Raises:

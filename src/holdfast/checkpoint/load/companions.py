@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, Held, Snapshot, hold
-from holdfast.checkpoint.load.matching import Declared, Plan, Target, allow
+from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, LiveTensors, Snapshot, hold
+from holdfast.checkpoint.load.matching import Declared, LoadPlan, Target, allow
 from holdfast.checkpoint.load.trained import (
     Hyperparameters,
     Planned,
@@ -39,12 +39,12 @@ class Companion(NamedTuple):
     moved: Collection[str] = ()
     """Parameters of such a one that change; the others are as the model came with them, and stay so."""
 
-    def held(self) -> Held:
+    def held(self) -> LiveTensors:
         """Find what is saved of it."""
         return hold(self.model, frozen=self.optimizer is not None, later=self.moved)
 
 
-def joined(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> Snapshot:
+def with_companions(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> Snapshot:
     """Return one snapshot that holds those of companions too."""
     tensors, trained, ties = dict(snapshot.tensors), set(snapshot.trained), dict(snapshot.ties)
     optimizers = dict(snapshot.companions)
@@ -90,7 +90,7 @@ def _stripped(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def plan_companions(
-    plan: Plan,
+    plan: LoadPlan,
     companions: Mapping[str, Companion],
     manifest: Manifest,
     declared: Declared,

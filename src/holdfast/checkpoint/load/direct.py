@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import chunk_of, like
 from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.load.matching import Target
-from holdfast.checkpoint.place.hashing import BLOCK, hash_bytes, hash_tensor
+from holdfast.checkpoint.place.hashing import HASH_BLOCK, hash_bytes, hash_tensor
 from holdfast.checkpoint.place.layout import DCP
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.parallel.collectives import ProcessExchange
@@ -180,7 +180,7 @@ def _filled(stream: IO[bytes], buffer: memoryview) -> int:
 def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
     """Hash the next bytes, or all that are left."""
     while size is None or size > 0:
-        data = stream.read(BLOCK if size is None else min(size, BLOCK))
+        data = stream.read(HASH_BLOCK if size is None else min(size, HASH_BLOCK))
         if not data:
             return
         digest.update(data)

@@ -83,7 +83,7 @@ class Target(NamedTuple):
 
 
 @dataclass
-class Plan:
+class LoadPlan:
     """What will be read, and what was allowed to differ."""
 
     targets: dict[str, Target] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Plan:
 
 
 def plan_model(
-    plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
+    plan: LoadPlan, model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
 ) -> None:
     """Plan what the model takes, and note what it refuses."""
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
@@ -123,7 +123,7 @@ def plan_model(
                 allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
 
 
-def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
+def _plan_missing(plan: LoadPlan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
     """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
     if partial and parameter is not None and not parameter.requires_grad:
         plan.unsaved += 1
@@ -131,7 +131,7 @@ def _plan_missing(plan: Plan, name: str, parameter: nn.Parameter | None, partial
         allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
-def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
+def _plan_tensor(plan: LoadPlan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
     target = plan.targets[key] = Target(live, entry)
     name = key.removeprefix(MODEL)
     if target.dtype != live.dtype:
@@ -140,7 +140,7 @@ def _plan_tensor(plan: Plan, key: str, live: Tensor, entry: TensorEntry, declare
 
 
 def plan_averages(
-    plan: Plan,
+    plan: LoadPlan,
     averages: Mapping[str, Tensor],
     manifest: Manifest,
     declared: Declared,
@@ -162,7 +162,7 @@ def plan_averages(
 
 
 def plan_optimizer(
-    plan: Plan,
+    plan: LoadPlan,
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
@@ -243,7 +243,7 @@ def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
 
 
 def _plan_members(
-    plan: Plan,
+    plan: LoadPlan,
     live: set[str],
     saved: set[str],
     parameters: Mapping[str, nn.Parameter],
@@ -270,7 +270,7 @@ def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 
-def allow(plan: Plan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+def allow(plan: LoadPlan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
     """Note a deviation, as one that was declared for this name or as one that is refused."""
     if any(re.search(pattern, name) for pattern in patterns):
         plan.deviations.append(f"{what} ({flag})")

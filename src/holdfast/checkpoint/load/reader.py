@@ -50,7 +50,7 @@ from holdfast.checkpoint.load.companions import (
 from holdfast.checkpoint.load.direct import read_parts
 from holdfast.checkpoint.load.matching import (
     Declared,
-    Plan,
+    LoadPlan,
     Target,
     plan_averages,
     poisoned,
@@ -81,7 +81,7 @@ _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeE
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """What a checkpoint said besides tensors."""
 
     manifest: Manifest
@@ -106,7 +106,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     averages: Mapping[str, Tensor] | None = None,
     companions: Mapping[str, Companion] | None = None,
     check: Check = lambda _, __: None,
-) -> Loaded:
+) -> LoadedState:
     """Load a checkpoint; every rank calls this.
 
     Args:
@@ -151,7 +151,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     notes += _set_state(optimizer, parameters, states.get(""), own.plan)
     for each, theirs in beside.items():
         notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
-    return Loaded(manifest, small[0][1], small[0][0], tuple(notes), tuple(own.plan.deviations))
+    return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(own.plan.deviations))
 
 
 class _Live(NamedTuple):
@@ -199,7 +199,7 @@ def _fill(
 
 
 def _set_companion(
-    name: str, companion: Companion, plan: Plan, tensors: Mapping[str, Tensor], state: OptimizerState | None
+    name: str, companion: Companion, plan: LoadPlan, tensors: Mapping[str, Tensor], state: OptimizerState | None
 ) -> list[str]:
     parameters = sharded_parameters(companion.model)
     _fill(model_tensors(companion.model), parameters, {}, tensors)
@@ -207,7 +207,7 @@ def _set_companion(
 
 
 def _set_state(
-    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], state: OptimizerState | None, plan: Plan
+    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], state: OptimizerState | None, plan: LoadPlan
 ) -> list[str]:
     if optimizer is None or state is None:
         return []

@@ -13,7 +13,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OPTIM, like
 from holdfast.checkpoint.load.matching import (
     Declared,
-    Plan,
+    LoadPlan,
     plan_model,
     plan_optimizer,
     saved_groups,
@@ -30,7 +30,7 @@ Hyperparameters = Literal["live", "checkpoint"]
 class Planned:
     """What a model and its optimizer take of a checkpoint."""
 
-    plan: Plan = field(default_factory=Plan)
+    plan: LoadPlan = field(default_factory=LoadPlan)
     wrapped: WrappedPlan = field(default_factory=WrappedPlan)
 
 
@@ -81,7 +81,7 @@ def optimizer_state(
 
 
 def set_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: OptimizerState, plan: Plan
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: OptimizerState, plan: LoadPlan
 ) -> list[str]:
     """Set an optimizer's state, and the hyper-parameters that the plan takes; return what differs."""
     restore(optimizer, parameters, state)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OPTIM
-from holdfast.checkpoint.load.matching import Declared, Plan, Target, allow
+from holdfast.checkpoint.load.matching import Declared, LoadPlan, Target, allow
 from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
 from holdfast.optim.wrapped import BETWEEN, LISTED, NotSeparable, Part, Wrapped, from_plain, placed_like, shards_of
@@ -44,7 +44,7 @@ def records(manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
 
 
 def plan_wrapped(
-    plan: Plan,
+    plan: LoadPlan,
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
@@ -105,7 +105,7 @@ def _key(name: str, slot: str, part: str) -> str:
 
 
 def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known of it
-    plan: Plan,
+    plan: LoadPlan,
     planned: WrappedPlan,
     record: Wrapped,
     name: str,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.files import RegularFile
 
-BLOCK = 2**22
+HASH_BLOCK = 2**22
 
 Moved = Callable[[int], object]
 """Told the bytes of each block that was written or hashed: who waits for a save sees that it goes on."""
@@ -51,7 +51,7 @@ def hash_file(path: Path, *, from_disk: bool = False, moved: Moved = lambda _: N
         if from_disk:
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        buffer = bytearray(BLOCK)
+        buffer = bytearray(HASH_BLOCK)
         view = memoryview(buffer)
         while count := file.readinto(buffer):
             digest.update(view[:count])
@@ -71,8 +71,8 @@ class HashingWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of it."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), BLOCK):
-            block = view[start : start + BLOCK]
+        for start in range(0, len(view), HASH_BLOCK):
+            block = view[start : start + HASH_BLOCK]
             self._digest.update(block)
             self._file.write(block)
             self.bytes_written += len(block)

@@ -16,7 +16,7 @@ from typing import IO, Any
 import fsspec
 import xxhash
 
-from holdfast.checkpoint.place.hashing import BLOCK, HashingWriter
+from holdfast.checkpoint.place.hashing import HASH_BLOCK, HashingWriter
 from holdfast.errors import ConfigError
 
 _CLIENTS = {"aiobotocore", "aiohttp", "botocore"}
@@ -123,7 +123,7 @@ class ObjectStorage:
     @_as_os_errors()
     def open(self, path: str) -> IO[bytes]:
         """Open for reading."""
-        return io.BufferedReader(_Object(self._fs.open(self._path(path), "rb")), BLOCK)
+        return io.BufferedReader(_Object(self._fs.open(self._path(path), "rb")), HASH_BLOCK)
 
     @_as_os_errors()
     def read(self, path: str) -> bytes:
@@ -136,7 +136,7 @@ class ObjectStorage:
         """Return the hash."""
         digest = xxhash.xxh3_128()
         with self.open(path) as file:
-            while block := file.read(BLOCK):
+            while block := file.read(HASH_BLOCK):
                 digest.update(block)
                 self._note_moved(len(block))
         return digest.hexdigest()

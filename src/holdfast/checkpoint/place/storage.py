@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
 from holdfast.checkpoint.place.hashing import HashingWriter, hash_file
-from holdfast.files import REGULAR, RegularFile, kind_of, naming, open_regular, read_bytes, size_words
+from holdfast.files import REGULAR, RegularFile, file_kind, naming, open_regular, read_bytes, size_words
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -221,7 +221,7 @@ class LocalStorage:
     def kind(self, path: str) -> str:
         """Return what is there."""
         try:
-            return kind_of(self.path(path), self.path(PurePath(path).parts[0]))
+            return file_kind(self.path(path), self.path(PurePath(path).parts[0]))
         except OSError as error:
             _unless_absent(error)
             return "nothing"

@@ -19,7 +19,7 @@ from holdfast.parallel.collectives import ProcessExchange
 
 
 @contextmanager
-def together(ranks: ProcessExchange, phase: str) -> Iterator[None]:
+def together_in_phase(ranks: ProcessExchange, phase: str) -> Iterator[None]:
     """Turn what goes wrong in a phase of a save, on any rank, into one SaveFailed on all."""
     with ranks.together():
         try:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.format.manifest import About
 from holdfast.checkpoint.format.snapshot import (
-    Held,
+    LiveTensors,
     Outline,
     Snapshot,
     hold,
@@ -29,7 +29,7 @@ from holdfast.checkpoint.format.snapshot import (
     staged,
     take,
 )
-from holdfast.checkpoint.load.companions import joined
+from holdfast.checkpoint.load.companions import with_companions
 from holdfast.checkpoint.load.reader import check_read_back, verified_manifest
 from holdfast.checkpoint.place.layout import DCP, REHEARSAL, fresh
 from holdfast.checkpoint.place.storage import Storage
@@ -40,7 +40,7 @@ from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.collectives import ProcessExchange
 
-Trained = tuple[Held, Optimizer | None]
+Trained = tuple[LiveTensors, Optimizer | None]
 """What of a model will be saved, and its optimizer if that will be."""
 
 NONCE = "nonce"
@@ -70,7 +70,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Report:
+class RehearsalReport:
     """What the rehearsal measured."""
 
     bytes_: int
@@ -113,9 +113,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def rehearse(
+def run_rehearsal(
     storage: Storage,
-    model: nn.Module | Held,
+    model: nn.Module | LiveTensors,
     optimizer: Optimizer | None,
     ranks: ProcessExchange,
     *,
@@ -123,7 +123,7 @@ def rehearse(
     trained_steps: int = 0,
     beside: Beside | None = None,
     companions: Mapping[str, Trained] | None = None,
-) -> Report:
+) -> RehearsalReport:
     """Save, verify and load once, and leave nothing behind.
 
     Args:
@@ -142,12 +142,12 @@ def rehearse(
     name = ranks.agree(fresh(REHEARSAL, "0"))
     beside = beside or Beside()
     with ranks.together():
-        parts = model if isinstance(model, Held) else hold(model)
+        parts = model if isinstance(model, LiveTensors) else hold(model)
         others = {each: take(theirs, _state(theirs, own)) for each, (theirs, own) in (companions or {}).items()}
         snapshot = take(
             parts, _state(parts, optimizer), shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets
         )
-        snapshot = joined(snapshot, others)
+        snapshot = with_companions(snapshot, others)
     try:
         if storage.renames:
             _check_shared(storage, ranks)
@@ -172,7 +172,7 @@ def rehearse(
     return report
 
 
-def _state(model_parts: Held, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
+def _state(model_parts: LiveTensors, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
     """Return the state that an optimizer will have after its next step, with zeros where it has none yet."""
     if optimizer is None:
         return None
@@ -193,7 +193,9 @@ def _copy_seconds(snapshot: Snapshot) -> float:
     return time.perf_counter() - began
 
 
-def _round_trip(storage: Storage, name: str, snapshot: Snapshot, ranks: ProcessExchange, copy_seconds: float) -> Report:
+def _round_trip(
+    storage: Storage, name: str, snapshot: Snapshot, ranks: ProcessExchange, copy_seconds: float
+) -> RehearsalReport:
     began = time.perf_counter()
     manifest = commit(snapshot, storage, About(run_id="rehearsal", step=0), ranks, name=name)
     saved = time.perf_counter()
@@ -201,7 +203,7 @@ def _round_trip(storage: Storage, name: str, snapshot: Snapshot, ranks: ProcessE
     check_read_back(storage, name, manifest, snapshot, ranks)
     loaded = time.perf_counter()
     times = ranks.agree((saved - began, loaded - saved))
-    return Report(manifest.bytes_, copy_seconds, times[0], times[1], outline(snapshot))
+    return RehearsalReport(manifest.bytes_, copy_seconds, times[0], times[1], outline(snapshot))
 
 
 def _check_shared(storage: Storage, ranks: ProcessExchange) -> None:

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from holdfast.checkpoint.errors import PlaceLost, SaveFailed
 from holdfast.checkpoint.format.dcp_files import Writer, one_process_is_meant, without_crc32
 from holdfast.checkpoint.format.manifest import NAME, About, FileEntry, Manifest
-from holdfast.checkpoint.format.snapshot import Snapshot, describe
+from holdfast.checkpoint.format.snapshot import Snapshot, describe_snapshot
 from holdfast.checkpoint.place.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.agreement import agree_on_save, reason_of, together
+from holdfast.checkpoint.save.agreement import agree_on_save, reason_of, together_in_phase
 from holdfast.checkpoint.save.assembly import assembled
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
@@ -76,7 +76,7 @@ def _counts_here(tensor: Tensor, *, first: bool) -> bool:
 Reached = Callable[[str], None]
 """Called with the name of each phase as it begins; what crash tests stop at."""
 
-PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
+SAVE_PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
 
 _LATE_SECONDS = 1.0
 """A rank that is later than the others by less is no news."""
@@ -112,24 +112,24 @@ def commit(
     own_file = agree_on_save(snapshot, about, ranks)
     staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
     try:
-        with together(ranks, "begin"):
+        with together_in_phase(ranks, "begin"):
             if ranks.rank == 0:
                 _prepare(storage, staging, final)
         refuse_full_disk(snapshot, storage.root, _free_bytes(storage, ranks), ranks)
         reached("shards")
         files, seconds = _write_shards(snapshot, storage, staging, ranks)
         reached("rank state")
-        with together(ranks, "rank state"):
+        with together_in_phase(ranks, "rank state"):
             began = time.monotonic()
             files |= _write_small(snapshot, storage, f"{staging}/", own_file, first=ranks.rank == 0)
             seconds += time.monotonic() - began
         reached("collect")
-        with together(ranks, "collect"):
-            described = describe(snapshot)
+        with together_in_phase(ranks, "collect"):
+            described = describe_snapshot(snapshot)
         everything = ranks.gather((files, described))
         _tell_of_straggler(ranks.gather(seconds), notify)
         manifest: Manifest | None = None
-        with together(ranks, "manifest"):
+        with together_in_phase(ranks, "manifest"):
             if ranks.rank == 0:
                 manifest = assembled(snapshot, about, storage, staging, everything, time.monotonic() - started)
                 _publish(storage, staging, final, manifest, reached)
@@ -169,7 +169,7 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
 
 def _free_bytes(storage: Storage, ranks: ProcessExchange) -> int | None:
     free_bytes: int | None = None
-    with together(ranks, "begin"):
+    with together_in_phase(ranks, "begin"):
         if ranks.rank == 0:
             free_bytes = storage.free_bytes()
     return ranks.agree(free_bytes)

@@ -22,7 +22,7 @@ from holdfast.config.base import (
 )
 from holdfast.config.sections.algorithm import UserObjectiveConfig
 
-Level = Literal["token", "sequence"]
+RatioLevel = Literal["token", "sequence"]
 """Whether a ratio is a token's own, or the geometric mean over its sequence."""
 
 
@@ -183,7 +183,7 @@ class TruncateConfig(Section):
     kind: Literal["truncate"] = "truncate"
     cap: Positive = 2.0
     """Largest weight."""
-    level: Level = "token"
+    level: RatioLevel = "token"
     """`sequence`: the geometric mean over the sequence, so that length alone never reaches the cap."""
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -200,7 +200,7 @@ class MaskConfig(Section):
     """Smallest ratio of trainer over sampler probability that is trained."""
     high: Positive = 5.0
     """Largest one. For level: sequence, whose ratios lie near 1, low: 0.99 and high: 1.01 drop as much."""
-    level: Level = "token"
+    level: RatioLevel = "token"
     """`sequence` keeps or drops whole sequences by the geometric mean of their ratios."""
     weighted: bool = True
     """Weight what stays by its ratio; false: by 1."""

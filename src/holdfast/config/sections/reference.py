@@ -58,5 +58,5 @@ class PairServerReferenceConfig(_Kept, ServerReferenceConfig):
     """
 
 
-Reference = Annotated[ReferenceConfig | ServerReferenceConfig, ByKind("auto")]
+ReferenceSection = Annotated[ReferenceConfig | ServerReferenceConfig, ByKind("auto")]
 PairReference = Annotated[PairReferenceConfig | PairServerReferenceConfig, ByKind("auto")]

@@ -38,7 +38,7 @@ class ServerTeacherConfig(ServerConfig):
     """
 
 
-Teacher = Annotated[TeacherConfig | ServerTeacherConfig, ByKind("sharded")]
+TeacherSection = Annotated[TeacherConfig | ServerTeacherConfig, ByKind("sharded")]
 
 
 class JSDConfig(Section):
@@ -103,7 +103,7 @@ class DistillConfig(TrainingConfig):
 
     verb = "distill"
     samples = True
-    teacher: Teacher
+    teacher: TeacherSection
     distill: DistillLossConfig = DistillLossConfig()
     rollout: DistillRolloutConfig | None = None
     """Leave it out to train on the rows' answers alone."""

@@ -22,7 +22,7 @@ from holdfast.config.sections.policy import (
     OffPolicyMaskConfig,
     PolicyObjective,
 )
-from holdfast.config.sections.reference import Reference, ServerReferenceConfig, sync_of
+from holdfast.config.sections.reference import ReferenceSection, ServerReferenceConfig, sync_of
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.config.sections.rollout import (
     GroupsConfig,
@@ -58,7 +58,7 @@ class GRPOConfig(TrainingConfig):
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = NoCorrectionConfig()
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
-    reference: Reference = ReferenceConfig()
+    reference: ReferenceSection = ReferenceConfig()
     updates: UpdatesConfig = UpdatesConfig()
     residency: ResidencyConfig = ResidencyConfig()
     evaluation: PolicyEvaluationConfig = PolicyEvaluationConfig()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.load import Loaded, from_mapping, load
+from holdfast.config.load import LoadedConfig, from_mapping, load_config
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -37,7 +37,7 @@ def verb_of(values: Mapping[str, Any]) -> str:
     return GRPOConfig.verb if _OF_ROLLOUTS & set(values) else SFTConfig.verb
 
 
-def load_run(path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
+def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:
     """Read a run's file under the verb it is for.
 
     Raises:
@@ -45,7 +45,7 @@ def load_run(path: Path, overrides: Sequence[str]) -> Loaded[TrainingConfig]:
     """
     asked = {override.partition(".")[0].partition("=")[0]: override for override in overrides}
     named = asked | dict(parse_file(path).values)
-    return load(path, overrides, ROOTS[verb_of(named)])
+    return load_config(path, overrides, ROOTS[verb_of(named)])
 
 
 def run_from_mapping(values: Mapping[str, Any]) -> TrainingConfig:

@@ -13,7 +13,7 @@ import xxhash
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.batches.exchange import Exchange
-from holdfast.data.batches.packing import Head, pack
+from holdfast.data.batches.packing import CommonStart, pack
 from holdfast.data.batches.planning import Unit, plan_packs, plan_units, saves_work, taken_apart
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
@@ -163,9 +163,9 @@ def _pack(
     )
 
 
-def _heads(unit: Unit) -> list[Head]:
+def _heads(unit: Unit) -> list[CommonStart]:
     """Return one head for all members, or for each of those that only go together none."""
-    return [Head(len(unit.members), unit.head)] if unit.head else [Head(1, 0)] * len(unit.members)
+    return [CommonStart(len(unit.members), unit.head)] if unit.head else [CommonStart(1, 0)] * len(unit.members)
 
 
 def _order_hash(sequences: Sequence[Known]) -> float:

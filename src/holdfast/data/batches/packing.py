@@ -19,7 +19,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.types import Batch, Example
 
 
-class Head(NamedTuple):
+class CommonStart(NamedTuple):
     """First tokens that neighbouring sequences have in common."""
 
     members: int
@@ -36,7 +36,7 @@ def pack(
     pad_token: int = 0,
     dtype: torch.dtype = torch.float32,
     columns: Mapping[str, Any] | None = None,
-    heads: Sequence[Head] | None = None,
+    heads: Sequence[CommonStart] | None = None,
     stand_in: Mapping[str, NDArray[Any]] | None = None,
 ) -> Batch:
     """Build one micro-batch, in the order given.
@@ -83,7 +83,11 @@ def _with_stand_in(batch: Batch, inputs: Mapping[str, NDArray[Any]] | None) -> B
 
 
 def _pack_branches(
-    examples: Sequence[Example], shares: Sequence[Share], heads: Sequence[Head], pad_token: int, dtype: torch.dtype
+    examples: Sequence[Example],
+    shares: Sequence[Share],
+    heads: Sequence[CommonStart],
+    pad_token: int,
+    dtype: torch.dtype,
 ) -> Batch:
     """Lay each head down once, and what its sequences have of their own after it, one after the other."""
     documents, first = [], 0

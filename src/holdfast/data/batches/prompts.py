@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.config.sections.data import DataConfig, PromptDataConfig
 from holdfast.data.batches.candidates import CandidateReader, Candidates
 from holdfast.data.batches.exchange import Exchange
-from holdfast.data.batches.stream import BatchStream, Limits
+from holdfast.data.batches.stream import BatchStream, StreamLimits
 from holdfast.data.content.lengths import joined_inputs
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
@@ -39,7 +39,7 @@ class PromptStream(BatchStream[Prompt, PromptBatch]):
         rows: CandidateReader[Prompt],
         config: PromptDataConfig,
         exchange: Exchange,
-        limits: Limits | None = None,
+        limits: StreamLimits | None = None,
     ) -> None:
         super().__init__(rows, config, exchange, limits)
 

@@ -63,7 +63,7 @@ class StreamState:
 
 
 @dataclass(frozen=True)
-class Limits:
+class StreamLimits:
     """How much of the data a stream serves."""
 
     passes: float | None = None
@@ -101,7 +101,7 @@ class BatchStream(ABC, Generic[S, T]):
         rows: CandidateReader[S],
         config: DataConfig,
         exchange: Exchange,
-        limits: Limits | None = None,
+        limits: StreamLimits | None = None,
         cut: Cut[S] | None = None,
     ) -> None:
         self.cursor = Cursor(0, 0, 0, 0, 0, 0)
@@ -109,7 +109,7 @@ class BatchStream(ABC, Generic[S, T]):
         self._order = rows.reader.order
         self._config = config
         self._exchange = exchange
-        self._limits = limits or Limits()
+        self._limits = limits or StreamLimits()
         self._cut: Cut[S] | None = cut
         self._counts: Counter[str] = Counter()
         self._kept: int | None = None
@@ -371,7 +371,7 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         config: DataConfig,
         exchange: Exchange,
         layout: Layout | None = None,
-        limits: Limits | None = None,
+        limits: StreamLimits | None = None,
     ) -> None:
         super().__init__(rows, config, exchange, limits, self._windows if config.packing == "wrapped" else None)
         self._layout = layout or Layout()

@@ -29,7 +29,7 @@ PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 _SOURCES = {"image": ("image", "path", "url", "bytes", "image_url"), "video": ("video", "frames", "path", "url")}
 """Keys of a part that may hold what is to be opened."""
 
-Held = dict[str, list[Any]]
+RowMedia = dict[str, list[Any]]
 """What a row holds of each kind."""
 
 Content = Conversation | PromptCompletion | PlainText
@@ -49,7 +49,7 @@ def place_images(content: C, row: Row, where: str, blind: str | None = None) -> 
         DataError: Placeholders and images do not match in number, a part is of another kind, or there are images and
             none can be trained on.
     """
-    in_columns: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    in_columns: RowMedia = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
     content, places, inside = _located(content, where, [kind for kind in PLACEHOLDERS if in_columns[kind]])
     seen = [kind for kind in PLACEHOLDERS if in_columns[kind] or kind in places]
     if blind is not None and seen:
@@ -64,9 +64,9 @@ def place_images(content: C, row: Row, where: str, blind: str | None = None) -> 
     return replace(content, images=tuple(next(iterators[kind]) for kind in places)) if places else content
 
 
-def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str], Held]:
+def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str], RowMedia]:
     """Return the content with bare parts, the kinds of its places in their order, and what its parts held."""
-    inside: Held = {kind: [] for kind in PLACEHOLDERS}
+    inside: RowMedia = {kind: [] for kind in PLACEHOLDERS}
     if not isinstance(content, Conversation):
         return content, _marks(_text_of(content), named), inside
     messages = _parsed(content.messages, where, inside, named)
@@ -80,7 +80,7 @@ def held_images(row: Row, where: str) -> Iterator[Any]:
     Raises:
         DataError: As `place_images`.
     """
-    contents: Held = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    contents: RowMedia = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
     for value in row.values():
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             _parsed([each for each in value if isinstance(each, Mapping)], where, contents, ())
@@ -147,7 +147,7 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in PLACEHOLDERS
 
 
-def _parsed(messages: Sequence[Message], where: str, inside: Held, named: Sequence[str]) -> list[Message]:
+def _parsed(messages: Sequence[Message], where: str, inside: RowMedia, named: Sequence[str]) -> list[Message]:
     """Return the messages with bare parts, after moving what those parts held to `inside`.
 
     Args:
@@ -185,7 +185,7 @@ def _split(text: str, named: Sequence[str]) -> list[dict[str, Any]]:
     return parts
 
 
-def _part(part: Any, where: str, inside: Held) -> Any:
+def _part(part: Any, where: str, inside: RowMedia) -> Any:
     """Return one part without the columns that other parts have, and without its image, which goes to `inside`."""
     if not isinstance(part, Mapping):
         return part

@@ -52,7 +52,7 @@ class Stretch:
         return not any(self.trained[1:])
 
 
-def fit(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str]) -> list[Stretch]:
+def cut_to_length(stretch: Stretch, text: TextConfig, row_name: str, counts: Counter[str]) -> list[Stretch]:
     """Bring a sequence to at most `text.max_length` tokens, and leave out what trains nothing.
 
     Counts `truncated`, `split` and `overlong_dropped` sequences, and the `untrained` ones left out.

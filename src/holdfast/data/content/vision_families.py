@@ -137,7 +137,7 @@ _IDEFICS3 = VisionFamily(
     tiles=_tile_text,
 )
 
-FAMILIES: Mapping[str, VisionFamily] = {
+VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN_SECONDS,
     "qwen3_vl": _QWEN_WRITTEN,

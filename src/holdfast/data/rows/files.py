@@ -10,7 +10,7 @@ from holdfast.config.paths import expanded
 from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES, choose_split
 from holdfast.data.rows.json_rows import JSON_SUFFIXES
 from holdfast.errors import DataError
-from holdfast.files import REGULAR, kind_of
+from holdfast.files import REGULAR, file_kind
 
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
 
@@ -62,7 +62,7 @@ def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[
         split = _CANONICAL.get(split, split)
     files = splits[choose_split(splits, split, path)]
     for file in files:
-        if (kind := kind_of(file)) != REGULAR:
+        if (kind := file_kind(file)) != REGULAR:
             raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
     unknown = [file.name for file in files if not file.name.endswith(SUFFIXES)]
     if unknown:

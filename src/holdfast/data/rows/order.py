@@ -21,7 +21,7 @@ _PERMUTATIONS_KEPT = 2
 
 
 @dataclass(frozen=True)
-class Place:
+class DrawPlace:
     """Where a draw leads."""
 
     source: int
@@ -66,7 +66,7 @@ class DrawOrder:
         sizes = [size for size in self.sizes if size is not None]
         return sum(sizes) if len(sizes) == len(self.sizes) else None
 
-    def place(self, draw: int) -> Place:
+    def place(self, draw: int) -> DrawPlace:
         """Return where a draw leads."""
         if not self._is_mixture:
             return self._turn(0, draw)
@@ -83,7 +83,7 @@ class DrawOrder:
         for source, size in enumerate(self.sizes):
             assert size is not None
             if row < size:
-                return Place(source, epoch * size + row, row)
+                return DrawPlace(source, epoch * size + row, row)
             row -= size
         raise AssertionError("a permutation holds only rows")
 
@@ -96,12 +96,12 @@ class DrawOrder:
         """Return the order of the rows of one block of a stream; `rows` is how many it holds."""
         return self._permutation(f"block:{source}:{epoch}:{block}", rows)
 
-    def _turn(self, source: int, turn: int) -> Place:
+    def _turn(self, source: int, turn: int) -> DrawPlace:
         size = self.sizes[source]
         if size is None:
-            return Place(source, turn, None)
+            return DrawPlace(source, turn, None)
         epoch, position = divmod(turn, size)
-        return Place(source, turn, self._permuted(f"rows:{source}", epoch, position, size))
+        return DrawPlace(source, turn, self._permuted(f"rows:{source}", epoch, position, size))
 
     def _permuted(self, what: str, epoch: int, position: int, size: int) -> int:
         if not self._shuffle:

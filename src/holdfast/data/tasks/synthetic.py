@@ -182,7 +182,7 @@ class SyntheticSource:
         return Draws(self._config.task, self._config.seed, purpose, index)
 
 
-def verify(row: Mapping[str, Any], completion: str) -> bool:
+def check_answer(row: Mapping[str, Any], completion: str) -> bool:
     """Say whether a completion answers the row's prompt; countdown accepts any right expression."""
     if "numbers" not in row:
         return bool(completion == row["answer"])
@@ -198,11 +198,11 @@ def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def wrong_answer(question: Question, draws: Draws) -> str:
-    """Return an answer that `verify` refuses."""
+    """Return an answer that `check_answer` refuses."""
     row = {"answer": question.answer, **question.facts}
     for _ in range(_TRIES):
         guess = question.guess(draws)
-        if not verify(row, guess):
+        if not check_answer(row, guess):
             return guess
     first = question.answer[0]
     symbols = _LETTERS if first in _LETTERS else _DIGITS[1:]

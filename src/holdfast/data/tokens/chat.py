@@ -25,7 +25,7 @@ from holdfast.data.content.formats import (
     recognise,
 )
 from holdfast.data.content.images import Content
-from holdfast.data.content.lengths import Stretch, example_of, fit
+from holdfast.data.content.lengths import Stretch, cut_to_length, example_of
 from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat_mask import Masked, mask_conversation
@@ -122,7 +122,7 @@ class RowTokeniser:
         stretches = [
             piece
             for stretch in self.stretches(row, row_format, where, counts)
-            for piece in fit(stretch, self._text, where, counts)
+            for piece in cut_to_length(stretch, self._text, where, counts)
         ]
         return Tokenised(tuple(self.example(stretch, sample_id, source) for stretch in stretches), dict(counts))
 
@@ -250,7 +250,7 @@ class RowTokeniser:
         return replace(conversation, messages=[system, *conversation.messages], first_trained=first_trained)
 
 
-def describe(example: Example, tokenizer: Any) -> list[tuple[str, bool]]:
+def describe_template(example: Example, tokenizer: Any) -> list[tuple[str, bool]]:
     """Return each token's text and whether it is trained; joined, the texts are the sequence's.
 
     A character that takes several tokens stands with the last of them.

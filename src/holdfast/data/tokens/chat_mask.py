@@ -40,7 +40,7 @@ def _tagged(before_role: str, after_role: str, end: str, after_end: str, *, star
     )
 
 
-FAMILIES: Mapping[str, str] = {
+MARKED_TEMPLATES: Mapping[str, str] = {
     "chatml": _tagged("<|im_start|>", "{{ '\\n' }}", "<|im_end|>", "{{ '\\n' }}"),
     "llama3": _tagged(
         "<|start_header_id|>", "<|end_header_id|>{{ '\\n\\n' }}", "<|eot_id|>", "", start="{{ bos_token }}"
@@ -199,11 +199,11 @@ def by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Seque
 def by_family(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
     """Take the generation blocks of a known template that writes the conversation exactly as this one does."""
     text = template.text(conversation)
-    for name, source in FAMILIES.items():
+    for name, source in MARKED_TEMPLATES.items():
         family = template.like(source, name)
         if family.text(conversation) == text:
             return by_generation_block(family, conversation, turns)
-    raise _NoMask(f"none of {', '.join(FAMILIES)} writes it the same way")
+    raise _NoMask(f"none of {', '.join(MARKED_TEMPLATES)} writes it the same way")
 
 
 _NAMES: dict[Way, str] = {

@@ -23,7 +23,7 @@ from holdfast.data.content.images import (
 from holdfast.data.content.lengths import Stretch
 from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
-from holdfast.data.tokens.vision import ImageSide, Prepared
+from holdfast.data.tokens.vision import ImageSide, PreparedImage
 from holdfast.errors import DataError
 
 
@@ -31,7 +31,7 @@ from holdfast.errors import DataError
 class PreparedImages:
     """The images of one row."""
 
-    images: tuple[Prepared, ...]
+    images: tuple[PreparedImage, ...]
     may_be: Collection[int]
     """How many of them a sequence of the row may hold: a template that writes one sequence per turn leaves out those
     of later turns."""
@@ -49,7 +49,7 @@ class RowImages:
     def __init__(self, side: ImageSide | str, text: TextConfig, base: Path) -> None:
         self._side, self._text = side, text
         self._files = ImageFiles(text.image_dir, base)
-        self._last: tuple[tuple[Any, ...], tuple[Prepared, ...]] = ((), ())
+        self._last: tuple[tuple[Any, ...], tuple[PreparedImage, ...]] = ((), ())
 
     def placed(self, content: C, row: Row, where: str) -> C:
         """Return the content with its images found.
@@ -94,7 +94,7 @@ class RowImages:
             may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
         return PreparedImages(images, may_be)
 
-    def _opened(self, named: tuple[Any, ...], where: str, side: ImageSide) -> tuple[Prepared, ...]:
+    def _opened(self, named: tuple[Any, ...], where: str, side: ImageSide) -> tuple[PreparedImage, ...]:
         before, last_images = self._last
         if len(before) == len(named) and all(_is_same(one, other) for one, other in zip(before, named, strict=True)):
             return last_images

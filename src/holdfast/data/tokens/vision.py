@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of
 from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
 from holdfast.data.content.vision_families import (
-    FAMILIES,
+    VISION_FAMILIES,
     Inputs,
     VideoFamily,
     VisionFamily,
@@ -30,7 +30,7 @@ from holdfast.types import Example
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedImage:
     """One image, ready for the model."""
 
     tokens: tuple[int, ...]
@@ -67,7 +67,7 @@ class ImageSide:
         Raises:
             ModelError: The parts do not belong together.
         """
-        self.name, self.family = name, FAMILIES[name]
+        self.name, self.family = name, VISION_FAMILIES[name]
         self._processor, self._tokenizer, self._config = processor, tokenizer, config
         self.image_id = _image_id(self.family, name, tokenizer, config)
         _refuse_other_patches(self.family, name, processor, config)
@@ -85,7 +85,7 @@ class ImageSide:
 
         return dict(self._made(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in")[0])
 
-    def prepare(self, image: Any, where: str) -> Prepared:
+    def prepare(self, image: Any, where: str) -> PreparedImage:
         """Return the tokens and inputs of one image.
 
         Raises:
@@ -103,7 +103,7 @@ class ImageSide:
                     "row."
                 )
         count = self.family.tokens(self._processor, self._config, inputs)
-        return Prepared(self._written(made, count), inputs)
+        return PreparedImage(self._written(made, count), inputs)
 
     def _made(self, image: Any, where: str) -> tuple[dict[str, NDArray[Any]], Mapping[str, Any]]:
         """Return the inputs of one image, and all that the processor made."""
@@ -123,7 +123,7 @@ class ImageSide:
             )
         return inputs, made
 
-    def prepare_video(self, frames: Sequence[Any], fps: float | None, where: str) -> Prepared:
+    def prepare_video(self, frames: Sequence[Any], fps: float | None, where: str) -> PreparedImage:
         """Return the tokens and inputs of one video.
 
         Raises:
@@ -143,7 +143,7 @@ class ImageSide:
             raise DataError(f"{where} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
         inputs = patches_of(frames, self._processor, size)
         tokens, grids = self._video_tokens(video, inputs, len(frames), self._videos.fps if fps is None else fps)
-        return Prepared(tokens, inputs, grids)
+        return PreparedImage(tokens, inputs, grids)
 
     def _video_tokens(
         self, video: VideoFamily, inputs: Inputs, frames: int, fps: float
@@ -207,7 +207,7 @@ class ImageSide:
         """Return how many images and videos these tokens, not yet expanded, have a place for."""
         return sum(token in (self.image_id, self.video_id) for token in tokens)
 
-    def expanded(self, stretch: Stretch, images: Sequence[Prepared]) -> Stretch:
+    def expanded(self, stretch: Stretch, images: Sequence[PreparedImage]) -> Stretch:
         """Put each image's tokens in the place of its placeholder; none of them is trained."""
         tokens: list[int] = []
         trained: list[bool] = []

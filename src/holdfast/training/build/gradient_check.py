@@ -44,7 +44,7 @@ from holdfast.types import Example, LossSum
 
 
 @dataclass(frozen=True)
-class Limits:
+class GradientLimits:
     """How far two gradients of one parameter may differ before rounding is measured."""
 
     angle: float
@@ -65,11 +65,11 @@ class Limits:
 
 
 _LIMITS = {
-    torch.float64: Limits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),  # normalisation layers compute in float32 there too
-    torch.float32: Limits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),
-    torch.bfloat16: Limits(0.01, 0.05, 0.05, 10, 2.0**-8, 1e-3),
+    torch.float64: GradientLimits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),  # normalisation layers compute in float32 there too
+    torch.float32: GradientLimits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),
+    torch.bfloat16: GradientLimits(0.01, 0.05, 0.05, 10, 2.0**-8, 1e-3),
 }
-_ROUTED = Limits(0.5, 0.5, 0.1, 10, 2.0**-6, 1e-2)
+_ROUTED = GradientLimits(0.5, 0.5, 0.1, 10, 2.0**-6, 1e-2)
 """In bfloat16, where rounding sends tokens to other experts, whose gradients then differ as a whole; below the floor,
 one may be a single token's."""
 _MANY = 32
@@ -85,7 +85,7 @@ _PIECE = 2**16
 
 
 @dataclass(frozen=True)
-class Pair:
+class GradientPair:
     """Norms of two gradients of one parameter, and of their difference."""
 
     ours: float
@@ -117,7 +117,7 @@ class Pair:
         """Whether all numbers of both gradients are."""
         return math.isfinite(self.difference)
 
-    def within(self, limits: Limits, whole: float) -> bool:
+    def within(self, limits: GradientLimits, whole: float) -> bool:
         """Whether they agree without a thought of rounding; numbers that are not finite never do."""
         longest = max(self.ours, self.theirs)
         if not self.finite:
@@ -130,7 +130,7 @@ class Pair:
             return True
         return self.angle <= limits.angle and abs(self.ratio - 1) <= limits.length
 
-    def multiple(self, limits: Limits) -> bool:
+    def multiple(self, limits: GradientLimits) -> bool:
         """Whether ours is theirs times a factor beyond the limits, and differs in little else."""
         if self.elements < _MANY or not self.theirs:
             return False
@@ -138,7 +138,7 @@ class Pair:
         across = math.sqrt(max(0.0, self.difference**2 - along**2))
         return abs(along) > max(limits.factor * self.theirs, limits.across * across)
 
-    def explained_by(self, rounding: float, limits: Limits) -> bool:
+    def explained_by(self, rounding: float, limits: GradientLimits) -> bool:
         """Whether rounding makes the difference, as measured; of multiples, whether it makes all of the gradient.
 
         That is so where softmax is nearly sure of one key, and one number, what is left to the others, scales it all.
@@ -241,13 +241,13 @@ def _rounding(sides: Sides, example: Example, theirs: dict[str, Tensor | None], 
     return largest
 
 
-def _compared(sides: Sides, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> dict[str, Pair]:
+def _compared(sides: Sides, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> dict[str, GradientPair]:
     """Return norms over all ranks, by parameter."""
     squares = torch.stack([_squares(ours[name], theirs[name]).to(sides.device) for name in theirs])  # [P, 3]
     norms = add_over_ranks(squares).sqrt().tolist()
     parameters = sharded_parameters(sides.policy)
     return {
-        name: Pair(ours_norm, theirs_norm, difference, parameters[name].numel())
+        name: GradientPair(ours_norm, theirs_norm, difference, parameters[name].numel())
         for name, (ours_norm, theirs_norm, difference) in zip(theirs, norms, strict=True)
     }
 
@@ -271,12 +271,12 @@ def _squares(ours: Tensor | None, theirs: Tensor | None) -> Tensor:
     return torch.stack(sums).sum(0, dtype=torch.float64)
 
 
-def _limits_of(sides: Sides) -> Limits:
+def _limits_of(sides: Sides) -> GradientLimits:
     routed = sides.policy.routers is not None and sides.dtype == torch.bfloat16
     return _ROUTED if routed else _LIMITS[sides.dtype]
 
 
-def _raise_if_wrong(sides: Sides, pairs: dict[str, Pair], wrong: list[str]) -> None:
+def _raise_if_wrong(sides: Sides, pairs: dict[str, GradientPair], wrong: list[str]) -> None:
     if not wrong:
         return
     family = sides.policy.family.name

@@ -12,7 +12,7 @@ from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.reward_scoring import RewardScoring
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.data.content.vision_families import FAMILIES
+from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.attention import upstream_attention
 from holdfast.models.build import Blueprint, set_storage, storage_of
@@ -125,7 +125,7 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
     Raises:
         ModelError: Image processor, tokenizer and model do not belong together.
     """
-    vision = FAMILIES.get(origin.family.name)
+    vision = VISION_FAMILIES.get(origin.family.name)
     if vision is not None and not vision.packs and config.data.packing != "none":
         return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
     return image_side(

@@ -21,7 +21,7 @@ from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, last
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.rows.reading import HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
-from holdfast.data.batches.stream import Limits, SampleStream
+from holdfast.data.batches.stream import StreamLimits, SampleStream
 from holdfast.data.tasks.synthetic import TaskRows
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
@@ -233,10 +233,10 @@ def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
     return RowReader(data.training, order)
 
 
-def _training_limits(config: TrainingConfig) -> Limits:
+def _training_limits(config: TrainingConfig) -> StreamLimits:
     batches, repeat = config.overfit_batches or config.limit_batches, config.overfit_batches is not None
     resampled = isinstance(config, GRPOConfig) and config.groups.flat == "resample"
-    return Limits(config.epochs, batches, repeat, by_rows=resampled)
+    return StreamLimits(config.epochs, batches, repeat, by_rows=resampled)
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def one_pass(
     section = config.data.model_copy(
         update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": _whole(config)}
     )
-    return SampleStream(rows, section, exchange, layout, Limits(passes=1, draws=limit))
+    return SampleStream(rows, section, exchange, layout, StreamLimits(passes=1, draws=limit))
 
 
 def in_order(source: Source) -> DrawOrder:

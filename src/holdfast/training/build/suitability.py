@@ -21,7 +21,7 @@ from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError, UserError
 from holdfast.models.adapters import adapters_of
-from holdfast.models.attention import register
+from holdfast.models.attention import register_attention
 from holdfast.models.boundaries import boundaries_of
 from holdfast.models.build import Blueprint, blueprint, configured
 from holdfast.models.configuration import refusals
@@ -56,7 +56,7 @@ def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool, sa
     Raises:
         ModelError: There are no such files.
     """
-    register()
+    register_attention()
     raw_config, _ = configured(config.model, base)
     make = maker(raw_config, config.model.trust_remote_code, config.scores)
     try:

@@ -20,7 +20,7 @@ from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics
 from holdfast.training.policy.rollouts import sample_groups
 from holdfast.training.policy.run import SamplingEvaluation, rest
-from holdfast.training.policy.trajectories import example_of
+from holdfast.training.policy.trajectories import example_of_trajectory
 from holdfast.training.preference.kto import known_of
 from holdfast.training.run import Evaluation, Run
 from holdfast.training.scorers.reference import Reference
@@ -81,7 +81,7 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     facts = sorted((fact for part in rank_facts for fact in part), key=lambda fact: fact.prompt_id)
     with run.phase("pack"):
         examples = {
-            (group.prompt.prompt_id, place): example_of(group.prompt, trajectory)
+            (group.prompt.prompt_id, place): example_of_trajectory(group.prompt, trajectory)
             for group in groups
             for place, trajectory in enumerate(group.trajectories)
         }
@@ -92,7 +92,7 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     return replace(made, metrics={**mini_batch.metrics, **made.metrics, **length_metrics(facts)})
 
 
-def compared(run: DistillEvaluation, mini_batch: MiniBatch, teacher: Reference | None = None) -> MiniBatch:
+def compared_with_teacher(run: DistillEvaluation, mini_batch: MiniBatch, teacher: Reference | None = None) -> MiniBatch:
     """Add the teacher's log-probabilities where the objective reads them; all ranks call this together.
 
     Args:
@@ -117,7 +117,9 @@ def evaluate_distilled(
     Of a teacher behind a server the likelihoods alone.
     """
     run.objective = run.of_rows
-    return evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch, run.teacher.of_sets))
+    return evaluate(
+        run, label, interrupted, lambda mini_batch: compared_with_teacher(run, mini_batch, run.teacher.of_sets)
+    )
 
 
 def _prompts(run: SampledDistillRun, mini_batch: MiniBatch) -> list[Prompt]:

@@ -27,12 +27,12 @@ from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.policy.trajectories import example_of
+from holdfast.training.policy.trajectories import example_of_trajectory
 from holdfast.training.scorers.scoring import scored
 from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 
 
-def columns_of(config: GRPOConfig) -> dict[str, Any]:
+def batch_columns(config: GRPOConfig) -> dict[str, Any]:
     """Return what every token of a rollout carries, and its type: advantages are as exact as the policy's weights."""
     exact = np.float64 if config.model.dtype == "float64" else np.float32
     columns = {"advantages": exact, "sampler_logprobs": np.float32}
@@ -42,14 +42,14 @@ def columns_of(config: GRPOConfig) -> dict[str, Any]:
 def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
     """Return the rollout with the advantage of every completion on each of its tokens; a critic's come later."""
     if run.critic is not None:
-        return with_rewards(rollout, columns_of(run.config)["rewards"])
+        return with_rewards(rollout, batch_columns(run.config)["rewards"])
     if not rollout.facts:
         return rollout
     with run.phase("advantage"):
         advantages = batch_advantages(run.config, rollout.facts)
         row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
         groups = []
-        exact = columns_of(run.config)["advantages"]
+        exact = batch_columns(run.config)["advantages"]
         for group in rollout.groups:
             values = advantages[row[group.prompt.prompt_id]]
             trajectories = tuple(
@@ -77,7 +77,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
     layout = replace(
         layout_of(run, run.images),
-        columns=columns_of(run.config),
+        columns=batch_columns(run.config),
         constant_length=run.config.rollout.max_new_tokens,
         angles_of=angles_by_length(each.origin.skeleton.config for each in (run, *run.companions.values())),
         shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
@@ -129,7 +129,7 @@ def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: Ima
         # Nobody trains this completion or reads its end, where a model that counts its images would miss one.
         tokens = np.append(tokens[:-1], pad_token)
     carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
-    return example_of(prompt, trajectory, tokens=tokens, per_token=carried)
+    return example_of_trajectory(prompt, trajectory, tokens=tokens, per_token=carried)
 
 
 def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:

@@ -20,14 +20,14 @@ import numpy as np
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json
-from holdfast.models.expert_choices import COLUMN
+from holdfast.models.expert_choices import CHOICES_COLUMN
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
-FOLDER = "rollouts"
-COMPARED = ("loss", "grad_norm")
+RECORD_FOLDER = "rollouts"
+REPLAYED_METRICS = ("loss", "grad_norm")
 """What a replay must reproduce."""
 
 
@@ -47,7 +47,7 @@ class Record:
 
 def record_path(directory: Path, step: int) -> Path:
     """Return where a step is kept."""
-    return directory / FOLDER / f"step-{step:08d}.jsonl.gz"
+    return directory / RECORD_FOLDER / f"step-{step:08d}.jsonl.gz"
 
 
 def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> None:
@@ -61,7 +61,7 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     head = {
         "step": run.state.step,
         "base": str(run.base),
-        "metrics": {name: metrics[name] for name in COMPARED},
+        "metrics": {name: metrics[name] for name in REPLAYED_METRICS},
         "compute_dtype": run.plan.compute_dtype,
     }
     path = record_path(run.directory, run.state.step)
@@ -104,7 +104,11 @@ def _group_line(group: Group) -> dict[str, Any]:
                 "sampler_logprobs": [float(value) for value in trajectory.sampler_logprobs[group.prompt.tokens.size :]],
                 "weights_version": int(trajectory.weights_versions[-1]),
                 "text": trajectory.completion,
-                **{name: trajectory.per_token[name].tolist() for name in (COLUMN,) if name in trajectory.per_token},
+                **{
+                    name: trajectory.per_token[name].tolist()
+                    for name in (CHOICES_COLUMN,)
+                    if name in trajectory.per_token
+                },
             }
             for trajectory in group.trajectories
         ],
@@ -133,7 +137,7 @@ def read_record(directory: Path, step: int) -> Record:
     """
     path = record_path(directory, step)
     if not path.exists():
-        steps = sorted(int(entry.name[5:13]) for entry in (directory / FOLDER).glob("step-*.jsonl.gz"))
+        steps = sorted(int(entry.name[5:13]) for entry in (directory / RECORD_FOLDER).glob("step-*.jsonl.gz"))
         there = f"kept are steps {steps[0]} to {steps[-1]}" if steps else "none was kept; set rollout.record: true"
         raise ConfigError(f"{path} does not exist: {there}.")
     try:
@@ -184,7 +188,7 @@ def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any])
         completion=one["text"],
         reward=fact["reward"],
         rewards=fact["parts"],
-        per_token={name: np.asarray(one[name], np.int16) for name in (COLUMN,) if name in one},
+        per_token={name: np.asarray(one[name], np.int16) for name in (CHOICES_COLUMN,) if name in one},
     )
 
 

@@ -25,7 +25,7 @@ from holdfast.files import size_words
 from holdfast.models.build import Blueprint
 from holdfast.models.policy import PolicyModel
 from holdfast.models.positions import positions_of
-from holdfast.models.reward_model import Reading, RewardModel, Row, TextScorer, batches_of, bytes_of, scores_of
+from holdfast.models.reward_model import Reading, RewardModel, TextScorer, TextTokens, batches_of, bytes_of, scores_of
 from holdfast.models.scorer import place_of_score
 from holdfast.models.stored_scorer import stored_scorer
 from holdfast.parallel.collectives import ProcessExchange
@@ -51,21 +51,21 @@ class SharedRewardModel:
         self.model, self.reading = model, reading
         self._device, self._exchange = world.device, exchange
 
-    def scores(self, rows: Sequence[Row]) -> list[float]:
+    def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row; all ranks call this together, each with its own rows, or with none."""
         batches = batches_of(rows, self.reading.batch_size)
         idle: list[list[int]] = [[]] * (max(self._exchange.gather(len(batches))) - len(batches))
         return scores_of(rows, [*batches, *idle], self._numbers)
 
     @torch.no_grad()
-    def _numbers(self, rows: list[Row]) -> list[float]:
+    def _numbers(self, rows: list[TextTokens]) -> list[float]:
         batch = _batch(rows, self.reading.pad, padded=self.model.padded)
         scores = self.model(to_device(batch, self._device))
         assert isinstance(scores, Scores)
         return self.reading.numbers(scores.logprobs)
 
 
-def _batch(rows: Sequence[Row], pad: int | None, *, padded: bool) -> Batch:
+def _batch(rows: Sequence[TextTokens], pad: int | None, *, padded: bool) -> Batch:
     """Return texts as a batch in which each is scored where transformers reads its score."""
     examples = [
         Example(number, number, np.array(row, np.int64), np.zeros(len(row), np.bool_))

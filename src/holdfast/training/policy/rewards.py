@@ -13,7 +13,7 @@ from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Rewar
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.reward_model import Reading, TextScorer
 from holdfast.parallel.mesh import World
-from holdfast.rewards.base import Outcome, Sample, Scored, is_number
+from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
 from holdfast.rewards.combine import combine
 from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.outcome import outcome_of_exception
@@ -30,7 +30,7 @@ _SHARE_OF_WAIT = 0.75
 
 
 @dataclass(frozen=True)
-class Rewards:
+class OpenRewards:
     """What scores completions, ready for its first."""
 
     score: Score
@@ -43,7 +43,7 @@ class Rewards:
 
 
 @contextmanager
-def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Iterator[Rewards]:
+def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Iterator[OpenRewards]:
     """Load reward models and start this rank's reward workers, which end with the block; live rewards need neither.
 
     Raises:
@@ -56,7 +56,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         functions = live.rewards
         here = together(exchange, lambda: RewardsHere(functions, config.reward, section))
         exchange.close()
-        yield Rewards(here.score, here.columns)
+        yield OpenRewards(here.score, here.columns)
         return
     if section.workers == "auto":
         cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
@@ -68,20 +68,20 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
     models = {reward.label: open_reward_model(reward, config, base, world, exchange) for reward in named}
-    scorer = together(exchange, lambda: Scorer(config.reward, section, base, models, _logs(config, world)))
+    scorer = together(exchange, lambda: RewardScorer(config.reward, section, base, models, _logs(config, world)))
     try:
         with exchange.together():
             scorer.start()
         if all(reward.place == "whole" for reward in named):
             exchange.close()
         answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}
-        yield Rewards(scorer.score, scorer.columns, answers, scorer.unreadable)
+        yield OpenRewards(scorer.score, scorer.columns, answers, scorer.unreadable)
         exchange.close()
     finally:
         scorer.close()
 
 
-class Scorer:
+class RewardScorer:
     """Rewards of both kinds: functions in processes of their own, and models in this one.
 
     Args:
@@ -108,7 +108,7 @@ class Scorer:
 
     @property
     def columns(self) -> Mapping[str, Sequence[str]]:
-        """As `Rewards` has them; known once started."""
+        """As `OpenRewards` has them; known once started."""
         return {} if self._pool is None else self._pool.columns
 
     def start(self) -> None:
@@ -153,25 +153,25 @@ class Scorer:
         ]
 
 
-def _outcomes(model: TextScorer, samples: Sequence[Sample]) -> list[Outcome]:
+def _outcomes(model: TextScorer, samples: Sequence[Sample]) -> list[SampleOutcome]:
     """Return what a model says of each sample; one that it cannot be shown is an error of its own."""
     rows = [_read(model.reading, sample) for sample in samples]
-    scores = iter(model.scores([row for row in rows if not isinstance(row, Outcome)]))
-    return [row if isinstance(row, Outcome) else _outcome(next(scores)) for row in rows]
+    scores = iter(model.scores([row for row in rows if not isinstance(row, SampleOutcome)]))
+    return [row if isinstance(row, SampleOutcome) else _outcome(next(scores)) for row in rows]
 
 
-def _read(reading: Reading, sample: Sample) -> list[int] | Outcome:
+def _read(reading: Reading, sample: Sample) -> list[int] | SampleOutcome:
     try:
         tokens = reading.tokens(reading.text(sample.prompt, sample.completion, sample.row))
     except Exception as error:  # noqa: BLE001 - a template of somebody else's, over a row
         return outcome_of_exception(error)
-    return tokens or Outcome(fault="error", message="has no text to read")
+    return tokens or SampleOutcome(fault="error", message="has no text to read")
 
 
-def _outcome(score: float) -> Outcome:
+def _outcome(score: float) -> SampleOutcome:
     if is_number(score):
-        return Outcome(score)
-    return Outcome(fault="nan", message=f"gave {score}")
+        return SampleOutcome(score)
+    return SampleOutcome(fault="nan", message=f"gave {score}")
 
 
 def _logs(config: GRPOConfig, world: World) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import PromptBatch
 from holdfast.errors import RunStopped
-from holdfast.rewards.base import Progress, Sample, Scored
+from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.policy.groups import (
@@ -267,7 +267,7 @@ def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[G
     return rewarded, scored
 
 
-def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: Progress) -> Sample:
+def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: RunProgress) -> Sample:
     return Sample(
         sample_id=trajectory.sample_id,
         prompt=prompt.text,

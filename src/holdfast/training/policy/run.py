@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.rewards.base import Progress, Sample, Scored
+from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import give_weights
 from holdfast.training.run import Evaluation, Run
@@ -79,11 +79,11 @@ class PolicyRun(PolicyEvaluation, Run):
         return self.companions.get(CRITIC)
 
 
-def progress_of(run: PolicyEvaluation) -> Progress:
+def progress_of(run: PolicyEvaluation) -> RunProgress:
     """Return where the run stands, as rewards are told."""
     if isinstance(run, PolicyRun):
-        return Progress(run.state.step, run.total_steps or 0, run.stream.epoch)
-    return Progress(run.state.step)
+        return RunProgress(run.state.step, run.total_steps or 0, run.stream.epoch)
+    return RunProgress(run.state.step)
 
 
 def publish(run: SamplingEvaluation) -> None:

@@ -41,7 +41,7 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     if run.world.is_first and shown:
         run.samples += [item._asdict() for item in shown]
         if config.show:
-            run.messages.append(table(choose(shown, config.show), step))
+            run.messages.append(table(choose_samples(shown, config.show), step))
 
 
 def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
@@ -61,7 +61,7 @@ def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
     ]
 
 
-def choose(shown: Sequence[Shown], count: int) -> list[tuple[str, Shown]]:
+def choose_samples(shown: Sequence[Shown], count: int) -> list[tuple[str, Shown]]:
     """Return the best, the worst and the newest completion, and then the next best, each with its label."""
     scored = [item for item in shown if item.reward is not None] or list(shown)
     ranked = sorted(scored, key=lambda item: (-(item.reward or 0.0), item.sample_id))

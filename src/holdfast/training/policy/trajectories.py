@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tokens.vision import going_on
-from holdfast.models.expert_choices import COLUMN
+from holdfast.models.expert_choices import CHOICES_COLUMN
 from holdfast.rollout.engine import Sampled
 from holdfast.types import Example, Prompt, Trajectory
 
@@ -32,12 +32,12 @@ def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: Samplin
         weights_versions=versions,
         finish=sampled.finish,
         completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
-        per_token={} if sampled.expert_choices is None else {COLUMN: sampled.expert_choices},
+        per_token={} if sampled.expert_choices is None else {CHOICES_COLUMN: sampled.expert_choices},
         model_inputs=prompt.model_inputs,
     )
 
 
-def example_of(
+def example_of_trajectory(
     prompt: Prompt,
     trajectory: Trajectory,
     *,

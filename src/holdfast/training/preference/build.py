@@ -35,7 +35,7 @@ from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference import Reference, build_reference, following_of
 from holdfast.training.scorers.reference_server import NO_IMAGES
-from holdfast.training.scorers.table import COLUMN, TableInputs, refuse_without_other_answers, with_table
+from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, refuse_without_other_answers, with_table
 from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Example
 
@@ -93,7 +93,9 @@ def _compared_policy(
         inputs = TableInputs(config, base, measured, data, live, layout, plain, accept)
         tokenise, of_sets = with_table(inputs)
         layout = replace(
-            layout, columns={**layout.columns, COLUMN: np.float64}, brings_other_answers=config.fixes_other_answers
+            layout,
+            columns={**layout.columns, LOGPROB_COLUMN: np.float64},
+            brings_other_answers=config.fixes_other_answers,
         )
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"

@@ -34,7 +34,7 @@ class PreferenceRun(PreferenceEvaluation, Run):
     """Everything a step touches."""
 
 
-def compared(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+def compared_with_reference(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
     if run.layout.brings_other_answers:
         with run.phase("divergence"):
@@ -68,7 +68,7 @@ def evaluate_preferences(
     run: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
     """Return eval/<set>/<metric>, as `evaluate`; a loss is compared there with what it is compared with in training."""
-    return with_margins(evaluate(run, label, interrupted, lambda mini_batch: compared(run, mini_batch)))
+    return with_margins(evaluate(run, label, interrupted, lambda mini_batch: compared_with_reference(run, mini_batch)))
 
 
 def with_margins(metrics: dict[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.export.model import clean_exports
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import TRAINED
-from holdfast.checkpoint.keep.retention import clean, wait_for_deletions
+from holdfast.checkpoint.keep.retention import remove_leftovers, wait_for_deletions
 from holdfast.checkpoint.keep.retention_record import retention_of
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import open_storage
@@ -84,7 +84,7 @@ class Checkpoints:
             self._start(has_checkpoints=has_checkpoints)
             if run.world.is_first:  # now that nothing can be refused any more
                 directory.create(run.directory, run.config, run.config.verb)
-                clean(self._storage)
+                remove_leftovers(self._storage)
                 clean_exports(run.directory / EXPORTS)
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
             self._emergency.start()

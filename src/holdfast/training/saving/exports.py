@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.export.about import NAME as ABOUT
-from holdfast.checkpoint.export.about import Exported, read
+from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
+from holdfast.checkpoint.export.about import Exported, read_about
 from holdfast.checkpoint.export.adapters import Description, export_adapters
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG, check_names, export, sync_directory
+from holdfast.checkpoint.export.model import EXPORTED_CONFIG, check_export_names, export, sync_directory
 from holdfast.checkpoint.place.layout import TRASH, fresh, step_name
 from holdfast.errors import ModelError
 from holdfast.files import read_json
@@ -39,7 +39,7 @@ def check_export(run: Run) -> None:
     Raises:
         ModelError: A parameter has no place in it.
     """
-    check_names(run.policy, run.origin, _dtype(run))
+    check_export_names(run.policy, run.origin, _dtype(run))
     describe_adapters(run)
 
 
@@ -149,7 +149,7 @@ def _rated(run: Run, metric: str) -> float | None:
     """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
     place = run.directory / EXPORTS / BEST
     try:
-        about = read(place)
+        about = read_about(place)
         rating = about.rating if about is not None else read_json(place / RATING)
         return None if rating is None or rating["metric"] != metric else float(rating["value"])
     except (ModelError, OSError, ValueError, KeyError, TypeError):
@@ -174,7 +174,7 @@ def set_final_aside(run: Run) -> list[str]:
 
 def _set_aside(place: Path, kind: str, now: int) -> str:
     """Give an export the name of its step; it is removed where that one exists, which the run exported as well."""
-    about = read(place)
+    about = read_about(place)
     step = f"before-{step_name(now)}" if about is None else step_name(about.step)
     target = place.with_name(f"{step}{kind}")
     if target.exists():
@@ -193,7 +193,7 @@ def what_exports_hold(run_directory: Path) -> str:
     names = []
     for place in sorted((run_directory / EXPORTS).glob("[!.]*")):
         with suppress(ModelError):  # damaged: it says nothing of itself
-            about = read(place)
+            about = read_about(place)
             names.append(place.name if about is None else f"{place.name} (step {about.step})")
     return ", ".join(names)
 

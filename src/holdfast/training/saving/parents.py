@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.export.about import check_weights, read
+from holdfast.checkpoint.export.about import check_weights, read_about
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.models.origin import locate
 from holdfast.training import directory
@@ -26,7 +26,7 @@ def notes_of_exports(config: TrainingConfig, model: Path | None, base: Path, *, 
     """
     lines = []
     for key, place in _places(config, model, base).items():
-        exported = read(place)
+        exported = read_about(place)
         if exported is not None:
             check_weights(place, exported, whole=whole)
             lines.append(f"{key} is an export of {exported.words}")
@@ -58,5 +58,5 @@ def parent_of(run: Run) -> dict[str, Any] | None:
 
 
 def _identity(place: Path | None) -> dict[str, Any] | None:
-    exported = None if place is None else read(place)
+    exported = None if place is None else read_about(place)
     return None if exported is None else exported.identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.checkpoint.keep.retention import replaceable
-from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, Report, Room, rehearse
+from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, RehearsalReport, Room, run_rehearsal
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run
@@ -28,7 +28,7 @@ class Rehearsals:
         self._config = run.config.checkpoint
         self._session = session
         self._contents = contents
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, RehearsalReport] = {}
         """By the step that trains first what was rehearsed."""
 
     def before_first_step(self, requests: StopRequests) -> None:
@@ -91,14 +91,14 @@ class Rehearsals:
         self._rehearse()
         return saved
 
-    def _rehearse(self, beside: Beside | None = None) -> Report:
+    def _rehearse(self, beside: Beside | None = None) -> RehearsalReport:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         replaced = 0
         with run.exchange.together():
             if run.world.is_first and session.storage.renames:  # how much room an object store has, nobody knows
                 replaced = replaceable(session.storage, session.retention, needed=resumed)
-        return rehearse(
+        return run_rehearsal(
             session.storage,
             contents.tensors,
             contents.optimizer,

@@ -18,7 +18,7 @@ from holdfast.checkpoint.format.snapshot import set_random_state
 from holdfast.checkpoint.format.verification import verified_bytes
 from holdfast.checkpoint.keep.choose import Choice, newest_verified
 from holdfast.checkpoint.load.matching import Declared
-from holdfast.checkpoint.load.reader import Loaded, load
+from holdfast.checkpoint.load.reader import LoadedState, load
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import leaves
@@ -28,7 +28,7 @@ from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import differences, with_marks_of_now
+from holdfast.training.fingerprints import changed_fingerprints, with_marks_of_now
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState
 
@@ -39,7 +39,7 @@ MOVES_NUMBERS = (
 )  # fmt: skip
 
 
-def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Restored | None:
+def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Continuation | None:
     """Continue from the newest whole checkpoint of this run; None if there never was one.
 
     What another run saved is refused before anything is renamed, also where it is damaged.
@@ -47,7 +47,7 @@ def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Re
     Raises:
         NoCheckpoint, CheckpointMismatch: None is whole, or the newest does not fit this run.
     """
-    restored: list[Restored] = []
+    restored: list[Continuation] = []
     choice = newest_verified(
         storage,
         ranks,
@@ -78,7 +78,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, r
 
 
 @dataclass(frozen=True)
-class Restored:
+class Continuation:
     """What a run continues from."""
 
     manifest: Manifest
@@ -90,7 +90,7 @@ class Restored:
 
 def _restore(  # noqa: PLR0913 - what is continued, and from what
     run: Run, storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, run_id: str
-) -> Restored:
+) -> Continuation:
     config = run.config.checkpoint
     accepted: list[str] = []
     then: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def _restore(  # noqa: PLR0913 - what is continued, and from what
     _damage(run)
     run.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
     lines = (_exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *_changed(run, then))
-    return Restored(manifest, (*accepted, *loaded.deviations), lines)
+    return Continuation(manifest, (*accepted, *loaded.deviations), lines)
 
 
 def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ def say(run: Run, *lines: str) -> None:
 
 def _check_identity(run: Run, where: str, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> list[str]:
     """Return what differs and was declared, in words."""
-    changes = differences(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
+    changes = changed_fingerprints(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
     return _declared_alone(run, where, {**changes, **_other_run(run, manifest, run_id, then)})
 
 
@@ -228,7 +228,7 @@ def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
     return [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
 
 
-def _exactness(run: Run, loaded: Loaded) -> str:
+def _exactness(run: Run, loaded: LoadedState) -> str:
     mesh = {"replicate": run.plan.replicate, "shard": run.plan.shard}
     if loaded.rank_state is not None:
         return "weights, optimizer, random state and order of rows continue bit for bit"

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.export.model import EXPORTED_CONFIG, write_assets
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
-from holdfast.checkpoint.format.snapshot import Held, Outline, Snapshot, hold, outline, take
-from holdfast.checkpoint.load.companions import joined
+from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take
+from holdfast.checkpoint.load.companions import with_companions
 from holdfast.checkpoint.save.rehearsal import RehearsalFailed, Trained
 from holdfast.models.adapter_files import AdapterSource
 from holdfast.models.weights_in import StoredSource
@@ -31,7 +31,7 @@ class Contents:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._full = run.config.checkpoint.contents == "full"
-        self.tensors: Held = hold(
+        self.tensors: LiveTensors = hold(
             run.policy,
             frozen=run.config.checkpoint.frozen == "save",
             averages=run.averages.tensors if run.averages is not None else None,
@@ -70,7 +70,9 @@ class Contents:
         return outline(self._with_beside(take(self.tensors, self.optimizer)))
 
     def _with_beside(self, own: Snapshot) -> Snapshot:
-        return joined(own, {name: take(tensors, optimizer) for name, (tensors, optimizer) in self.beside().items()})
+        return with_companions(
+            own, {name: take(tensors, optimizer) for name, (tensors, optimizer) in self.beside().items()}
+        )
 
 
 def run_assets(run: Run) -> dict[str, bytes]:

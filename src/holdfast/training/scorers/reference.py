@@ -20,7 +20,7 @@ from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters import adapters_of, adapters_off
 from holdfast.models.build import blueprint
-from holdfast.models.expert_choices import COLUMN
+from holdfast.models.expert_choices import CHOICES_COLUMN
 from holdfast.models.policy import PolicyModel, without_dropout
 from holdfast.optim.following import Following
 from holdfast.parallel.collectives import ProcessExchange
@@ -30,7 +30,7 @@ from holdfast.training.build.begin import Live
 from holdfast.training.build.model import build_policy, probe_logprobs
 from holdfast.training.copies import free_bytes
 from holdfast.training.run import Evaluation
-from holdfast.training.scorers.reference_server import connect
+from holdfast.training.scorers.reference_server import connect_reference
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.training.together import first_rank_first
 from holdfast.types import Batch, LossSum, Scores
@@ -52,7 +52,9 @@ class AdapterOff:
 
     def __call__(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> LossSum | Scores:
         """Score a batch."""
-        own = {name: values for name, values in batch.per_token.items() if name != COLUMN}  # routed by its own routers
+        own = {
+            name: values for name, values in batch.per_token.items() if name != CHOICES_COLUMN
+        }  # routed by its own routers
         batch = replace(batch, per_token=own)
         with adapters_off(self.policy), without_dropout(self.policy):
             scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
@@ -76,7 +78,7 @@ def build_reference(
         ModelError: The reference is not frozen, or device, sharding or numbers are not the policy's.
     """
     if isinstance(section, ServerReferenceConfig):
-        return connect(policy, section, why=why)
+        return connect_reference(policy, section, why=why)
     config, world, exchange = policy.config, policy.world, policy.exchange
     kind, words = chosen_place(policy, section)
     if world.is_first and words:
@@ -172,16 +174,16 @@ def _probe(model: PolicyModel, policy: Evaluation) -> Tensor:
     return probe_logprobs(model, tokens, policy.world.device)
 
 
-Place = Literal["none", "adapter_off", "sharded", "offloaded"]
+ReferencePlace = Literal["none", "adapter_off", "sharded", "offloaded"]
 
 
-def chosen_place(policy: Evaluation, section: ReferenceConfig) -> tuple[Place, str]:
+def chosen_place(policy: Evaluation, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
     """Return where the reference lives, and for auto what a user should read of the choice; on all ranks the same."""
     if section.kind != "auto":
         return section.kind, ""
     adapters_stay = why_not_adapter_off(policy, section)
     free = min(policy.exchange.gather(free_bytes(policy.world))) if policy.world.device.type == "cuda" else None
-    place, why = choose(policy.plan, adapters_stay, free)
+    place, why = choose_place(policy.plan, adapters_stay, free)
     return place, f"reference: auto is {place}, since {why}. {alternatives(policy.plan, adapters_stay)}"
 
 
@@ -197,7 +199,7 @@ def why_not_adapter_off(policy: Evaluation, section: ReferenceConfig) -> str:
     return "" if section.sync is None else "it follows the policy (reference.sync)"
 
 
-def choose(plan: ShardPlan, why_not_off: str, free: int | None) -> tuple[Place, str]:
+def choose_place(plan: ShardPlan, why_not_off: str, free: int | None) -> tuple[ReferencePlace, str]:
     """Return a place, and why it is taken.
 
     Args:

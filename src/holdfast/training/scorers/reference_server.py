@@ -14,7 +14,7 @@ NO_IMAGES = "reference.kind: server sends tokens, and no images; use sharded"
 """Why no row may have images."""
 
 
-def connect(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
+def connect_reference(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
     """Return the reference policy behind an endpoint, compared with the policy; all ranks call this together.
 
     Args:

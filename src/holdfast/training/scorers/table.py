@@ -52,7 +52,7 @@ from holdfast.training.scorers.scoring import scored
 from holdfast.training.together import together
 from holdfast.types import Example
 
-COLUMN = "reference_logprobs"
+LOGPROB_COLUMN = "reference_logprobs"
 _FORMAT = "1"
 
 
@@ -108,7 +108,7 @@ def _carrying(example: Example, table: ReferenceTable, path: Path, name: str) ->
         )
     column = np.zeros(example.tokens.size)
     column[int(example.loss_mask.argmax())] = logprob
-    return replace(example, per_token={**example.per_token, COLUMN: column})
+    return replace(example, per_token={**example.per_token, LOGPROB_COLUMN: column})
 
 
 def tabulate(run: Evaluation, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
@@ -117,12 +117,14 @@ def tabulate(run: Evaluation, reference: Reference, streams: Iterable[SampleStre
     for stream in streams:
         step = 0
         while (mini_batch := stream.next(step)) is not None:
-            judged = scored(run, reference, mini_batch, COLUMN)
+            judged = scored(run, reference, mini_batch, LOGPROB_COLUMN)
             own_sums = [
                 (_key(example), float(values.sum()))
                 for before, after in zip(mini_batch.micro_batches, judged.micro_batches, strict=True)
                 for example, values in zip(
-                    unpack(before), split_tokens(after, after.per_token[COLUMN].to("cpu", torch.float64)), strict=True
+                    unpack(before),
+                    split_tokens(after, after.per_token[LOGPROB_COLUMN].to("cpu", torch.float64)),
+                    strict=True,
                 )
             ]
             for rank_sums in run.exchange.gather(own_sums):

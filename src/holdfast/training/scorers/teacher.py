@@ -45,7 +45,7 @@ def build_teacher(student: Evaluation, base: Path) -> Teacher:
     assert isinstance(config, DistillConfig)
     match config.teacher:
         case ServerTeacherConfig() as section:
-            server = connect(student, section)
+            server = connect_teacher(student, section)
             return Teacher(server, server.remembering(), f"server {server.server.model}")
         case section:
             return _in_memory(student, config, section, base)
@@ -169,7 +169,7 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str
 _ROLE = Role("teacher", "teacher", "student")
 
 
-def connect(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
+def connect_teacher(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
     """Return the teacher behind an endpoint, which has scored a text; all ranks call this together.
 
     Raises:
