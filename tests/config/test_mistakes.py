@@ -115,9 +115,11 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
         ("optim: {kind: sgd, betas: [0.9, 0.9]}", "optim.betas: kind sgd has no such key; it belongs to kind adamw "
                                                   "and adamw_bf16 and adamw_8bit and adamw_4bit "
                                                   "and adamw_fp8 and muon"),
+        ("optim: {schedule: inverse_sqrt}", "optim.schedule.timescale: it follows the warm-up, and there is none; set "
+                                            "timescale, warmup_steps or warmup_ratio"),
         ("optim: {schedule: {kind: constant, final_ratio: 0.1}}", "optim.schedule.final_ratio: kind constant has no "
                                                                   "such key; it belongs to kind linear and cosine "
-                                                                  "and wsd"),
+                                                                  "and cosine_with_restarts and polynomial and wsd"),
         ("optim: {kind: sgd, schedule: {kind: wsd, decay: 0.1}}", "optim.schedule.decay: unknown key; did you mean "
                                                                   "decay_ratio?"),
         ("objective: path", "objective.path: required, and missing"),

@@ -29,6 +29,16 @@ MODEL = "model: {path: some-model}\n"
             "run.yaml:4: optim.schedule: warmup_ratio needs to know the last step; set steps or epochs, or use "
             "optim.schedule: constant",
         ),
+        (
+            MODEL + ROWS + "max_minutes: 5\noptim: {schedule: {kind: inverse_sqrt, warmup_ratio: 0.1}}\n",
+            "run.yaml:4: optim.schedule: warmup_ratio needs to know the last step; set steps or epochs, or use "
+            "optim.schedule: constant",
+        ),
+        (
+            MODEL + ROWS + "max_minutes: 5\noptim: {schedule: cosine_with_restarts}\n",
+            "run.yaml:4: optim.schedule: cosine_with_restarts needs to know the last step; set steps or epochs, or use "
+            "optim.schedule: constant",
+        ),
         (WHOLE + "min_steps: 4\n", "run.yaml:4: min_steps: 4 is above steps=3; lower min_steps or raise steps"),
         (
             WHOLE + "limit_batches: 2\noverfit_batches: 2\n",

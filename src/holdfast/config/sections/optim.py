@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -23,10 +23,17 @@ from holdfast.config.base import (
 
 
 class _Schedule(Section):
+    follows_last_step: ClassVar[bool] = True
+    """Whether its shape after warm-up depends on the number of steps."""
     warmup_steps: Count = 0
     """Steps over which the rate rises linearly from lr / warmup_steps to lr."""
     warmup_ratio: Fraction = 0.0
     """Warm-up as a share of all steps, instead of warmup_steps."""
+
+    @property
+    def needs_last_step(self) -> bool:
+        """Whether no rate is known before the number of steps is."""
+        return self.follows_last_step or self.warmup_ratio > 0
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a warm-up that is given twice."""
@@ -41,6 +48,7 @@ class _Schedule(Section):
 class ConstantSchedule(_Schedule):
     """lr, after warm-up."""
 
+    follows_last_step = False
     kind: Literal["constant"] = "constant"
 
 
@@ -60,6 +68,43 @@ class CosineSchedule(_Schedule):
     """Rate of the last update, as a share of lr."""
 
 
+class CosineRestartsSchedule(_Schedule):
+    """Half cosines of equal length from lr to final_ratio x lr, each beginning at lr again (Loshchilov & Hutter,
+    arXiv:1608.03983, warm restarts with T_mult = 1)."""
+
+    kind: Literal["cosine_with_restarts"] = "cosine_with_restarts"
+    cycles: PositiveInt = 2
+    """Half cosines between the end of warm-up and the last update; 1 is `cosine`."""
+    final_ratio: Fraction = 0.0
+    """Rate of the last update, as a share of lr; the other cycles end just above it."""
+
+
+class PolynomialSchedule(_Schedule):
+    """From lr to final_ratio x lr as (share of the steps that is left) ** power."""
+
+    kind: Literal["polynomial"] = "polynomial"
+    power: Positive = 2.0
+    """1 is `linear`; the larger it is, the sooner the rate falls."""
+    final_ratio: Fraction = 0.0
+    """Rate of the last update, as a share of lr."""
+
+
+class InverseSqrtSchedule(_Schedule):
+    """lr x sqrt(timescale / (timescale + steps since warm-up)), which needs no last step (Vaswani et al.,
+    arXiv:1706.03762, section 5.3)."""
+
+    follows_last_step = False
+    kind: Literal["inverse_sqrt"] = "inverse_sqrt"
+    timescale: PositiveInt | None = None
+    """After 3 x timescale steps more the rate is half of lr. Default: the steps of warm-up."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a rate that falls at no known speed."""
+        yield from super().mistakes()
+        if self.timescale is None and not self.warmup_steps and not self.warmup_ratio:
+            yield "timescale", "it follows the warm-up, and there is none; set timescale, warmup_steps or warmup_ratio"
+
+
 class WarmupStableDecaySchedule(_Schedule):
     """Constant, then a straight line to final_ratio x lr over the last decay_ratio of all steps
     (Hu et al., MiniCPM, arXiv:2404.06395)."""
@@ -70,7 +115,16 @@ class WarmupStableDecaySchedule(_Schedule):
     """Rate of the last update, as a share of lr."""
 
 
-Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WarmupStableDecaySchedule, ByKind("cosine")]
+Schedule = Annotated[
+    ConstantSchedule
+    | LinearSchedule
+    | CosineSchedule
+    | CosineRestartsSchedule
+    | PolynomialSchedule
+    | InverseSqrtSchedule
+    | WarmupStableDecaySchedule,
+    ByKind("cosine"),
+]
 
 
 class ParameterGroupConfig(Section):

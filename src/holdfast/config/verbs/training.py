@@ -80,8 +80,8 @@ class _Root(Section):
         schedule = self.optim.schedule
         if self.max_minutes is None:
             yield "steps", "the run has no end; set steps, epochs or max_minutes"
-        elif schedule.kind != "constant" or schedule.warmup_ratio > 0:
-            wanting = "warmup_ratio" if schedule.kind == "constant" else schedule.kind
+        elif schedule.needs_last_step:
+            wanting = schedule.kind if schedule.follows_last_step else "warmup_ratio"
             yield (
                 "optim.schedule",
                 f"{wanting} needs to know the last step; set steps or epochs, or use optim.schedule: constant",

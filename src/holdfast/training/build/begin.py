@@ -231,15 +231,15 @@ def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:
 
 def _needs_its_end(config: TrainingConfig) -> bool:
     """Whether the number of steps follows from the rows, and something else from that number."""
-    epochs, schedule = config.epochs, config.optim.schedule
+    epochs = config.epochs
     if epochs is None or config.dry_run:
         return False
-    return bool(epochs % 1) or schedule.kind != "constant" or schedule.warmup_ratio > 0
+    return bool(epochs % 1) or config.optim.schedule.needs_last_step
 
 
 def _check_end(config: TrainingConfig, total: int | None) -> None:
     schedule = config.optim.schedule
-    if total is None and (schedule.kind != "constant" or schedule.warmup_ratio > 0):
+    if total is None and schedule.needs_last_step:
         raise ConfigError(
             f"optim.schedule {schedule.kind} needs to know the last step, and the data's length is not known before it "
             "is read. Set steps, or use schedule: {kind: constant}."
