@@ -127,6 +127,11 @@ MODEL = "model: {path: some-model}\n"
             "dropout differs; leave dropout off, or use router_loss: sequence",
         ),
         (
+            "steps: 1\n" + ROWS + "model: {path: m, router_loss: global}\nneftune_alpha: 5\n",
+            "run.yaml:4: neftune_alpha: model.router_loss: global counts loads in a forward pass of its own, which has "
+            "no noise; leave neftune_alpha out, or use router_loss: sequence",
+        ),
+        (
             "steps: 1\nmodel: {dtype: float32}\n" + ROWS,
             "run.yaml:2: model.path: no model is named; set path (a directory or hub name) or config (a random start)",
         ),

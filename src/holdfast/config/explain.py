@@ -135,6 +135,7 @@ _CALLED_HERE = {
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",
     "max_steps": "steps",
+    "neftune_noise_alpha": "neftune_alpha",
     "batch": "data.batch_size",
     "train_batch_size": "data.batch_size",
     "per_device_train_batch_size": "data.batch_size",

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import ModelError
 from holdfast.models.attention import Documents
+from holdfast.models.embedding_noise import EmbeddingNoise
 from holdfast.models.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.family import Family, backbone_of, output_layer_of, reader_of
 from holdfast.models.names import POLICY_MODULE
@@ -61,6 +62,7 @@ class PolicyModel(nn.Module):
         self.router_loss = router_loss
         self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
+        self.noise: EmbeddingNoise | None = None
 
     @property
     def language_model(self) -> nn.Module:
@@ -71,6 +73,17 @@ class PolicyModel(nn.Module):
         """From now on send tokens to the experts that a batch names in its column `expert_choices`."""
         routers = [router for router, _ in routers_of(self.language_model)]
         self.replayed = ChoicesToFollow(routers, type(self.language_model).__name__)
+
+    @contextmanager
+    def noisy(self, alpha: float, *, seed: int, step: int) -> Iterator[None]:
+        """Add noise to the embeddings of every batch within the block; outside of such a block there never is any."""
+        self.noise = EmbeddingNoise(self.language_model.get_input_embeddings(), alpha, seed, step)  # type: ignore[operator]
+        try:
+            yield
+            self.noise.end()
+        finally:
+            self.noise.close()
+            self.noise = None
 
     def forward(
         self,
@@ -169,6 +182,8 @@ class PolicyModel(nn.Module):
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
         inputs: dict[str, Any] = {"input_ids": batch.tokens}
+        if self.noise is not None:
+            self.noise.follow(batch)
         if batch.stands_in:
             inputs = {"inputs_embeds": self._embedded_beside(batch)}
         elif batch.model_inputs:

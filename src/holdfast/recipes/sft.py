@@ -26,6 +26,13 @@ def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -
 
 def sft_step(run: Run) -> dict[str, float] | None:
     """Make one update; None when the data has ended."""
+    config = run.config
+    assert isinstance(config, SFTConfig)
     with run.phase("data"):
         mini_batch = run.stream.next(run.state.step)
-    return None if mini_batch is None else train_step(run, mini_batch)
+    if mini_batch is None:
+        return None
+    if config.neftune_alpha is None:
+        return train_step(run, mini_batch)
+    with run.policy.noisy(config.neftune_alpha, seed=config.seed, step=run.state.step):
+        return train_step(run, mini_batch)

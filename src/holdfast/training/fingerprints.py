@@ -132,6 +132,8 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     loss: dict[str, str] = {"data.average": config.data.average}
     if isinstance(config, SFTConfig | GRPOConfig):
         loss["objective"] = config.objective.model_dump_json()
+    if isinstance(config, SFTConfig) and config.neftune_alpha is not None:
+        loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
         loss |= _other_answers(config)

@@ -226,6 +226,19 @@ class SFTConfig(TrainingConfig):
     samples = False
     objective: SupervisedObjective = NLLConfig()
     """The loss that is summed over trained tokens."""
+    neftune_alpha: Positive | None = None
+    """Noise on the embeddings in training, uniform within alpha / sqrt(tokens x width) for each sequence (NEFTune, Jain
+    et al. 2023, arXiv:2310.05914, where alpha is 5 to 15). Evaluation is without it."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield noise that a router loss would not see."""
+        yield from super().mistakes()
+        if self.neftune_alpha is not None and self.model.router_loss.kind == "global":
+            yield (
+                "neftune_alpha",
+                "model.router_loss: global counts loads in a forward pass of its own, which has no noise; leave "
+                "neftune_alpha out, or use router_loss: sequence",
+            )
 
 
 def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:

@@ -35,7 +35,7 @@ from holdfast.training.run import Run, TrainState
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
     "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
-    "updates.", "critic", "teacher.", "distill.",
+    "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
 )  # fmt: skip
 
 
