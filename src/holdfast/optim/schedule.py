@@ -43,7 +43,7 @@ def _after_warmup(schedule: Schedule, step: int, warmup: int, total_steps: int) 
         case LinearSchedule(final_ratio=final):
             return 1.0 + (final - 1.0) * _progress(step, warmup, last)
         case PolynomialSchedule(final_ratio=final, power=power):
-            return final + (1.0 - final) * (1.0 - _progress(step, warmup, last)) ** power
+            return final + (1.0 - final) * math.pow(1.0 - _progress(step, warmup, last), power)
         case CosineSchedule(final_ratio=final):
             return _half_cosine(final, _progress(step, warmup, last))
         case CosineRestartsSchedule(final_ratio=final, cycles=cycles):
