@@ -73,7 +73,7 @@ def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path
 
     A launcher notes when the last rank had gone, whatever step it knows of. A rank notes the step it ends with.
     """
-    last = next((event for event in reversed(events) if event.get("event") in _ENDINGS), {})
+    last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") in _ENDINGS), {})
     if "time" in last:
         since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + _CLOCKS_SECONDS
         return {} if since else last
