@@ -205,7 +205,7 @@ def _last_activity(place: Path) -> float:
 
 
 def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | None:
-    saved = {
+    saved: set[int] = {
         event["saved"] for event in events if event.get("event") == "checkpoint" and type(event.get("saved")) is int
     }
     folder = place / FOLDER
