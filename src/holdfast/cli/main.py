@@ -12,8 +12,10 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.quiet import hush
+from holdfast.cli.runs import app as runs_app
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
 
@@ -31,6 +33,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
+app.add_typer(runs_app, name="runs")
 
 
 class Damage(StrEnum):
@@ -133,6 +136,30 @@ def replay(
     from holdfast.cli.replay import replay as replay_step
 
     raise typer.Exit(replay_step(directory, step))
+
+
+@app.command()
+def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
+    target: Annotated[str, typer.Argument(metavar="EXPORT|CHECKPOINT|RUN", help="Of a run: its newest checkpoint.")],
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="To complete; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a user in the model's chat template.")] = False,
+    rows: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, JSON or parquet.")] = None,
+    column: Annotated[str, typer.Option(help="Of the rows' prompts.")] = "prompt",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each completion.", show_default="128, or what the model has room for")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most probable token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Draw among the most probable ones.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draws.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+    trust_remote_code: TrustCode = False,
+) -> None:
+    """Complete prompts with a trained model, by plain transformers; without a prompt, a line of standard input."""
+    from holdfast.cli.generate import Request
+    from holdfast.cli.generate import generate as complete
+
+    decoding = (max_new_tokens, temperature, top_p, seed)
+    complete(target, Request(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
 
 
 @app.command("demo")

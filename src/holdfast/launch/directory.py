@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.files import append_text
 
 _READ_AT_MOST = 1 << 16
 
@@ -126,6 +128,13 @@ class LaunchDirectory:
                 values: dict[str, Any] = json.loads(_read(path))
                 reports.append(FailureReport(**values))
         return sorted(reports, key=lambda report: report.time)
+
+    def note_ending(self, event: str, step: int, reason: str) -> None:
+        """Append to the run's events.jsonl how it ended, where no rank could: reports are gone after this launch."""
+        values = {"event": event, "step": step, "reason": reason, "time": time.time()}
+        if (self._run_directory / "run.json").exists():
+            with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
+                append_text(self._run_directory / "events.jsonl", json.dumps(values) + "\n")
 
     def report(self, report: FailureReport) -> None:
         """Speak for a rank that died without a word, so that the survivors can name it."""

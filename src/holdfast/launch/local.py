@@ -49,6 +49,7 @@ def launch_local(
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopSignals() as stops:
             ending = _attempts(start, launch.max_restarts, directory, guard, stops)
+            _note(ending, directory, stops)
         directory.keep_logs = ending.verdict is Verdict.DIED
     match ending.verdict:
         case Verdict.DONE:
@@ -59,6 +60,18 @@ def launch_local(
             return UserError.exit_code
         case Verdict.STOPPED | Verdict.DIED:
             return RunStopped.exit_code
+
+
+def _note(ending: Ending, directory: LaunchDirectory, stops: StopSignals) -> None:
+    """Leave in the run's events what ended it, if it came to train; ranks that were stopped in order did so."""
+    if ending.step is None:
+        return
+    if ending.verdict is Verdict.STOPPED and stops.now:
+        directory.note_ending("stop", ending.step, "stopped at once, without a save")
+    elif ending.verdict in {Verdict.DIED, Verdict.REFUSED}:
+        reported = [report for report in directory.reports() if report.kind in {"error", "user"}]
+        text = ending.text or next((report.message for report in reported), "")
+        directory.note_ending("failed", ending.step, text.strip().partition("\n")[0] or "see logs/rank-0.log")
 
 
 def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard: Guard, stops: StopSignals) -> Ending:

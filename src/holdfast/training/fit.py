@@ -58,15 +58,21 @@ class Outcome:
 
 def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
-    dry = run.config.dry_run
+    dry, first = run.config.dry_run, run.state.step
     try:
         with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
             checkpoints.rehearse(requests)
             requests.start_clock(run)
             run.interrupted = lambda: requests.asked is not None
-            stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
+            try:
+                stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
+            except Exception as error:
+                journal.failed(error)
+                raise
             exports_at_end = run.config.checkpoint.export_at_end or dry
             place = export_run(run, FINAL) if exports_at_end and stopped in {None, BY_OBSERVER} else None
+            if stopped is None and run.state.step > first:
+                journal.event("done")
     finally:
         if dry and run.world.is_first:
             directory.remove(run.directory)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from holdfast.checkpoint.session import Saved
@@ -159,6 +161,13 @@ class Journal:
                 deleted=list(saved.deleted),
             )
             self.say(f"checkpoint of step {manifest.step} is verified on disk ({size_words(manifest.bytes_)})")
+
+    def failed(self, error: Exception) -> None:
+        """Append to events.jsonl that an error ends the run, behind the line of the last step."""
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        with suppress(OSError):  # it may be this disk that is full; the error says so
+            self._write_last()
+            self.event("failed", reason=reason, time=time.time())
 
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl."""

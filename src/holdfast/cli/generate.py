@@ -1,0 +1,279 @@
+"""`holdfast generate`: completions of a model that a run made, by plain transformers over an export.
+
+An export is read as it lies there. Of a checkpoint an export is made in a temporary directory, as `holdfast checkpoint
+export` makes it. Every prompt is looked at before a weight is read, and every refusal is one paragraph.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError, DataError, HoldfastError, ModelError, UserError
+from holdfast.escaping import escaped, escaped_paragraph
+from holdfast.training.directory import IDENTITY
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.export.about import Exported
+    from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
+    from holdfast.cli.plain_generation import Prepared, Written
+
+_CONFIG = "holdfast.yaml"
+_SHOWN = 60
+_NONE_OF_THEM = "none of what can be loaded: an export, a checkpoint, or a run with a checkpoint"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody wants completed, and how."""
+
+    prompts: Sequence[str]
+    rows: str | None
+    """A file of prompts, instead."""
+    column: str
+    chat: bool
+    max_new_tokens: int | None
+    temperature: float
+    """0: the most probable token, always."""
+    top_p: float
+    seed: int
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model directory that can be loaded, and what it is of."""
+
+    directory: Path
+    run_id: str
+    run: str
+    step: int | None
+    """None of an export of an early version, which says nothing of itself."""
+    of: str
+    """Path that was named or chosen."""
+
+    @property
+    def words(self) -> str:
+        """Return run and step for a reader."""
+        if self.step is None:
+            return f"{self.of}: an export that does not say of which run"
+        return f"{self.of}: run {self.run}{f' ({self.run_id})' if self.run_id else ''}, step {self.step}"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote."""
+
+    prompt: str
+    completion: str
+    prompt_tokens: int
+    tokens: list[int]
+    """The end included."""
+    finished: bool
+    """Whether the model ended it."""
+
+
+def generate(target: str, request: Request, *, as_json: bool) -> None:
+    """Print what is loaded, and a completion per prompt.
+
+    Raises:
+        UserError: The target is none that can be loaded, its weights are damaged, or a prompt cannot be completed.
+    """
+    try:
+        prompts = _prompts(request)
+        with ExitStack() as stack:
+            # Loaders tell of what they do where completions are read by scripts.
+            with redirect_stdout(sys.stderr):
+                source = stack.enter_context(_source(target, trust_remote_code=request.trust_remote_code))
+                completions = _completions(source.directory, prompts, request)
+            if as_json:
+                _print_json(source, completions)
+            else:
+                _print_text(source, completions)
+    except UserError:
+        raise
+    except HoldfastError as error:  # damage, which for other commands is no mistake of the user's
+        raise UserError(str(error)) from error
+
+
+def _print_text(source: Source, completions: Iterator[Completion]) -> None:
+    print(escaped(source.words), flush=True)
+    for each in completions:
+        print(f"--- {escaped(_short(each.prompt))}", flush=True)
+        print(escaped_paragraph(each.completion), flush=True)
+
+
+def _print_json(source: Source, completions: Iterator[Completion]) -> None:
+    head = {"path": source.of, "run": source.run, "run_id": source.run_id, "step": source.step}
+    print(json.dumps({**head, "completions": [vars(each) for each in completions]}, indent=2), flush=True)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _prompts(request: Request) -> list[str]:
+    """Return what is to be completed.
+
+    Raises:
+        UserError: There is nothing, there are two sources of prompts, or a prompt is empty.
+    """
+    if request.prompts and request.rows is not None:
+        raise ConfigError("--prompt and --rows both name prompts; give one of them.")
+    if request.rows is not None:
+        prompts = _from_rows(request.rows, request.column)
+    else:
+        prompts = list(request.prompts) or [_from_input()]
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UserError(f"Prompt {number} of {len(prompts)} is empty. Give a text to complete.")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise UserError(f"Prompt {number} of {len(prompts)} is no UTF-8 text: {escaped(_short(prompt))}.")
+    return prompts
+
+
+def _from_input() -> str:
+    usage = "holdfast generate needs a prompt: --prompt TEXT, --rows FILE, or a line on standard input."
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UserError(usage)
+    try:
+        line = sys.stdin.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Standard input cannot be read: {error}. {usage}") from error
+    if not line:
+        raise UserError(f"Standard input is empty. {usage}")
+    return line.rstrip("\r\n")
+
+
+def _from_rows(path: str, column: str) -> list[str]:
+    from holdfast.data.rows.files import files_of_split, find_local, split_off
+
+    name, split = split_off(path, Path.cwd())
+    places = find_local(name, Path.cwd())
+    if not places:
+        raise DataError(f"--rows {path}: there is no such file.")
+    prompts = []
+    for number, row in enumerate(_rows(files_of_split(places, split, path))):
+        prompt = row.get(column)
+        if not isinstance(prompt, str):
+            has = f"has {type(prompt).__name__} there" if column in row else f"has {', '.join(map(str, row))}"
+            raise DataError(f"{path}, row {number}: no text is in column {column!r}; it {has}. Name one by --column.")
+        prompts.append(prompt)
+    if not prompts:
+        raise DataError(f"{path} has no rows.")
+    return prompts
+
+
+def _rows(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
+    from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES
+    from holdfast.data.rows.json_rows import JsonRows
+
+    if not files[0].name.endswith(PARQUET_SUFFIXES):
+        rows = JsonRows(files)
+        return (rows[index] for index in range(len(rows)))
+    from datasets import Dataset
+
+    return iter(Dataset.from_parquet([str(file) for file in files]))
+
+
+@contextmanager
+def _source(target: str, *, trust_remote_code: bool) -> Iterator[Source]:
+    """Find a model directory, or make one of a checkpoint for the length of a block; its weights are verified."""
+    from holdfast.checkpoint.export.stored import export_stored
+    from holdfast.checkpoint.keep import find
+
+    if (source := _export(Path(target))) is not None:
+        yield source
+        return
+    if "://" not in target and not Path(target).is_dir():
+        raise UserError(f"{target} is {_NONE_OF_THEM}: it is no directory.")
+    try:
+        stored = find.one(target)
+    except HoldfastError as error:
+        if "://" in target or _looks_like_ours(Path(target)):
+            raise
+        raise UserError(f"{target} is {_NONE_OF_THEM}. {error}") from error
+    manifest = stored.manifest
+    if (source := _same_export(stored)) is not None:
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-generate-") as folder:
+        place = Path(folder) / "export"
+        export_stored([stored], place, trust_remote_code=trust_remote_code)
+        about = _about(place)
+        yield Source(place, manifest.run_id, "" if about is None else about.run, manifest.step, str(stored.path))
+
+
+def _looks_like_ours(place: Path) -> bool:
+    """Return whether what is wrong with a path is best said by whoever reads checkpoints."""
+    return (place / IDENTITY).exists() or (place / "manifest.json").exists() or place.name.startswith("step-")
+
+
+def _about(directory: Path) -> Exported | None:
+    from holdfast.checkpoint.export.about import read_about
+
+    return read_about(directory)
+
+
+def _export(place: Path) -> Source | None:
+    """Return the export at a path, None where there is none.
+
+    Raises:
+        ModelError: Its weights are not those that were exported, or it holds adapters alone.
+    """
+    from holdfast.checkpoint.export.about import check_weights
+    from holdfast.models.origin import refuse_others_than_files
+
+    if not place.is_dir() or (place / "manifest.json").exists() or (place / IDENTITY).exists():
+        return None
+    about = _about(place)
+    if about is None and not (place / _CONFIG).exists():
+        return None
+    if (place / "adapter_config.json").exists():
+        raise ModelError(
+            f"{place} holds adapters alone. Name the merged export beside it, or the checkpoint that it was made of."
+        )
+    refuse_others_than_files(place)
+    if about is None:
+        return Source(place, "", "", None, str(place))
+    check_weights(place, about, whole=True)
+    return Source(place, about.run_id, about.run, about.step, str(place))
+
+
+def _same_export(stored: StoredCheckpoint) -> Source | None:
+    """Return an export of the checkpoint's own weights that its run has made already."""
+    if not stored.storage.renames:
+        return None
+    manifest = stored.manifest
+    for place in sorted((Path(stored.storage.root).parent / "exports").glob("[!.]*")):
+        if (place / "adapter_config.json").exists():
+            continue
+        try:
+            about = _about(place)
+            if about is None or (about.run_id, about.step) != (manifest.run_id, manifest.step):
+                continue
+            if about.weights == "trained" and not about.steps:
+                return _export(place)
+        except ModelError:  # damaged: the checkpoint may be whole
+            continue
+    return None
+
+
+def _completions(directory: Path, prompts: Sequence[str], request: Request) -> Iterator[Completion]:
+    """Check every prompt, load the model, and return what completes them one by one."""
+    from holdfast.cli.plain_generation import load_model, load_words, prepared
+
+    config, tokenizer = load_words(directory, trust_remote_code=request.trust_remote_code)
+    ready = prepared(config, tokenizer, prompts, request)
+    complete = load_model(directory, tokenizer, request)
+    return (_completed(each, complete(each)) for each in ready)
+
+
+def _completed(prompt: Prepared, written: Written) -> Completion:
+    return Completion(prompt.prompt, written.text, len(prompt.tokens), written.tokens, written.finished)

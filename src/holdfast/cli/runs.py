@@ -1,0 +1,240 @@
+"""`holdfast runs`: what lies in a directory of runs, and how each of them stands.
+
+Only small files are read and nothing is written. What a run recorded is believed: no checkpoint is hashed here, that is
+what `holdfast checkpoint verify` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.cells import cell_len, set_cell_size
+
+from holdfast.cli.run_state import State, state_of
+from holdfast.config.yaml12 import parse_file
+from holdfast.errors import ConfigError, UserError
+from holdfast.escaping import escaped
+from holdfast.files import RegularFile, parse_json, read_json, read_text
+from holdfast.metrics.sink import METRICS
+from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
+
+app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
+
+WIDTH = 100
+_WIDEST_NAME, _WIDEST_RATING = 28, 30
+_TAIL_BYTES = 1 << 18
+_ABOUT, _RATING = "holdfast_export.json", "holdfast_rating.json"
+"""As `checkpoint.export.about` and `training.saving.exports` name them; these import torch."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line."""
+
+    name: str
+    path: str
+    verb: str
+    run_id: str
+    step: int | None
+    """None where no step has a line yet."""
+    state: str
+    """running, done, stopped or failed."""
+    why: str
+    checkpoint: int | None
+    """Step of the newest checkpoint that the run recorded as verified and that is still there."""
+    best: dict[str, Any] | None
+    """Metric and value of exports/best."""
+    last_activity: str
+    """When the newest of its files was written."""
+
+
+@app.command("ls")
+def list_runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
+    runs, passed = listed(directory)
+    if as_json:
+        others = [{"path": path, "reason": reason} for path, reason in passed]
+        typer.echo(json.dumps({"runs": [asdict(run) for run in runs], "passed_over": others}, indent=2))
+        return
+    for line in table(runs):
+        typer.echo(line)
+    if not runs:
+        typer.echo(f"no run is in {escaped(str(directory))}", err=True)
+    for path, reason in passed:
+        sys.stdout.flush()
+        typer.echo(_cut(f"passed over {escaped(path)}: {escaped(reason)}"), err=True)
+
+
+def listed(directory: Path) -> tuple[list[Run], list[tuple[str, str]]]:
+    """Return the runs in a directory, the last active first, and what was passed over there with the reason.
+
+    Raises:
+        UserError: It is no directory, or cannot be read.
+    """
+    try:
+        single = (directory / IDENTITY).exists()
+        places = [directory] if single else sorted(entry for entry in directory.iterdir() if entry.is_dir())
+    except OSError as error:
+        raise UserError(
+            f"{directory} is no directory of runs: {error.strerror or error}. Name one: holdfast runs ls DIR."
+        ) from error
+    runs: list[tuple[float, Run]] = []
+    passed: list[tuple[str, str]] = []
+    for place in places:
+        if place.name.startswith(".") and not single:  # launches and dry runs
+            continue
+        try:
+            runs.append(_looked_at(place))
+        except FileNotFoundError as error:
+            missing = Path(str(error.filename)).name == IDENTITY
+            passed.append((place.name, f"it has no {IDENTITY}, so it is no run" if missing else str(error)))
+        except (OSError, ValueError, UserError) as error:
+            passed.append((place.name, str(error)))
+    runs.sort(key=lambda pair: pair[0], reverse=True)
+    return [run for _, run in runs], passed
+
+
+def table(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield one line per run, none wider than `WIDTH` cells; the reason of a state comes last and is cut."""
+    rows = [
+        (
+            escaped(run.name),
+            escaped(run.verb),
+            f"step {'-' if run.step is None else run.step}",
+            f"checkpoint {'-' if run.checkpoint is None else run.checkpoint}",
+            _rating_words(run.best),
+            run.state + (f": {escaped(run.why)}" if run.why else ""),
+        )
+        for run in runs
+    ]
+    most = (_WIDEST_NAME, 8, 14, 20, _WIDEST_RATING, WIDTH)
+    widths = [min(max((cell_len(row[column]) for row in rows), default=0), most[column]) for column in range(len(most))]
+    for row in rows:
+        cells = [set_cell_size(_cut(text, width), width) for text, width in zip(row, widths, strict=True) if width]
+        yield _cut("  ".join(cells).rstrip())
+
+
+def _cut(text: str, width: int = WIDTH) -> str:
+    """Return a text that is no wider than so many cells."""
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
+
+
+def _rating_words(best: dict[str, Any] | None) -> str:
+    return "" if best is None else f"best {escaped(str(best['metric']))}={best['value']:.5g}"
+
+
+def _looked_at(place: Path) -> tuple[float, Run]:
+    """Return when a run was last active, and the run.
+
+    Raises:
+        OSError: A file of it is missing or is none.
+        ValueError: A file of it is damaged.
+    """
+    verb, run_id = _identity(place)
+    step, events = _last_step(place / METRICS), _events(place / EVENTS)
+    state: State = state_of(place, events, step)
+    active = _last_activity(place)
+    run = Run(
+        name=place.absolute().name,
+        path=str(place),
+        verb=verb,
+        run_id=run_id,
+        step=step,
+        state=state.name,
+        why=state.why,
+        checkpoint=_newest_checkpoint(place, events),
+        best=_rating(place / "exports" / "best"),
+        last_activity=datetime.fromtimestamp(active).astimezone().isoformat(timespec="seconds"),
+    )
+    return active, run
+
+
+def _identity(place: Path) -> tuple[str, str]:
+    path = place / IDENTITY
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{IDENTITY} is damaged: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(values.get(name), str) for name in ("verb", "run_id")):
+        raise ValueError(f"{IDENTITY} is not what Holdfast writes")
+    return values["verb"], values["run_id"]
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of whole lines; a kill may tear the last one."""
+    values = []
+    for line in text.splitlines():
+        try:
+            value = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            values.append(value)
+    return values
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    return _objects(read_text(path)) if path.exists() else []
+
+
+def _last_step(path: Path) -> int | None:
+    """Return the step of the last line of metrics.jsonl, of which only the end is read; a resume may go back."""
+    if not path.exists():
+        return None
+    with RegularFile(path) as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    steps = [line.get("to" if line.get("event") == "rewind" else "step") for line in _objects(text)]
+    return next((step for step in reversed(steps) if type(step) is int), None)
+
+
+def _last_activity(place: Path) -> float:
+    names = (IDENTITY, METRICS, EVENTS, f"{FOLDER}/.lease.json")
+    return max((place / name).stat().st_mtime for name in names if (place / name).exists())
+
+
+def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | None:
+    saved: set[int] = {
+        event["saved"] for event in events if event.get("event") == "checkpoint" and type(event.get("saved")) is int
+    }
+    folder = place / FOLDER
+    if saved and not any(folder.glob("step-*")):
+        other = _storage(place)
+        if other is not None and "://" in other and not other.startswith("file://"):
+            return max(saved)  # a store that only torch's side can ask
+        folder = Path((other or str(folder)).removeprefix("file://"))
+    there = (step for step in sorted(saved, reverse=True) if (folder / f"step-{step:08d}" / "manifest.json").is_file())
+    return next(there, None)
+
+
+def _storage(place: Path) -> str | None:
+    """Return the run's checkpoint.storage, None where it has none."""
+    try:
+        section = parse_file(place / "config.resolved.yaml").values.get("checkpoint")
+    except (OSError, ConfigError):
+        return None
+    other = section.get("storage") if isinstance(section, dict) else None
+    return other if isinstance(other, str) else None
+
+
+def _rating(export: Path) -> dict[str, Any] | None:
+    """Return what the best export is the best of; earlier versions have it in a file of its own."""
+    for name in (_ABOUT, _RATING):
+        try:
+            values = read_json(export / name)
+            rating = values["rating"] if name == _ABOUT else values
+            return {"metric": str(rating["metric"]), "value": float(rating["value"])}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

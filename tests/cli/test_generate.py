@@ -1,0 +1,219 @@
+"""`holdfast generate` against transformers' own generate on the exported directory, and everything it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.commands import in_a_terminal
+from tests.cli.conftest import HOLDFAST, write_rows
+from tests.cli.warm import Done, WarmPython
+
+STEP_3 = "runs/run/checkpoints/step-00000003"
+
+
+def generated(warm: WarmPython, place: Path, *words: str) -> Done:
+    return warm.run("-m", "holdfast.cli.main", "generate", *words, cwd=place)
+
+
+def by_transformers(directory: Path, prompt: str, count: int, *, seed: int = 0, **how: Any) -> list[int]:
+    """Return the tokens that transformers' own generate adds."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    set_seed(seed)
+    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, pad_token_id=0, **how)
+    return [int(token) for token in out[0, tokens.shape[1] :]]
+
+
+def flip(file: Path, at: bytes | None) -> None:
+    """Change one bit where these bytes stand, or of the last byte."""
+    data = bytearray(file.read_bytes())
+    data[-1 if at is None else data.index(at)] ^= 8
+    file.write_bytes(data)
+
+
+def refused(done: Done, *said: str) -> None:
+    """Assert that a command was refused in one paragraph that says this."""
+    assert (done.code, done.out) == (2, ""), done
+    assert "Traceback" not in done.err
+    assert "\n\n" not in done.err.strip()
+    for words in said:
+        assert words in done.err
+
+
+def test_greedy_completions_of_export_run_and_checkpoint_are_those_of_transformers(
+    warm: WarmPython, place: Path
+) -> None:
+    final = place / "runs/run/exports/final"
+    exported = warm.run("-m", "holdfast.cli.main", "checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
+    assert exported.code == 0, exported.err
+    ask = ("--prompt", "add 3=", "--prompt", "sub 11", "--max-new-tokens", "9", "--json")
+
+    of_export = json.loads(generated(warm, place, "runs/run/exports/final", *ask).out)
+    of_run = json.loads(generated(warm, place, "runs/run", *ask).out)
+    of_step = json.loads(generated(warm, place, STEP_3, *ask).out)
+
+    run_id = json.loads((place / "runs/run/run.json").read_text())["run_id"]
+    for answer, directory, step in ((of_export, final, 4), (of_run, final, 4), (of_step, place / "of-3", 3)):
+        assert (answer["run"], answer["run_id"], answer["step"]) == ("run", run_id, step)
+        for each, prompt in zip(answer["completions"], ("add 3=", "sub 11"), strict=True):
+            assert each["prompt"] == prompt
+            assert each["tokens"] == by_transformers(directory, prompt, 9, do_sample=False)
+            assert each["finished"] == (each["tokens"][-1] == 1)
+    assert of_run["path"].endswith("exports/final")
+    assert of_step["path"].endswith("step-00000003")
+
+
+def test_a_run_without_exports_is_exported_in_passing_and_left_as_it_was(warm: WarmPython, place: Path) -> None:
+    ask = ("runs/run", "--prompt", "add 3=", "--max-new-tokens", "9", "--json")
+    with_export = json.loads(generated(warm, place, *ask).out)
+    shutil.rmtree(place / "runs/run/exports")
+    before = sorted(str(path) for path in place.rglob("*"))
+
+    without = json.loads(generated(warm, place, *ask).out)
+
+    assert without["completions"] == with_export["completions"]
+    assert without["step"] == 4
+    assert sorted(str(path) for path in place.rglob("*")) == before
+
+
+def test_draws_are_those_of_transformers_for_a_seed_temperature_and_top_p(warm: WarmPython, place: Path) -> None:
+    ask = (
+        "runs/run",
+        "--prompt",
+        "add 3=",
+        "--max-new-tokens",
+        "20",
+        "--temperature",
+        "1.5",
+        "--top-p",
+        "0.9",
+        "--json",
+    )
+
+    answers = {seed: json.loads(generated(warm, place, *ask, "--seed", str(seed)).out) for seed in (5, 6)}
+
+    how = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0}
+    for seed, answer in answers.items():
+        expected = by_transformers(place / "runs/run/exports/final", "add 3=", 20, seed=seed, **how)
+        assert answer["completions"][0]["tokens"] == expected
+    assert answers[5]["completions"] != answers[6]["completions"]
+
+
+def test_chat_lays_the_prompt_into_the_template_with_the_opening_of_an_answer(warm: WarmPython, place: Path) -> None:
+    ask = ("runs/run", "--prompt", "add 3=", "--max-new-tokens", "9", "--chat", "--json")
+
+    (each,) = json.loads(generated(warm, place, *ask).out)["completions"]
+
+    written = "<user>add 3=<assistant>"
+    assert each["tokens"] == by_transformers(place / "runs/run/exports/final", written, 9, do_sample=False)
+    assert each["prompt_tokens"] == 8
+
+
+def test_rows_are_completed_in_their_order_and_the_text_names_run_step_and_prompt(
+    warm: WarmPython, place: Path
+) -> None:
+    write_rows(place / "asked.jsonl", [{"q": "add 1="}, {"q": "a\x1bb"}])
+
+    done = generated(warm, place, "runs/run", "--rows", "asked.jsonl", "--column", "q", "--max-new-tokens", "3")
+
+    run_id = json.loads((place / "runs/run/run.json").read_text())["run_id"]
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[0].endswith(f"runs/run/exports/final: run run ({run_id}), step 4")
+    assert [line for line in done.out.splitlines() if line.startswith("---")] == ["--- add 1=", "--- a\\x1bb"]
+
+
+@pytest.mark.deep
+def test_standard_input_has_the_prompt_unless_it_is_a_terminal_or_empty(place: Path) -> None:
+    command = [HOLDFAST, "generate", "runs/run", "--max-new-tokens", "9", "--json"]
+
+    piped = subprocess.run(command, cwd=place, input="add 3=\nadd 4=\n", capture_output=True, text=True, check=False)
+    empty = subprocess.run(command, cwd=place, input="", capture_output=True, text=True, check=False)
+
+    (each,) = json.loads(piped.stdout)["completions"]
+    assert each["prompt"] == "add 3="
+    assert each["tokens"] == by_transformers(place / "runs/run/exports/final", "add 3=", 9, do_sample=False)
+    refused(Done(empty.returncode, empty.stdout, empty.stderr), "Standard input is empty", "--prompt TEXT")
+
+
+@pytest.mark.deep
+def test_a_terminal_is_not_waited_for(place: Path) -> None:
+    shown, code = in_a_terminal([HOLDFAST, "generate", "runs/run"], place)
+
+    assert code == 2
+    assert "holdfast generate needs a prompt" in shown
+
+
+def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(warm: WarmPython, place: Path) -> None:
+    (place / "empty").mkdir()
+    shutil.copytree(place / "runs/run/exports/final", place / "plain")
+    for name in ("holdfast_export.json", "holdfast.yaml"):
+        (place / "plain" / name).unlink()
+
+    for target in ("nowhere", "run.yaml", "empty", "plain"):
+        refused(generated(warm, place, target, "--prompt", "a"), f"{target} is none of what can be loaded: an export")
+    shutil.rmtree(place / "runs/run/checkpoints")
+    refused(generated(warm, place, "runs/run", "--prompt", "a"), "runs/run")
+
+
+def test_weights_with_another_byte_are_refused_in_an_export_and_in_a_checkpoint(warm: WarmPython, place: Path) -> None:
+    exported = warm.run("-m", "holdfast.cli.main", "checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
+    assert exported.code == 0, exported.err
+    weight = load_file(place / "of-3/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    last_row = weight[-1].numpy().tobytes()
+    flip(place / STEP_3 / "dcp/__1_0.distcp", last_row)
+    flip(place / "runs/run/exports/final/model.safetensors", None)
+
+    export = generated(warm, place, "runs/run/exports/final", "--prompt", "a")
+    checkpoint = generated(warm, place, STEP_3, "--prompt", "a")
+
+    refused(export, "model.safetensors has other bytes: its hash is", "Export the model again")
+    refused(checkpoint, "step-00000003", "model.layers.0.mlp.up_proj.weight")
+
+
+def test_an_export_without_its_tokenizer_is_refused(warm: WarmPython, place: Path) -> None:
+    for file in (place / "runs/run/exports/final").glob("tokenizer*"):
+        file.unlink()
+
+    refused(generated(warm, place, "runs/run/exports/final", "--prompt", "a"), "has no tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", ""], "Prompt 1 of 1 is empty"),
+        (["--prompt", "a", "--prompt", ""], "Prompt 2 of 2 is empty"),
+        (["--prompt", "a" * 64], "Prompt 1 of 1 is too long: its 64 tokens do not fit into the 64 positions"),
+        (["--prompt", "aaaa", "--max-new-tokens", "61"], "its 4 tokens and --max-new-tokens 61 do not fit into the 64"),
+        (["--prompt", "a", "--rows", "rows.jsonl"], "--prompt and --rows both name prompts"),
+        (["--rows", "none.jsonl"], "--rows none.jsonl: there is no such file"),
+        (["--rows", "rows.jsonl", "--column", "x"], "rows.jsonl, row 0: no text is in column 'x'; it has prompt, comp"),
+    ],
+    ids=["empty", "second empty", "too long", "no room", "two sources", "no file", "no column"],
+)
+def test_prompts_that_cannot_be_completed_are_refused(
+    warm: WarmPython, place: Path, words: list[str], said: str
+) -> None:
+    refused(generated(warm, place, "runs/run", *words), said)
+
+
+def test_chat_without_a_template_is_refused(warm: WarmPython, place: Path) -> None:
+    final = place / "runs/run/exports/final"
+    for file in final.glob("*.jinja"):
+        file.unlink()
+    config = json.loads((final / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (final / "tokenizer_config.json").write_text(json.dumps(config))
+
+    done = generated(warm, place, "runs/run/exports/final", "--chat", "--prompt", "a")
+
+    refused(done, "cannot be written as a conversation: its chat_template is not set", "Leave out --chat")
