@@ -303,7 +303,7 @@ MEASURE = """
 import json, torch
 from torch import nn
 from pathlib import Path
-from holdfast.models.scores import Head, HeadSpec, score, separable_loss
+from holdfast.models.scores import HeadWeights, HeadSpec, score, separable_loss
 
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
@@ -319,9 +319,9 @@ def run(form, tokens):
     if form == "full":
         loss = nn.functional.cross_entropy(states @ weight.t(), chosen, reduction="sum")
     elif form == "score":
-        loss = -score(states, Head(weight, None), chosen, HeadSpec()).logprobs.sum()
+        loss = -score(states, HeadWeights(weight, None), chosen, HeadSpec()).logprobs.sum()
     else:
-        loss, _ = separable_loss(states, Head(weight, None), chosen, lambda logprobs, *_: -logprobs, HeadSpec())
+        loss, _ = separable_loss(states, HeadWeights(weight, None), chosen, lambda logprobs, *_: -logprobs, HeadSpec())
     loss.backward()
 
 def measure(form, tokens, frozen):

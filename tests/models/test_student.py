@@ -127,7 +127,7 @@ def test_a_rank_without_tokens_still_has_a_loss_to_run_backwards() -> None:
 MEASURE = """
 import json, torch
 from pathlib import Path
-from holdfast.models.scores import Head, HeadSpec
+from holdfast.models.scores import HeadWeights, HeadSpec
 from holdfast.models.student import distilled
 from holdfast.objectives.divergences import Distillation
 
@@ -149,8 +149,8 @@ def run(form, tokens):
         loss = torch.nn.functional.kl_div(other, own, log_target=True, reduction="sum")
     else:
         loss, _, _ = distilled(
-            hidden[:tokens], Head(weight, None), targets[:tokens], torch.ones(tokens), Distillation(0.5), HeadSpec(),
-            lambda look: look(HeadSpec(), states[:tokens], Head(taught, None)),
+            hidden[:tokens], HeadWeights(weight, None), targets[:tokens], torch.ones(tokens), Distillation(0.5), HeadSpec(),
+            lambda look: look(HeadSpec(), states[:tokens], HeadWeights(taught, None)),
         )
     loss.backward()
 

@@ -17,8 +17,8 @@ from holdfast.parallel.mesh import World, ranks_on
 
 SCRIPT = """
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.parallel.mesh import joined
-with joined(LaunchConfig(device="cpu")) as world:
+from holdfast.parallel.mesh import joined_world
+with joined_world(LaunchConfig(device="cpu")) as world:
     print("found", world.rank, world.size, world.local_rank, world.local_size)
 """
 

@@ -15,6 +15,7 @@ from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
+from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
 from holdfast.training.run import Run
@@ -52,7 +53,8 @@ class Journal:
         self._samples: JsonlSink | None = None
         self._health = Health() if run.config.metrics.health.enabled else None
         kind = run.config.metrics.progress if first else "off"
-        self._screen = open_progress(kind, run.total_steps, run.state.step)
+        with private_randomness():  # rich draws from Python's generator while it is imported
+            self._screen = open_progress(kind, run.total_steps, run.state.step)
 
     def _open(self) -> None:
         run = self._run
