@@ -149,7 +149,8 @@ def run(form, tokens):
         loss = torch.nn.functional.kl_div(other, own, log_target=True, reduction="sum")
     else:
         loss, _, _ = distilled(
-            hidden[:tokens], HeadWeights(weight, None), targets[:tokens], torch.ones(tokens), Distillation(0.5), HeadSpec(),
+            hidden[:tokens], HeadWeights(weight, None), targets[:tokens], torch.ones(tokens), Distillation(0.5),
+            HeadSpec(),
             lambda look: look(HeadSpec(), states[:tokens], HeadWeights(taught, None)),
         )
     loss.backward()
