@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +139,11 @@ def test_every_mistake_is_a_line_with_its_place_and_nothing_is_started(
         "command line (optim.lr=fast): optim.lr: 'fast' should be a number",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "run.yaml"]
+
+
+def test_help_imports_no_heavy_library() -> None:
+    look = "import sys, holdfast.cli.main; print({'pydantic', 'rich', 'yaml', 'numpy', 'torch'} & {*sys.modules})"
+
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "set()\n"

@@ -15,7 +15,6 @@ import typer
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.quiet import hush
-from holdfast.cli.runs import app as runs_app
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
 
@@ -28,6 +27,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(help="Look at a run's data.", no_args_is_help=True)
+runs_app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
 model_app = typer.Typer(help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
@@ -180,6 +180,17 @@ def version() -> None:
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
+
+
+@runs_app.command("ls")
+def list_runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
+    from holdfast.cli import runs
+
+    runs.list_runs(directory, as_json=as_json)
 
 
 @config_app.command("show")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.cells import cell_len, set_cell_size
@@ -24,8 +24,6 @@ from holdfast.escaping import escaped
 from holdfast.files import RegularFile, parse_json, read_json, read_text
 from holdfast.metrics.sink import METRICS
 from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
-
-app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
 
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30
@@ -55,12 +53,12 @@ class Run:
     """When the newest of its files was written."""
 
 
-@app.command("ls")
-def list_runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-) -> None:
-    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
+def list_runs(directory: Path, *, as_json: bool) -> None:
+    """Print the runs in a directory.
+
+    Raises:
+        UserError: It is no directory, or cannot be read.
+    """
     runs, passed = listed(directory)
     if as_json:
         others = [{"path": path, "reason": reason} for path, reason in passed]
