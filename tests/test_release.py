@@ -27,7 +27,7 @@ CHANGELOG = """# Changelog
 def project(tmp_path: Path) -> Path:
     (tmp_path / "changelog.d").mkdir()
     (tmp_path / "changelog.d" / "README.md").write_text("About fragments.\n")
-    (tmp_path / "changelog.d" / "1.md").write_text("### Fixed\n\n- Three.\n")
+    (tmp_path / "changelog.d" / "1.md").write_text("### Fixed\n\n- Three, [so](../docs/a.md).\n")
     (tmp_path / "changelog.d" / "2.md").write_text("### Added\n\n- Two,\n  on two lines.\n\n### Fixed\n\n- Four.\n")
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "0.1.0"\n')
@@ -40,7 +40,7 @@ def test_entries_move_kind_by_kind(project: Path) -> None:
     head, _, rest = (project / "CHANGELOG.md").read_text().partition("## [0.2.0] - ")
     assert head == "# Changelog\n\n## [Unreleased]\n\n"
     assert rest[10:] == (
-        "\n\n### Added\n\n- One.\n- Two,\n  on two lines.\n\n### Fixed\n\n- Three.\n- Four.\n"
+        "\n\n### Added\n\n- One.\n- Two,\n  on two lines.\n\n### Fixed\n\n- Three, [so](docs/a.md).\n- Four.\n"
         "\n## [0.1.0] - 2026-01-01\n\n### Added\n\n- Zero.\n"
     )
     assert 'version = "0.2.0"' in (project / "pyproject.toml").read_text()

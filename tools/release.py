@@ -67,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     changelog, project = options.root / "CHANGELOG.md", options.root / "pyproject.toml"
     paths = sorted(path for path in (options.root / "changelog.d").glob("*.md") if path.name != "README.md")
     try:
-        fragments = {f"changelog.d/{path.name}": path.read_text(encoding="utf-8") for path in paths}
+        # Links of a fragment begin in its folder.
+        fragments = {
+            f"changelog.d/{path.name}": path.read_text(encoding="utf-8").replace("](../", "](") for path in paths
+        }
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         text = released(changelog.read_text(encoding="utf-8"), fragments, options.version, today)
     except ValueError as error:
