@@ -32,6 +32,7 @@ def try_to_make(world: World, path: str, kwargs: dict[str, Any], values: dict[st
 
 
 REFUSED = [
+    (f"{OWN}:DecaysBeside", {}, {}, "does not go on where it was saved.* It keeps count beside them"),
     (f"{OWN}:CountsBeside", {}, {}, "does not go on where it was saved.* It keeps count beside them"),
     (f"{OWN}:KeepsAnObject", {}, {}, "state 'history' of .* is a builtins.object, which has no written form"),
     (f"{OWN}:NeedsAClosure", {}, {}, "step needs a closure"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError, DataError, HoldfastError, ModelError, UserError
 from holdfast.escaping import escaped, escaped_paragraph
 from holdfast.training.directory import IDENTITY
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
     from holdfast.cli.plain_generation import Prepared, Written
 
-_CONFIG = "holdfast.yaml"
 _SHOWN = 60
 _NONE_OF_THEM = "none of what can be loaded: an export, a checkpoint, or a run with a checkpoint"
 
@@ -233,7 +233,7 @@ def _export(place: Path) -> Source | None:
     if not place.is_dir() or (place / "manifest.json").exists() or (place / IDENTITY).exists():
         return None
     about = _about(place)
-    if about is None and not (place / _CONFIG).exists():
+    if about is None and not (place / EXPORTED_CONFIG).exists():
         return None
     if (place / "adapter_config.json").exists():
         raise ModelError(

@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.cli.worker import work
-from holdfast.config.load import LoadedConfig, load_config
+from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, load_config
 from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
 from holdfast.training.directory import run_directory
-
-_EXPORTED_CONFIG = "holdfast.yaml"
-"""As `checkpoint.export` writes it; repeated here because that module imports torch."""
 
 
 def train(verb: str, path: Path, overrides: Sequence[str]) -> int:
@@ -49,10 +46,10 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
     if not target.is_dir():
         loaded = load_run(target, overrides)
         return start(verb, loaded)
-    path = target / _EXPORTED_CONFIG
+    path = target / EXPORTED_CONFIG
     if not path.exists():
         raise ConfigError(
-            f"{target} has no {_EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
+            f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
             f"`holdfast eval RUN.yaml model.path={target}`."
         )
     here = [

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -22,6 +23,10 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Mistake = tuple[str, str]
 """A key of the section (dotted if it lies deeper), and what is wrong with it and what to write."""
+
+
+EXPORTED = "exported"
+"""The context of a validation: the values come from an export, which nobody has to edit."""
 
 
 class Section(BaseModel):
@@ -37,12 +42,12 @@ class Section(BaseModel):
     )
 
     passed_over: ClassVar[frozenset[str]] = frozenset()
-    """Keys of earlier versions that had nothing to do with a run's numbers: files that hold them still load."""
+    """Keys of earlier versions that had nothing to do with a run's numbers: exports that hold them still load."""
 
     @model_validator(mode="before")
     @classmethod
-    def _pass_over_earlier_keys(cls, values: Any) -> Any:
-        if cls.passed_over and isinstance(values, Mapping):
+    def _pass_over_earlier_keys(cls, values: Any, info: ValidationInfo) -> Any:
+        if cls.passed_over and info.context == EXPORTED and isinstance(values, Mapping):
             return {key: value for key, value in values.items() if key not in cls.passed_over}
         return values
 

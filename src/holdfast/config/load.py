@@ -12,10 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from holdfast.config.base import EXPORTED
 from holdfast.config.explain import explain
 from holdfast.config.tree import section_at
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
+
+EXPORTED_CONFIG = "holdfast.yaml"
+"""The run's resolved configuration in an export, so that `holdfast eval EXPORT` needs nothing else."""
 
 Root = TypeVar("Root", bound=BaseModel)
 
@@ -91,7 +95,8 @@ def check(draft: Draft, root: type[Root]) -> Root:
     ]
     config: Root | None = None
     try:
-        config = root.model_validate(document.values)
+        exported = Path(document.file).name == EXPORTED_CONFIG
+        config = root.model_validate(document.values, context=EXPORTED if exported else None)
     except ValidationError as error:
         mistakes += explain(error, document, root, draft.origins)
     lines = [text for _, text in sorted(mistakes, key=lambda pair: pair[0])] + draft.mistakes

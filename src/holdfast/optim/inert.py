@@ -28,14 +28,16 @@ def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
     names = names_of(optimizer, parameters)
     collected = Collected(optimizer)
     for group in optimizer.param_groups:
-        learned: dict[tuple[Any, ...], State] = {}
+        alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            like = (parameter.shape, parameter.dtype, getattr(parameter, "placements", None))
-            if like not in learned:
-                twin = nn.Parameter(zeros(parameter.shape, parameter))
-                learned[like] = _state_after_one_step(optimizer, group, twin)
-            for key, value in learned[like].items():
-                collected.add(names[id(parameter)], str(key), _as_zeros(value), parameter)
+            kind = (parameter.shape, parameter.dtype, getattr(parameter, "placements", None))
+            alike.setdefault(kind, []).append(parameter)
+        for parameters_of_kind in alike.values():
+            first = parameters_of_kind[0]
+            learned = _state_after_one_step(optimizer, group, nn.Parameter(zeros(first.shape, first)))
+            for parameter in parameters_of_kind:
+                for key, value in learned.items():
+                    collected.add(names[id(parameter)], str(key), _as_zeros(value), parameter)
     return collected.state(groups_of(optimizer, names))
 
 

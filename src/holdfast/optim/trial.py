@@ -1,12 +1,14 @@
 """A user's optimizer, tried on small throw-away parameters before anything depends on it.
 
-Two copies take the same steps: one on whole parameters from start to end, and one on parameters sharded like the
-model's, from which a third takes over half-way with what a checkpoint would hold. They must end alike.
+Three copies take the same steps: one on whole parameters, one on parameters sharded like the model's, and a third that
+takes over from the second half-way with what a checkpoint would hold. The first two must end alike but for rounding,
+the last two with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,26 +60,25 @@ def try_optimizer(build: Build, parameters: Parameters, exchange: ProcessExchang
         with exchange.together():
             optimizer = build(shards)
             _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them")
-        distance = _distance(whole, shards, exchange)
-        if distance is not None:
-            raise ConfigError(
-                f"{name} gives other weights on shards than on whole parameters: after {len(_FIRST)} steps "
-                f"{distance}. Its step has to treat each element alone, or use operations of DTensor; choose "
-                "another class, or train on one rank."
-            )
+        _check_on_shards(whole, shards, _FIRST.stop, exchange, name)
         with exchange.together():
             saved = collect(optimizer, shards)
         _check_alike(saved, exchange, name)
         with exchange.together():
-            heir, lost = _taken_over(build, optimizer, shards, saved)
+            copies = {key: nn.Parameter(value.detach().clone()) for key, value in shards.items()}
+            heir, lost = _taken_over(build, optimizer, copies, saved)
             _run(straight, whole, _LAST, f"{name} fails in its first steps")
-            _run(heir, shards, _LAST, f"{name} fails in its first steps after a save")
-        distance = _distance(whole, shards, exchange)
-        if distance is not None:
+            _run(optimizer, shards, _LAST, f"{name} works on whole parameters and fails on shards of them")
+            _run(heir, copies, _LAST, f"{name} fails in its first steps after a save")
+        _check_on_shards(whole, shards, _LAST.stop, exchange, name)
+        equal = {key: torch.equal(local_part(shards[key].detach()), local_part(copies[key].detach())) for key in copies}
+        everywhere = exchange.gather(equal)
+        other = next((key for key in copies if not all(each[key] for each in everywhere)), None)
+        if other is not None:
             where = f" It keeps {', '.join(lost)} beside them." if lost else ""
             raise ConfigError(
                 f"{name} does not go on where it was saved: from its param groups and its state per parameter, "
-                f"{len(_LAST)} steps end elsewhere: {distance}.{where} Keep in optimizer.state "
+                f"{len(_LAST)} steps end elsewhere on a {other} parameter.{where} Keep in optimizer.state "
                 "and optimizer.param_groups what steps depend on."
             )
 
@@ -107,16 +108,23 @@ def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: st
         ) from error
 
 
-def _distance(whole: Parameters, shards: Parameters, exchange: ProcessExchange) -> str | None:
-    """Return how far the first kind of parameter is from the whole one, where that is too far."""
+def _check_on_shards(whole: Parameters, shards: Parameters, steps: int, exchange: ProcessExchange, name: str) -> None:
+    """Refuse an optimizer whose sharded copy has gone elsewhere than the one on whole parameters.
+
+    Raises:
+        ConfigError: It has; on all ranks.
+    """
     for key, value in whole.items():
         way = float((value.detach() - _start(value)).abs().max())
         part = value.detach()[local_rows(shards[key])]
         differences = (local_part(shards[key].detach()) - part).abs()
         largest = max(exchange.gather(float(differences.max()) if differences.numel() else 0.0))
         if not largest <= _TOLERANCE.get(value.dtype, 1e-2) * max(way, 1e-12):
-            return f"a {key} parameter differs by {largest:.1e}, and has moved by {way:.1e}"
-    return None
+            raise ConfigError(
+                f"{name} gives other weights on shards than on whole parameters: after {steps} steps a {key} parameter "
+                f"differs by {largest:.1e}, and has moved by {way:.1e}. Its step has to treat each element alone, or "
+                "use operations of DTensor; choose another class, or train on one rank."
+            )
 
 
 def _check_alike(saved: OptimizerState, exchange: ProcessExchange, name: str) -> None:
@@ -141,13 +149,20 @@ def _check_alike(saved: OptimizerState, exchange: ProcessExchange, name: str) ->
 def _taken_over(
     build: Build, optimizer: Optimizer, parameters: Parameters, saved: OptimizerState
 ) -> tuple[Optimizer, list[str]]:
-    """Return a fresh optimizer with the saved state, and the names of what only the one before knows."""
+    """Return a fresh optimizer with a copy of the saved state, and the names of what only the one before knows."""
     heir = build(parameters)
-    restore(heir, parameters, saved)
+    restore(heir, parameters, _copied(saved))
     for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
         group.update({key: value for key, value in before.items() if key != "params"})
     beside = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
     return heir, sorted(key for key in beside if _differs(vars(heir).get(key), vars(optimizer)[key]))
+
+
+def _copied(saved: OptimizerState) -> OptimizerState:
+    tensors = {
+        name: {slot: value.detach().clone() for slot, value in state.items()} for name, state in saved.tensors.items()
+    }
+    return replace(saved, tensors=tensors)
 
 
 def _differs(before: Any, after: Any) -> bool:

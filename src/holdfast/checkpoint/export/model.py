@@ -21,6 +21,7 @@ from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
 from holdfast.checkpoint.place.layout import STAGING, TRASH
 from holdfast.checkpoint.place.storage import LocalStorage, exchange
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError
 from holdfast.models.build import Blueprint
 from holdfast.models.conversion import Conversion, Header, plan_outgoing
@@ -28,9 +29,6 @@ from holdfast.models.safetensors_files import INDEX, index_json, plan_files, rea
 from holdfast.models.vision import PROCESSOR_FILES
 from holdfast.parallel.collectives import ProcessExchange
 from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
-
-EXPORTED_CONFIG = "holdfast.yaml"
-"""The run's resolved configuration in an export, so that `holdfast eval EXPORT` needs nothing else."""
 
 ASSETS = (
     "generation_config.json",

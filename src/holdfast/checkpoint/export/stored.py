@@ -21,7 +21,6 @@ from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
 from holdfast.checkpoint.export.model import (
-    EXPORTED_CONFIG,
     ExportFormat,
     check_outside,
     check_target,
@@ -36,6 +35,7 @@ from holdfast.checkpoint.load.wrapped_state import records
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS, STAGING
 from holdfast.checkpoint.place.storage import rename_new
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.files import read_json, read_text

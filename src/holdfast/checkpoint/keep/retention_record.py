@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.keep.retention import Best, Retention, manifests, steps
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.checkpoint import MetricConfig, RetentionConfig
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import METRICS, last_rewind

@@ -14,8 +14,9 @@ import torch
 from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported, read_about
 from holdfast.checkpoint.export.adapters import Description, export_adapters
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG, check_export_names, export, sync_directory
+from holdfast.checkpoint.export.model import check_export_names, export, sync_directory
 from holdfast.checkpoint.place.layout import TRASH, fresh, step_name
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.adapter_files import peft_settings

@@ -11,7 +11,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
@@ -22,6 +21,7 @@ from holdfast.checkpoint.load.reader import LoadedState, load
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import leaves
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.stream import StreamState

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG, write_assets
+from holdfast.checkpoint.export.model import write_assets
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
 from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take
 from holdfast.checkpoint.load.companions import with_companions
 from holdfast.checkpoint.save.rehearsal import RehearsalFailed, Trained
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapter_files import AdapterSource
 from holdfast.models.weights_in import StoredSource
 from holdfast.training import directory
