@@ -66,11 +66,11 @@ class Arms:
     def __init__(self, place: Path) -> None:
         import torch.distributed as dist
 
-        from holdfast.parallel.collectives import ProcessExchange
+        from holdfast.parallel.collectives import RankGroup
 
         self.place = place
         self.model, self.optimizer = build()
-        self.ranks = ProcessExchange()
+        self.ranks = RankGroup()
         self.first = dist.get_rank() == 0
         self.group = self.ranks.group
         self.number = 0
@@ -176,8 +176,8 @@ class Exporter:
 
         from holdfast.config.load import from_mapping
         from holdfast.config.verbs.training import SFTConfig
-        from holdfast.models.build import blueprint
-        from holdfast.parallel.collectives import ProcessExchange
+        from holdfast.models.build.model import blueprint
+        from holdfast.parallel.collectives import RankGroup
         from holdfast.parallel.failure.channel import FailureChannel
         from holdfast.parallel.mesh import World
         from holdfast.training.build.model import build_policy
@@ -186,7 +186,7 @@ class Exporter:
         model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}
         config = from_mapping({"steps": 1, "model": model, "data": {"path": "none"}}, SFTConfig)
         world = World(rank, size, rank, torch.device("cpu"), FailureChannel(dist.HashStore(), rank, size))
-        self.place, self.ranks = place, ProcessExchange()
+        self.place, self.ranks = place, RankGroup()
         self.origin = blueprint(config.model, place, seed=0)
         self.policy, _ = build_policy(config, self.origin, world, self.ranks)
         sizes = [value.numel() * value.element_size() for value in self.policy.parameters()]

@@ -66,7 +66,7 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
     from holdfast.config.sections.model import ModelConfig
     from holdfast.config.sections.rollout import SamplingConfig
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.models.build import blueprint
+    from holdfast.models.build.model import blueprint
     from holdfast.models.names import named_parameters
     from holdfast.rollout.engine import Request, generate
     from holdfast.rollout.graphs import CudaRecorder

@@ -18,8 +18,8 @@ from measure import Meter, alternate, heading, resident_mib
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.exchange import Alone
 from holdfast.data.batches.planning import plan_packs
+from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.stream import SampleStream, StreamLimits
 from holdfast.data.rows.order import DrawOrder
 from holdfast.data.rows.reading import RowReader
@@ -61,9 +61,9 @@ def serve(packing: str, documents: int, median: float) -> dict[str, float]:
     config = DataConfig(
         path="documents", packing=packing, max_length=LONGEST, tokens_per_micro_batch=BUDGET, batch_size=BATCH[packing]
     )
-    exchange = Alone()
-    reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, exchange)
-    stream = SampleStream(reader, config, exchange, limits=StreamLimits(passes=1))
+    ranks = Alone()
+    reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, ranks)
+    stream = SampleStream(reader, config, ranks, limits=StreamLimits(passes=1))
     tokens = fill = step = 0
     resident: list[float] = []
     meter = Meter()

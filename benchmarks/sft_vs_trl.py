@@ -210,9 +210,9 @@ def bare(_: str) -> None:
     from holdfast.data.batches.packing import pack
     from holdfast.data.batches.weights import Share
     from holdfast.data.tasks.characters import character_tokenizer
-    from holdfast.models.attention import PACKED, register_attention
-    from holdfast.models.family import family_of
-    from holdfast.models.policy import PolicyModel
+    from holdfast.models.heads.policy import PolicyModel
+    from holdfast.models.layers.attention import PACKED, register_attention
+    from holdfast.models.layers.family import family_of
     from holdfast.objectives.supervised import NegativeLogLikelihood
     from holdfast.types import Example
 

@@ -50,9 +50,9 @@ def _forget_groups() -> None:
 
     Each gloo group has threads that look for work a hundred times a second; five hundred of them stall the machine.
     """
-    from holdfast.checkpoint.calls import forget_exchanges
+    from holdfast.checkpoint.calls import forget_groups
 
-    forget_exchanges()
+    forget_groups()
     world = dist.group.WORLD
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not world]:
         # torch remembers placements by meshes that are equal, and asks the earlier one for its groups.

@@ -26,6 +26,22 @@ ROOMS = {
         tokens
         batches
     """,
+    "rewards": """
+        base
+        combine outcome
+        processes
+        functions
+        code
+        scorers
+        serving
+    """,
+    "models": """
+        names scores
+        layers source weights
+        heads
+        adapters check
+        build
+    """,
     "parallel": """
         collectives failure offload plan rendezvous shards
         apply mesh stream
@@ -42,7 +58,7 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe randomness reward_files together
+        directory observe randomness reward_files
         fingerprints
         run
         control copies journal

@@ -14,7 +14,7 @@ from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.packing import unpack
 from holdfast.data.batches.stream import SampleStream
 from holdfast.data.tasks.characters import character_tokenizer
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.rows import open_data, row_tokeniser, training_stream
 
@@ -31,9 +31,9 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 
 @cache
-def exchange() -> ProcessExchange:
-    """Return the exchange of this rank's pool; a group for every case would cost more than the cases."""
-    return ProcessExchange()
+def ranks() -> RankGroup:
+    """Return the ranks of this rank's pool; a group for every case would cost more than the cases."""
+    return RankGroup()
 
 
 def open_stream(settings: dict[str, Any]) -> SampleStream:
@@ -41,7 +41,7 @@ def open_stream(settings: dict[str, Any]) -> SampleStream:
     config = from_mapping(settings, SFTConfig)
     data = open_data(config, Path.cwd())
     tokenise = row_tokeniser(character_tokenizer(), config.data, Path.cwd(), data.formats)
-    return training_stream(config, data, tokenise, exchange(), Layout(), Path.cwd())
+    return training_stream(config, data, tokenise, ranks(), Layout(), Path.cwd())
 
 
 def serve(stream: SampleStream, first: int, last: int) -> list[dict[str, Any]]:
@@ -95,4 +95,4 @@ def swapped(world: World, sizes: list[list[int]]) -> list[tuple[int, dict[str, A
         generator = np.random.default_rng([world.rank, target])
         sent = {"numbers": generator.integers(0, 2**60, size), "bits": generator.random(size).astype(np.float32)}
         outgoing.append((world.rank, sent))
-    return exchange().swap(outgoing)
+    return ranks().swap(outgoing)

@@ -8,8 +8,8 @@ from typing import Any
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Tokenise
-from holdfast.data.batches.exchange import Alone, Exchange
 from holdfast.data.batches.packing import unpack
+from holdfast.data.batches.ranks import Alone, Ranks
 from holdfast.data.batches.stream import SampleStream, StreamLimits
 from holdfast.data.rows.order import DrawOrder
 from holdfast.data.rows.reading import RowReader
@@ -20,7 +20,7 @@ from tests.batching.sources import as_tokens
 
 def stream(
     *sources: Source,
-    exchange: Exchange | None = None,
+    ranks: Ranks | None = None,
     weights: Sequence[float] | None = None,
     seed: int = 0,
     limits: StreamLimits | None = None,
@@ -31,12 +31,12 @@ def stream(
     """Return a stream of small batches; unshuffled unless asked for."""
     settings = {"path": "rows", "batch_size": 4, "max_length": 16, "tokens_per_micro_batch": 16, "shuffle": False}
     config = DataConfig(**(settings | data))
-    exchange = exchange or Alone()
+    ranks = ranks or Alone()
     order = DrawOrder(
         [source.size for source in sources], weights, seed=seed, shuffle=config.shuffle, block=config.shuffle_buffer
     )
-    reader = CandidateReader(RowReader(sources, order), tokenise, exchange, accept)
-    return SampleStream(reader, config, exchange, Layout(), limits)
+    reader = CandidateReader(RowReader(sources, order), tokenise, ranks, accept)
+    return SampleStream(reader, config, ranks, Layout(), limits)
 
 
 def held(mini_batch: MiniBatch | None) -> dict[int, list[int]]:

@@ -11,8 +11,8 @@ import pytest
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
-from holdfast.data.batches.exchange import Alone
 from holdfast.data.batches.packing import CommonStart, pack, unpack
+from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.weights import Share
 from holdfast.types import Example
 
@@ -125,16 +125,16 @@ class OneOfTwo(Alone):
         return [outgoing[self.rank]]
 
 
-def passes_of(exchange: Any) -> list[tuple[list[int], bool, bool]]:
+def passes_of(ranks: Any) -> list[tuple[list[int], bool, bool]]:
     """Return (sample ids, whether there are model inputs, whether they stand in) of a rank's forward passes."""
     examples = [sequence(index, 8, rows=2 * (index == 0)) for index in range(4)]
     found = Candidates[Example](
         {(index, 0): example for index, example in enumerate(examples)},
-        [Known(index, 0, 8, 6, exchange.rank, 0, bool(example.model_inputs)) for index, example in enumerate(examples)],
+        [Known(index, 0, 8, 6, ranks.rank, 0, bool(example.model_inputs)) for index, example in enumerate(examples)],
     )
     config = DataConfig(path="rows", max_length=8, tokens_per_micro_batch=8)
     layout = Layout(stand_in={"patches": np.zeros((1, 2)), "grid": np.array([[1, 1, 1]])})
-    batches = assemble(found, exchange, config, layout).micro_batches
+    batches = assemble(found, ranks, config, layout).micro_batches
     return [(list(batch.sample_ids), bool(batch.model_inputs), batch.stands_in) for batch in batches]
 
 

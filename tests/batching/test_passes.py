@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.exchange import Alone, Exchange
+from holdfast.data.batches.ranks import Alone, Ranks
 from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
@@ -90,8 +90,8 @@ def test_rows_that_are_dropped_for_their_length_are_counted_by_their_tokens() ->
     """Of 20 rows every third gives nothing, so 13 are left: four batches, on one rank and on three."""
     rows = [row | {"dropped": row["number"] % 3 == 0} for row in numbered(20)]
 
-    def steps(exchange: Exchange) -> tuple[int | None, int]:
-        found = stream(from_rows(rows, "rows"), limits=StreamLimits(passes=1), overlong="drop", exchange=exchange)
+    def steps(ranks: Ranks) -> tuple[int | None, int]:
+        found = stream(from_rows(rows, "rows"), limits=StreamLimits(passes=1), overlong="drop", ranks=ranks)
         found.count_rows(tokens=True)
         return found.steps_per_epoch(), found.rows_tokenised
 

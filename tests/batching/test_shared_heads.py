@@ -15,10 +15,16 @@ from torch.testing import assert_close
 from holdfast.data.batches.packing import CommonStart, pack, unpack
 from holdfast.data.batches.planning import plan_units, saves_work, taken_apart
 from holdfast.data.batches.weights import Share
-from holdfast.models.attention import PACKED, Documents, key_places, packed_attention, register_attention
-from holdfast.models.family import family_of
-from holdfast.models.policy import PolicyModel, predictors
-from holdfast.models.routers import RouterLoss
+from holdfast.models.heads.policy import PolicyModel, predictors
+from holdfast.models.layers.attention import (
+    PACKED,
+    Documents,
+    key_places,
+    packed_attention,
+    register_attention,
+)
+from holdfast.models.layers.family import family_of
+from holdfast.models.layers.routers import RouterLoss
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, Example, LossSum
 from tests.models.architectures import SETTINGS, strong_model, twin

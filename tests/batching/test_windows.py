@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.batches.exchange import Alone
+from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from tests.batching.sources import Forward, numbered
@@ -46,18 +46,18 @@ class Counted(Alone):
 @pytest.mark.parametrize("tokens", [1, 90])
 def test_windows_are_cut_with_few_questions_and_little_read_twice(tokens: int) -> None:
     """Documents far shorter or longer than a window: how many rows fill a batch is learned from the first."""
-    exchange = Counted()
+    ranks = Counted()
     rows = [row | {"tokens": tokens + row["number"] % 2} for row in numbered(3000)]
-    found = stream(from_rows(rows, "rows"), exchange=exchange, **(WRAPPED | {"batch_size": 32}))
+    found = stream(from_rows(rows, "rows"), ranks=ranks, **(WRAPPED | {"batch_size": 32}))
     found.next(0)
-    exchange.gathered = before = 0
+    ranks.gathered = before = 0
     before = found.rows_tokenised
 
     served = [found.next(step) for step in range(1, 6)]
 
     used = len(set().union(*(held(batch) for batch in served)))
     assert found.rows_tokenised - before <= 1.1 * used + 2 * 5
-    assert exchange.gathered <= 4 * 5
+    assert ranks.gathered <= 4 * 5
 
 
 def test_rows_read_too_early_are_counted_once() -> None:

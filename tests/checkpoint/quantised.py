@@ -25,7 +25,7 @@ from holdfast.config.sections.optim import (
 )
 from holdfast.optim.state import collect
 from holdfast.optim.wrapped import placed_like
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -126,7 +126,7 @@ def built(world: World, kind: str, *, seed: int = 0, middle: int = 66) -> tuple[
         shard(world, toy)
         if kind == "own":
             return toy, ScaledMomentum(list(toy.parameters()), 0.01)
-        return toy, optimizer_of(CONFIGS[kind], Path(), sharded_parameters(toy), ProcessExchange())
+        return toy, optimizer_of(CONFIGS[kind], Path(), sharded_parameters(toy), RankGroup())
 
 
 def steps(world: World, toy: Toy, optimizer: Optimizer, numbers: Sequence[int]) -> None:

@@ -160,10 +160,10 @@ from holdfast.checkpoint.keep.retention import Retention
 from holdfast.checkpoint.session import Session
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 print("started", os.getpid())
 model = torch.nn.Linear(3, 3)
-session = Session(LocalStorage(Path(sys.argv[1])), ProcessExchange(), "run", Retention(), background=True)
+session = Session(LocalStorage(Path(sys.argv[1])), RankGroup(), "run", Retention(), background=True)
 session.save(take(model), 1)
 print("saved", session.collect().manifest.step)
 """

@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.keep.retention import Retention
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.session import Session
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.saving.save_in_flight import wait_for_all
 from tests.checkpoint.cases import build, optimizer_of, step
@@ -115,7 +115,7 @@ def save_waited_for(world: World, storage: SlowStorage, minutes: float, slack_se
     step(world, toy, optimizer, 1)
     storage.seconds *= world.is_first
     session = session_of(storage, world, seconds=60, background=False)
-    session.patience = lambda: wait_for_all(ProcessExchange(), session, minutes, slack_seconds)
+    session.patience = lambda: wait_for_all(RankGroup(), session, minutes, slack_seconds)
     assets = {f"file-{number}.json": b"{}" for number in range(20)} if world.is_first else {}
     session.save(take(toy, optimizer, assets=assets), 1)
     session.collect()
@@ -161,7 +161,7 @@ def test_a_save_that_was_given_up_is_never_published(tmp_path: Path, background:
     """Without a copy its tensors would be of a later step by then, under the name and the hashes of the earlier one."""
     free, model = threading.Event(), torch.nn.Linear(2, 2)
     storage = HangsWhileItStages(tmp_path, free)
-    session = Session(storage, ProcessExchange(), "run", Retention(), background=background)
+    session = Session(storage, RankGroup(), "run", Retention(), background=background)
     session.patience = session.abandon
 
     session.save(take(model), 1, wait=True)

@@ -24,7 +24,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after
 from tests.checkpoint.damage import Touch, rewrite_manifest
@@ -194,7 +194,7 @@ def load_each_flip(world: World, directory: str, count: int) -> tuple[Counter[st
         dist.barrier()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) // 1024
     untouched = contents(toy, optimizer) == before
-    choice = newest_verified(LocalStorage(Path(directory)), ProcessExchange())
+    choice = newest_verified(LocalStorage(Path(directory)), RankGroup())
     return found, untouched, grown, [] if choice is None else [choice.name, choice.words]
 
 

@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.verification import read_manifest, verify_checkp
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.faulty import FlippingStorage, ForgetfulStorage, MoodyStorage, UnopenableStorage
@@ -55,7 +55,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def chosen(storage: MoodyStorage) -> str:
     """Return what a run would continue from, having used up every fault and renamed nothing."""
-    choice = newest_verified(storage, ProcessExchange())
+    choice = newest_verified(storage, RankGroup())
     assert choice is not None
     assert storage.failures == 0
     assert storage.renamed == []
@@ -72,7 +72,7 @@ def test_a_manifest_that_differs_from_read_to_read_is_refused_and_not_put_aside(
     storage = FlippingStorage(run, MANIFEST, failures=100)
 
     with pytest.raises(CheckpointUnreadable, match=r"manifest\.json has other bytes each time it is read"):
-        newest_verified(storage, ProcessExchange())
+        newest_verified(storage, RankGroup())
 
     assert storage.renamed == []
 
@@ -112,7 +112,7 @@ def test_a_question_that_never_gets_an_answer_is_refused_and_nothing_put_aside(
     storage = ForgetfulStorage(run, question, what, failures=100, number=errno.ESTALE)
 
     with pytest.raises(CheckpointUnreadable, match="Nothing is known of its bytes; try again when the file system"):
-        newest_verified(storage, ProcessExchange())
+        newest_verified(storage, RankGroup())
 
     assert storage.renamed == []
 
@@ -138,7 +138,7 @@ def listing() -> _Listing:
 def test_a_directory_that_cannot_be_listed_once_is_listed_again(run: Path, listing: _Listing) -> None:
     listing.place, listing.failures = str(run / NEWEST / "dcp"), 1
 
-    choice = newest_verified(LocalStorage(run), ProcessExchange())
+    choice = newest_verified(LocalStorage(run), RankGroup())
 
     assert choice is not None
     assert choice.words == "resuming from step 3, verified in 6 files"
@@ -150,7 +150,7 @@ def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(run: Pa
 
     try:
         with pytest.raises(CheckpointUnreadable, match=f"{NEWEST} cannot be read: Input/output error"):
-            newest_verified(LocalStorage(run), ProcessExchange())
+            newest_verified(LocalStorage(run), RankGroup())
     finally:
         listing.failures = 0
 
@@ -174,7 +174,7 @@ def test_a_shard_that_cannot_be_opened_is_not_called_damaged(run: Path, look: Ca
 
 def choose_with_a_fault_on_rank_0(world: World, run: str, question: str, what: str) -> None:
     failures = 100 if world.rank == 0 else 0
-    newest_verified(ForgetfulStorage(Path(run), question, what, failures, errno.ESTALE), ProcessExchange())
+    newest_verified(ForgetfulStorage(Path(run), question, what, failures, errno.ESTALE), RankGroup())
 
 
 @pytest.mark.parametrize(("question", "what"), [("exists", MANIFEST), ("size", SHARD), ("names", "")])

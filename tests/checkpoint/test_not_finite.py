@@ -15,7 +15,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.cli.main import app
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of
 
@@ -42,7 +42,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def choose(world: World, run: str, not_finite: bool) -> tuple[str, str]:
-    choice = newest_verified(LocalStorage(Path(run)), ProcessExchange(), not_finite=not_finite)
+    choice = newest_verified(LocalStorage(Path(run)), RankGroup(), not_finite=not_finite)
     return ("", "") if choice is None else (choice.name, choice.words)
 
 

@@ -22,7 +22,7 @@ from holdfast.checkpoint.place import object_lease
 from holdfast.checkpoint.place.object_lease import ObjectLease, machine
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.cli.checkpoint import pruned
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, save_after
 from tests.crash.runs import values_of
@@ -190,7 +190,7 @@ def save_beside_leftovers(world: World, url: str, variables: dict[str, str]) -> 
     if world.is_first:
         storage.put_new("step-00000001/dcp/__0_0.distcp", b"half")
         storage.put_new("step-00000001/dcp/__7_0.distcp", b"half")
-    ProcessExchange().gather(None)
+    RankGroup().gather(None)
     checkpoint.save(f"{url}/step-00000001", build(world))
     return storage.names()
 

@@ -16,7 +16,7 @@ from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import put_aside, remove_leftovers, steps
 from holdfast.checkpoint.place.layout import QUARANTINE
 from holdfast.checkpoint.place.storage import Storage, open_storage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, load_into_other, save_after
 from tests.crash.runs import log_of, values_of
@@ -156,7 +156,7 @@ def save_two_and_choose(world: World, url: str, variables: dict[str, str]) -> tu
     weight.data.to_local()[:] = float("nan")  # type: ignore[union-attr, operator]
     checkpoint.save(f"{url}/step-00000002", toy)
     storage = open_storage(url)
-    choice = newest_verified(storage, ProcessExchange())
+    choice = newest_verified(storage, RankGroup())
     assert choice is not None
     weight.data.to_local()[:] = 1.0  # type: ignore[union-attr, operator]
     checkpoint.save(f"{url}/step-00000002", toy)

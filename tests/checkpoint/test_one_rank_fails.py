@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from holdfast.checkpoint.format.manifest import About
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.save.writer import commit
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, refused_save, step
 
@@ -99,7 +98,7 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(
 
 def commit_on_odd_storage(world: World, directory: Path, where: str) -> None:
     toy = build(world)
-    ranks = ProcessExchange(timedelta(minutes=TIMEOUT_MINUTES))
+    ranks = RankGroup(TIMEOUT_MINUTES)
     storage = OddStorage(directory, where=where if world.rank == 1 or where == "free bytes" else "")
     commit(take(toy), storage, About("run", 1), ranks)
 

@@ -15,7 +15,7 @@ from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.layout import QUARANTINE
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.save.writer import _bytes_to_write
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build
 from tests.crash.cases import session_of
@@ -101,7 +101,7 @@ def bytes_counted(world: World, replicate: int) -> tuple[int, int]:
     if replicate:
         shard(world, toy, replicate=replicate, shard=world.size // replicate)
     snapshot = take(toy, None)
-    ranks = ProcessExchange()
+    ranks = RankGroup()
     counted = sum(ranks.gather(_bytes_to_write(snapshot, first=world.is_first)))
     return counted, sum(_bytes(tensor) for tensor in snapshot.tensors.values())
 

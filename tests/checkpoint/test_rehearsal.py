@@ -18,7 +18,7 @@ from holdfast.checkpoint.save.rehearsal import RehearsalReport, Room, run_rehear
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.characters import character_tokenizer
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
 from holdfast.training.build.begin import Live
@@ -70,7 +70,7 @@ class FullLater(LocalStorage):
 
 def rehearse_on_full_disk(world: World, root: str, steps: int) -> None:
     toy = build(world)
-    run_rehearsal(FullLater(Path(root)), toy, optimizer_of(toy), ProcessExchange(), trained_steps=steps)
+    run_rehearsal(FullLater(Path(root)), toy, optimizer_of(toy), RankGroup(), trained_steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,7 @@ def test_a_rehearsal_says_what_was_trained_before_it(
 def rehearse_at(world: World, roots: list[str], keep: int = 3) -> RehearsalReport:
     """Rehearse with a root of this rank's own."""
     toy = build(world)
-    return run_rehearsal(
-        LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), ProcessExchange(), room=Room(keep)
-    )
+    return run_rehearsal(LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), RankGroup(), room=Room(keep))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="18-directory that is not one for all ranks")])

@@ -28,7 +28,7 @@ from holdfast.checkpoint.keep.retention import (
 )
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, save_after, step
 from tests.crash.cases import session_of
@@ -211,7 +211,7 @@ def test_what_killed_saves_and_deletions_left_is_ignored_then_cleared(four: Loca
     (four.path(name) / "dcp" / "__0_0.distcp").write_bytes(b"half")
     four.make(".quarantine-step-00000000-abc")
 
-    choice = newest_verified(four, ProcessExchange())
+    choice = newest_verified(four, RankGroup())
     remove_leftovers(four)
     deadline_names = _wait_until_gone(four, name)
 

@@ -27,7 +27,7 @@ from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.load.reader import load
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.damage import rewrite_manifest
 from tests.crash.processes import run_doomed
@@ -70,7 +70,7 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
         with torch.no_grad():
             model.weight.fill_(step)
         checkpoint.save(f"{directory}/step-0000000{step}", model, None)
-    storage, ranks = LocalStorage(Path(directory)), ProcessExchange()
+    storage, ranks = LocalStorage(Path(directory)), RankGroup()
 
     def resume() -> Any:
         with torch.no_grad():

@@ -13,8 +13,8 @@ import pytest
 from holdfast.checkpoint.keep import find
 from holdfast.checkpoint.load import reader
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.optim.tagged import decode
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.optim.tagged_json import decode
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of, save_after
 from tests.crash.faulty import FlippingFileStorage, FlippingStorage
@@ -55,7 +55,7 @@ def load(world: World, storage: LocalStorage, between: Callable[[], object]) -> 
     """Verify, let something happen, load; return what is there then, or the error and whether all stayed as it was."""
     toy = build(world, seed=1)
     optimizer = optimizer_of(toy)
-    before, ranks = contents(toy, optimizer), ProcessExchange()
+    before, ranks = contents(toy, optimizer), RankGroup()
     manifest = reader.verified_manifest(storage, STEP, ranks)
     ranks.gather(None)
     between()

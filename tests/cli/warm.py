@@ -22,7 +22,7 @@ from typing import Any
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
-if "holdfast.rewards.worker" in sys.argv:  # it speaks through its input, and must not have torch imported
+if "holdfast.rewards.serving.worker" in sys.argv:  # it speaks through its input, and must not have torch imported
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})

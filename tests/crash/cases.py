@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from holdfast.checkpoint.keep.retention import Retention, remove_leftovers, step
 from holdfast.checkpoint.load import reader
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.checkpoint.session import Session
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of
 from tests.crash.faulty import KillingStorage, die
@@ -57,7 +56,7 @@ def straight(world: World) -> tuple[dict[int, dict[str, Any]], dict[int, float]]
 
 def session_of(storage: Storage, world: World, *, seconds: float = 30.0, **options: Any) -> Session:
     """Return a session that keeps two checkpoints."""
-    ranks = ProcessExchange(timedelta(seconds=seconds))
+    ranks = RankGroup(seconds / 60)
     return Session(storage, ranks, "run", Retention(last=2), **options)
 
 
@@ -110,7 +109,7 @@ def go_on(world: World, toy: Toy, optimizer: torch.optim.Optimizer, done: int) -
 def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]]:
     """Choose and load as a new start does, in each directory, and go on; return what was found and the losses."""
     found = []
-    ranks = ProcessExchange(timedelta(seconds=60))
+    ranks = RankGroup(1)
     for directory in directories:
         storage = LocalStorage(directory)
         toy = build(world, seed=1)

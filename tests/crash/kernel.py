@@ -44,8 +44,8 @@ def _refuse(conditions: list[tuple[int, int]], error: int) -> None:
 
 def refuse_to_exchange() -> None:
     """Refuse to exchange two names, as a file system that cannot does; other renames work."""
-    exchange = 2
-    _refuse([(_CALL, _number("renameat2")), (_FLAGS, exchange)], errno.EINVAL)
+    ranks = 2
+    _refuse([(_CALL, _number("renameat2")), (_FLAGS, ranks)], errno.EINVAL)
 
 
 def refuse_to_sync() -> None:

@@ -25,8 +25,8 @@ from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.save.writer import SAVE_PHASES
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.models.build import blueprint
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.build.model import blueprint
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training import directory as run_directory
 from holdfast.training.build.model import build_policy
@@ -78,7 +78,7 @@ def test_power_loss_after_a_save_returned_keeps_the_checkpoint(
         unsynced = remains / "unsynced"
         lost = not unsynced.exists() or unsynced.read_bytes() != b"x" * 100_000
         storage = LocalStorage(remains / "run" / "checkpoints")
-        choice = newest_verified(storage, ProcessExchange())
+        choice = newest_verified(storage, RankGroup())
     finally:
         unmount(remains)
 
@@ -169,11 +169,11 @@ def test_power_loss_after_a_pin_keeps_it(tmp_path: Path, disk: tuple[Path, Path]
 
 def export_a_model(world: World, directory: Path) -> None:
     config = from_mapping(tree("(nowhere)"), SFTConfig)
-    exchange = ProcessExchange()
+    ranks = RankGroup()
     origin = blueprint(config.model, Path(), seed=0)
-    policy, _ = build_policy(config, origin, world, exchange)
+    policy, _ = build_policy(config, origin, world, ranks)
     texts = {"holdfast.yaml": "steps: 4"}
-    export(policy, origin, directory, exchange, largest_file_bytes=20_000, extra_files=texts)
+    export(policy, origin, directory, ranks, largest_file_bytes=20_000, extra_files=texts)
 
 
 def save_and_photograph(world: World, directory: Path, image: Path, photos: Path, background: bool) -> None:

@@ -16,7 +16,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError, ModelError
-from holdfast.models.vision import image_side, load_image_processor
+from holdfast.models.source.vision import image_side, load_image_processor
 from tests.vision import KINDS, MARKS, MIXTURE, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
 
 GRIDS = [*(kind for kind in KINDS if "qwen" in kind), MIXTURE]

@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -40,7 +40,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str
         mine = [(each.sample_id, tuple(each.prompt_tokens), tuple(each.completion_tokens)) for each in samples]
         values = [even_share(each) for each in samples]
         told = [(*each, value) for each, value in zip(mine, values, strict=True)]
-        sampled.append(sorted(item for part in run.exchange.gather(told) for item in part))
+        sampled.append(sorted(item for part in run.ranks.gather(told) for item in part))
         return [Scored(value, {"exact": value}) for value in values]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))

@@ -66,7 +66,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
     placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
     held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
     everyone = [
-        {number: text for part in run.exchange.gather(of_step) for number, text in part.items()} for of_step in texts
+        {number: text for part in run.ranks.gather(of_step) for number, text in part.items()} for of_step in texts
     ]
     return {
         "lines": lines,
@@ -107,7 +107,7 @@ def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: 
     """Make a step, spoil the teacher's server, and make another."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     distill_step(run)
-    run.exchange.gather(None)
+    run.ranks.gather(None)
     Path(faults).write_text(fault)
     distill_step(run)
 

@@ -15,7 +15,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
-from holdfast.models.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -105,7 +105,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
             (sample.sample_id, tuple(sample.prompt_tokens), tuple(sample.completion_tokens), sample.finish, value)
             for sample, value in zip(samples, values, strict=True)
         ]
-        seen.append(sorted(item for part in run.exchange.gather(mine) for item in part))
+        seen.append(sorted(item for part in run.ranks.gather(mine) for item in part))
         return [Scored(value, {"exact": value}, drop="sample" if value is None else None) for value in values]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
@@ -200,7 +200,7 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[
 
     def score(samples: Sequence[Sample]) -> list[Scored]:
         mine = [(sample.sample_id, tuple(sample.completion_tokens)) for sample in samples]
-        seen.append(sorted(item for part in run.exchange.gather(mine) for item in part))
+        seen.append(sorted(item for part in run.ranks.gather(mine) for item in part))
         return [Scored(even_share(sample), {"exact": even_share(sample)}) for sample in samples]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))

@@ -40,8 +40,8 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
     try:
-        shared = dict(live_tensors(run.policy, run.exchange, torch.float64))
-        common = common_bytes(run.policy, run.exchange, torch.float64)
+        shared = dict(live_tensors(run.policy, run.ranks, torch.float64))
+        common = common_bytes(run.policy, run.ranks, torch.float64)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     told: Told = {
@@ -66,16 +66,16 @@ def local_parts(run: Any) -> list[torch.Tensor]:
 def mapped_of(run: Any, dtype: torch.dtype) -> int:
     """Return the bytes that ranks share more of while weights are used in a dtype."""
     before = mapped_weights()
-    found = dict(live_tensors(run.policy, run.exchange, dtype))
+    found = dict(live_tensors(run.policy, run.ranks, dtype))
     assert found
     return mapped_weights() - before
 
 
 def seen_by_others(world: World) -> list[int]:
     """Return what a rank reads in memory into which every rank wrote its number."""
-    from holdfast.parallel.collectives import ProcessExchange
+    from holdfast.parallel.collectives import RankGroup
 
-    memory = shared_bytes(world.size + 64, ProcessExchange())
+    memory = shared_bytes(world.size + 64, RankGroup())
     assert memory is not None
     memory[64 + world.rank] = world.rank + 1
     dist.barrier()
@@ -84,21 +84,21 @@ def seen_by_others(world: World) -> list[int]:
 
 def foreign(world: World) -> list[bool]:
     """Return whether ranks share memory that one of them takes to be longer, and then that of one length."""
-    from holdfast.parallel.collectives import ProcessExchange
+    from holdfast.parallel.collectives import RankGroup
 
-    exchange = ProcessExchange()
-    return [shared_bytes(4096 + (world.rank == 1), exchange) is not None, shared_bytes(4096, exchange) is not None]
+    ranks = RankGroup()
+    return [shared_bytes(4096 + (world.rank == 1), ranks) is not None, shared_bytes(4096, ranks) is not None]
 
 
 def with_small_files(world: World, count: int) -> list[bool]:
     """Return whether ranks share memory that is longer than a file of rank 0 may be, and then as long."""
-    from holdfast.parallel.collectives import ProcessExchange
+    from holdfast.parallel.collectives import RankGroup
 
-    exchange, limits = ProcessExchange(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ranks, limits = RankGroup(), resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.rank == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (count, limits[1]))
     try:
-        return [shared_bytes(size, exchange) is not None for size in (count + 1, count)]
+        return [shared_bytes(size, ranks) is not None for size in (count + 1, count)]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,7 +13,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.adapters import adapters_off
+from holdfast.models.adapters.live import adapters_off
 from holdfast.parallel.host_copy import live_tensors
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
@@ -42,7 +42,7 @@ def probe(policy: Any) -> torch.Tensor:
 def merged(training: Any) -> dict[str, torch.Tensor]:
     """Return the matrices that an engine gets."""
     dtype = getattr(torch, training.plan.compute_dtype)
-    return {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.exchange, dtype)}
+    return {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.ranks, dtype)}
 
 
 def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:

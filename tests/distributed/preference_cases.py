@@ -17,7 +17,7 @@ from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor

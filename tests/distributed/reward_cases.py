@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.evaluation import evaluate_run
@@ -21,7 +22,6 @@ from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.reward_model import SharedRewardModel, open_reward_model
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.run import StepAbandoned
-from holdfast.training.together import open_exchange
 
 
 def score(world: World, tree: dict[str, Any], calls: Sequence[Sequence[Sequence[Sample]]]) -> list[list[Scored]]:
@@ -37,7 +37,7 @@ def look(world: World, tree: dict[str, Any], of_ranks: Sequence[int]) -> dict[st
     (section,) = config.reward
     assert isinstance(section, ModelRewardConfig)
     with contextlib.redirect_stdout(said):
-        model = open_reward_model(section, config, Path.cwd(), world, open_exchange(config))
+        model = open_reward_model(section, config, Path.cwd(), world, RankGroup(config.launch.timeout_minutes))
     assert isinstance(model, SharedRewardModel)
     parts = [local_part(value.detach()) for value in sharded_parameters(model.model).values()]
     passes: list[None] = []

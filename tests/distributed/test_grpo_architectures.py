@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.models.family import reader_of
+from holdfast.models.layers.family import reader_of
 from tests.distributed import grpo_cases
 from tests.models.directories import BLIND, KINDS, write_directory
 

@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.checkpoint.inspect.compare import differences
 from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
-from holdfast.optim.following import Following
+from holdfast.optim.reference_ema import Following
 from holdfast.parallel.plan import ShardPlan, ShardUnit
 from holdfast.training.scorers.reference import alternatives, choose_place
 from tests.distributed.critic_cases import live_run, saved

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.expert_choices import CHOICES_COLUMN
-from holdfast.models.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Scored
 from holdfast.training.build.begin import Live

@@ -20,8 +20,8 @@ from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.metrics.sink import read_metrics
+from holdfast.models.heads.reward_model import RewardModel
 from holdfast.models.names import canonical_name
-from holdfast.models.reward_model import RewardModel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor

@@ -17,7 +17,7 @@ RANK = """
     from pathlib import Path
     from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.pool import RewardPool
+    from holdfast.rewards.processes.pool import RewardPool
 
     here = Path(os.environ["TEST_DIR"])
     def noted(pid):
@@ -58,7 +58,7 @@ def test_detached_children_of_rewards_do_not_outlive_a_launcher(ground: Ground, 
     launcher = subprocess.Popen(command, env=ground.environ, stderr=subprocess.DEVNULL)
     try:
         ground.wait_for((ground.path / "started").exists, 60)
-        assert len(set(ground.alive())) == 6, "rank, keeper, worker, three children"
+        assert len(set(ground.alive())) == 6, "rank, supervisor, worker, three children"
 
         launcher.send_signal(number)
         launcher.wait(30)

@@ -13,11 +13,11 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.check.forward import check_forward
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.names import tied_names
-from holdfast.models.policy import PolicyModel
-from holdfast.models.selfcheck import check_forward
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -31,7 +31,7 @@ def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -
     tree = {"steps": 1, "seed": seed, "model": model, "data": {"path": "rows", "batch_size": 4}}
     config = from_mapping(tree | sections, SFTConfig)
     origin = blueprint(config.model, Path.cwd(), seed=config.seed)
-    policy, _ = build_policy(config, origin, world, ProcessExchange())
+    policy, _ = build_policy(config, origin, world, RankGroup())
     return policy, origin
 
 
@@ -42,7 +42,7 @@ def import_and_export(
     policy, origin = build(world, {"path": source} | (options or {}))
     held = sum(local_part(value).nbytes for value in sharded_parameters(policy).values())
     whole = sum(value.numel() * value.element_size() for value in sharded_parameters(policy).values())
-    export(policy, origin, Path(target), ProcessExchange(), largest_file_bytes=largest_file_bytes)
+    export(policy, origin, Path(target), RankGroup(), largest_file_bytes=largest_file_bytes)
     return {"held": held, "whole": whole}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from holdfast.models.policy import PolicyModel
-from holdfast.models.selfcheck import Sides
-from holdfast.models.witness import witness_of
+from holdfast.models.check.forward import Sides
+from holdfast.models.check.witness import witness_of
+from holdfast.models.heads.policy import PolicyModel
 
 
 def sides_of(policy: PolicyModel, dtype: torch.dtype = torch.float32, files: Any = None) -> Sides:

@@ -13,10 +13,15 @@ from torch.testing import assert_close
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ModelError
-from holdfast.models.attention import PACKED, Documents, packed_attention, register_attention
-from holdfast.models.family import family_of
-from holdfast.models.policy import PolicyModel
-from holdfast.models.selfcheck import check_forward
+from holdfast.models.check.forward import check_forward
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.layers.attention import (
+    PACKED,
+    Documents,
+    packed_attention,
+    register_attention,
+)
+from holdfast.models.layers.family import family_of
 from holdfast.types import Batch, Example, Scores
 from tests.models.architectures import RECURRENT, SETTINGS, fresh, strong_model, twin
 from tests.models.sides import sides_of

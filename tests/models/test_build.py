@@ -13,11 +13,11 @@ from torch import nn
 from holdfast.config.sections.model import ModelConfig, UnfreezeConfig
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.attention import PACKED
-from holdfast.models.build import Blueprint, blueprint
-from holdfast.models.configuration import sub_configs
-from holdfast.models.freezing import freeze
+from holdfast.models.build.freezing import freeze
+from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.layers.attention import PACKED
 from holdfast.models.names import POLICY_PREFIX
+from holdfast.models.source.configuration import sub_configs
 from holdfast.parallel.shards import check_buffers
 from tests.models.architectures import strong_model
 from tests.models.cases import whole_parameters
@@ -203,7 +203,7 @@ DROPPING: dict[str, dict[str, Any]] = {
 def two_forwards(kind: str, *, dropout: bool) -> tuple[torch.Tensor, torch.Tensor]:
     from transformers import AutoConfig
 
-    from holdfast.models.policy import PolicyModel
+    from holdfast.models.heads.policy import PolicyModel
     from holdfast.parallel.shards import materialise
 
     values = {"model_type": kind} | DROPPING[kind]
@@ -385,7 +385,7 @@ def test_a_mixture_of_experts_runs_in_float64(tmp_path: Path) -> None:
 
 
 def test_a_model_in_memory_is_copied_and_left_as_it_is() -> None:
-    from holdfast.models.policy import PolicyModel
+    from holdfast.models.heads.policy import PolicyModel
     from holdfast.parallel.shards import materialise
 
     live = strong_model("mixtral", attention_dropout=0.25)

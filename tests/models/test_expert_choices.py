@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.errors import ModelError
-from holdfast.models.expert_choices import ChoicesToFollow, column, why_not_replayed
-from holdfast.models.routers import routers_of
+from holdfast.models.layers.expert_choices import ChoicesToFollow, column, why_not_replayed
+from holdfast.models.layers.routers import routers_of
 from tests.models.architectures import SETTINGS, strong_model
 from tests.tiny import tiny_model
 

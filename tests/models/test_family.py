@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.models.attention import head_sizes, pads_branches
-from holdfast.models.family import backbone_of, reader_of
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.layers.attention import head_sizes, pads_branches
+from holdfast.models.layers.family import backbone_of, reader_of
 from holdfast.models.names import canonical_name, named_parameters
-from holdfast.models.policy import PolicyModel
 from tests.models.architectures import OTHERS, SETTINGS
 from tests.models.directories import BLIND, KINDS, model_of
 from tests.tiny import tiny_model

@@ -15,11 +15,11 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.lora import LoRAConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ModelError
-from holdfast.models.adapter_files import AdapterFile, check_base
-from holdfast.models.origin import files_mark, same_files
+from holdfast.models.adapters.files import AdapterFile, check_base
+from holdfast.models.source.origin import files_mark, same_files
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.fingerprints import mark_once, with_marks_of_now
-from holdfast.training.together import open_exchange
 
 MIB = 2**20
 
@@ -107,9 +107,9 @@ def test_adapters_are_refused_beside_a_base_that_differs_inside(tmp_path: Path) 
 def bytes_read(world: World, directory: str) -> tuple[int, str]:
     """Return what this rank read from files for the mark, by the system's count, and the mark."""
     tree = {"steps": 1, "model": {"path": directory}, "data": {"path": "rows"}}
-    exchange = open_exchange(from_mapping(tree, SFTConfig))
+    ranks = RankGroup(from_mapping(tree, SFTConfig).launch.timeout_minutes)
     before = _read()
-    mark_once(Path(directory), exchange)
+    mark_once(Path(directory), ranks)
     mark = files_mark(Path(directory))
     return _read() - before, mark
 

@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ModelError
-from holdfast.models.origin import refuse_others_than_files
-from holdfast.models.safetensors_files import INDEX, SINGLE, StoredTensors, read_header, weight_files
+from holdfast.models.source.origin import refuse_others_than_files
+from holdfast.models.weights.safetensors_files import (
+    INDEX,
+    SINGLE,
+    StoredTensors,
+    read_header,
+    weight_files,
+)
 from tests.checkpoint.mutations import bind
 
 DATA = bytes(64)

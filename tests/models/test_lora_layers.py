@@ -8,9 +8,9 @@ import pytest
 
 from holdfast.config.sections.lora import LoRAConfig
 from holdfast.errors import ModelError
-from holdfast.models.adapters import adapters_of
-from holdfast.models.lora import add_adapters
-from holdfast.models.whole_modules import whole_modules
+from holdfast.models.adapters.live import adapters_of
+from holdfast.models.adapters.lora import add_adapters
+from holdfast.models.adapters.whole_modules import whole_modules
 from tests.models.architectures import settings_of
 from tests.tiny import tiny_model
 

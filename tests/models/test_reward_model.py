@@ -21,8 +21,8 @@ from holdfast.config.sections.reward import (
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ConfigError, ModelError
-from holdfast.models.reward_model import RewardModel, TextScorer
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.heads.reward_model import RewardModel, TextScorer
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
@@ -62,7 +62,7 @@ def scorer_of(sections: list[Reward], place: Path) -> RewardScorer:
     world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
     config = from_mapping(settings("none"), GRPOConfig)
     models = {
-        section.label: open_reward_model(section, config, place, world, ProcessExchange())
+        section.label: open_reward_model(section, config, place, world, RankGroup())
         for section in sections
         if isinstance(section, ModelRewardConfig)
     }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from holdfast.models.rotary import rotary_boundaries
+from holdfast.models.layers.rotary import rotary_boundaries
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 LONGROPE = {

@@ -15,7 +15,7 @@ from holdfast.config.sections.router import (
     SequenceRouterLoss,
 )
 from holdfast.errors import ModelError
-from holdfast.models.routers import RouterLoss, choose_router_loss, routers_of
+from holdfast.models.layers.routers import RouterLoss, choose_router_loss, routers_of
 from tests.models.architectures import SETTINGS, strong_model
 from tests.tiny import tiny_model
 

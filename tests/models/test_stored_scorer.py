@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, LlamaForSequenceClassification
 
 from holdfast.errors import ModelError
-from holdfast.models.family import family_of
-from holdfast.models.scorer import StoredScoreModel
-from holdfast.models.selfcheck import check_forward
+from holdfast.models.check.forward import check_forward
+from holdfast.models.heads.scorer import StoredScoreModel
+from holdfast.models.layers.family import family_of
 from tests.models.sides import sides_of
 from tests.tiny import COMMON
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from holdfast.models.heads.student import distilled
 from holdfast.models.scores import HeadSpec, HeadWeights
-from holdfast.models.student import distilled
 from holdfast.objectives.divergences import Distillation
 from tests.models.test_scores import draw, leaves, plain
 from tests.oracle import distillation as oracle
@@ -128,7 +128,7 @@ MEASURE = """
 import json, torch
 from pathlib import Path
 from holdfast.models.scores import HeadWeights, HeadSpec
-from holdfast.models.student import distilled
+from holdfast.models.heads.student import distilled
 from holdfast.objectives.divergences import Distillation
 
 def peak():

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tasks.characters import character_tokenizer
-from holdfast.models.origin import load_tokenizer
+from holdfast.models.source.origin import load_tokenizer
 from tests.tiny import tiny_directory
 
 

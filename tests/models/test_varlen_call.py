@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from holdfast.models.attention import Documents, flash_call, flash_takes, packed_attention
+from holdfast.models.layers.attention import Documents, flash_call, flash_takes, packed_attention
 
 LENGTHS = (4, 4, 7)
 HEADS, KEY_HEADS, SIZE = 4, 2, 8

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.attention import PACKED, register_attention
-from holdfast.models.family import family_of
-from holdfast.models.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.layers.attention import PACKED, register_attention
+from holdfast.models.layers.family import family_of
 from holdfast.objectives.base import Objective, Tokens, scored_tokens
 from holdfast.types import Batch, Example, LossSum, Scores
 from tests.models.architectures import twin

@@ -17,9 +17,9 @@ from torch.testing import assert_close
 import holdfast.objectives
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.attention import PACKED, register_attention
-from holdfast.models.family import family_of
-from holdfast.models.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.layers.attention import PACKED, register_attention
+from holdfast.models.layers.family import family_of
 from holdfast.objectives.base import Tokens, scored_tokens
 from holdfast.objectives.divergences import BothLikelihoods, SampledReverseKL
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood, supervised_sums

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.optim.inert import inert_state
+from holdfast.optim.state_template import inert_state
 from tests.optim.own import Momentum
 
 

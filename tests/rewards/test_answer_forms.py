@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.rewards.mathematics import MathReward, final_answer
+from holdfast.rewards.functions.mathematics import MathReward, final_answer
 
 NUMBERS = [
     ("18", "18"),

@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.config.sections.reward import CodeConfig
 from holdfast.rewards.base import Sample
-from holdfast.rewards.code import CodeReward
-from holdfast.rewards.confinement import is_possible
-from holdfast.rewards.folders import remove_tree
+from holdfast.rewards.code.reward import CodeReward
+from holdfast.rewards.processes.confinement import is_possible
+from holdfast.rewards.processes.folders import remove_tree
 from tests.rewards.conftest import Start, sample
 
 TESTS = ["assert solve(2) == 4", "assert solve(3) == 9"]
@@ -178,7 +178,7 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "tree").exists()
 
 
-def test_what_code_detaches_ends_with_it_without_a_keeper(tmp_path: Path) -> None:
+def test_what_code_detaches_ends_with_it_without_a_supervisor(tmp_path: Path) -> None:
     code = f"""
 import os, subprocess
 if os.fork() == 0:
@@ -195,7 +195,7 @@ while not os.path.exists({str(tmp_path / "pid")!r}) or not open({str(tmp_path / 
 
 
 def test_a_killed_worker_leaves_no_folder(start: Start, tmp_path: Path) -> None:
-    """Its keeper removes it; this one is killed while its code runs."""
+    """Its supervisor removes it; this one is killed while its code runs."""
     pool = start("", CodeConfig(timeout_seconds=600.0), workers=1, step_timeout_seconds=2)
 
     found = pool.score([sample(fenced("while True: pass"), 0, tests="pass")])
@@ -204,6 +204,6 @@ def test_a_killed_worker_leaves_no_folder(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_judge_starts_without_heavy_imports() -> None:
-    code = "import sys, holdfast.rewards.code_judge; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, holdfast.rewards.code.judge; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.sections.reward import FormatConfig, RewardPoolConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.rewards.pool import RewardPool
+from holdfast.rewards.processes.pool import RewardPool
 from tests.rewards.conftest import Start, is_alive, sample, samples, user, wait_for
 
 SLEEPS = """
@@ -375,7 +375,7 @@ def test_a_sample_whose_worker_is_killed_twice_is_dropped(start: Start, tmp_path
     assert len(noted(tmp_path)) == 2
 
 
-def test_the_death_of_the_keeper_stops_the_run_with_a_sentence(start: Start, tmp_path: Path) -> None:
+def test_the_death_of_the_supervisor_stops_the_run_with_a_sentence(start: Start, tmp_path: Path) -> None:
     pool = start(SLEEPS + """
     def reward(completion):
         note(os.getpid())
@@ -464,24 +464,24 @@ def test_a_worker_that_cannot_be_reaped_is_left_behind(start: Start, tmp_path: P
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_a_keeper_that_is_stopped_ends_the_run_with_a_sentence(tmp_path: Path, size: int) -> None:
+def test_a_supervisor_that_is_stopped_ends_the_run_with_a_sentence(tmp_path: Path, size: int) -> None:
     """A long request does not even fit into the pipe."""
     (tmp_path / "my.py").write_text("import os\ndef reward(completion): os.kill(os.getppid(), 19); return 1\n")
     config = RewardPoolConfig(workers=1, timeout_seconds=600)
     with RewardPool([user()], config, tmp_path, tmp_path, silent_seconds=1.5) as pool:
-        keeper = pool._process.pid if pool._process is not None else 0
+        supervisor = pool._process.pid if pool._process is not None else 0
         if size > 1:
-            os.kill(keeper, 19)
+            os.kill(supervisor, 19)
         begun = time.monotonic()
 
         with pytest.raises(RunStopped, match=r"The reward processes have said nothing for 1\.5 s"):
             pool.score(samples("a" * size))
 
         assert time.monotonic() - begun < 10
-        assert not is_alive(keeper)
+        assert not is_alive(supervisor)
 
 
-def test_a_slow_reward_is_not_taken_for_a_hung_keeper(tmp_path: Path) -> None:
+def test_a_slow_reward_is_not_taken_for_a_hung_supervisor(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("import time\ndef reward(completion): time.sleep(5); return 1\n")
     with RewardPool([user()], RewardPoolConfig(workers=1), tmp_path, tmp_path, silent_seconds=2.5) as pool:
         assert pool.score([sample()])[0].reward == 1.0

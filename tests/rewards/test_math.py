@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.sections.reward import MathConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.mathematics import MathReward
+from holdfast.rewards.functions.mathematics import MathReward
 from tests.rewards.conftest import Start, sample, user
 
 pytest.importorskip("math_verify")
@@ -82,7 +82,7 @@ def test_gsm8k_gold_answers_score_1_and_wrong_ones_0(gsm8k: Path, start: Start) 
 def test_an_answer_that_cannot_be_computed_in_time_is_wrong(
     start: Start, options: dict[str, object], earned: float | None
 ) -> None:
-    """math-verify's own alarm is off; nothing but the keeper could end this."""
+    """math-verify's own alarm is off; nothing but the supervisor could end this."""
     pool = start("", MathConfig(), timeout_seconds=1, **options)
 
     endless, good = pool.score([sample(r"\boxed{9^{9^{9^{9}}}}", 0, answer="9"), sample("#### 4", 1, answer="4")])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rewards import frames
+from holdfast.rewards.processes import framing
 from tests.rewards.conftest import Start, is_alive, samples, wait_for
 
 RANK = """
@@ -23,7 +23,7 @@ RANK = """
     from pathlib import Path
     from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.pool import RewardPool
+    from holdfast.rewards.processes.pool import RewardPool
 
     here = Path(sys.argv[1])
     config = RewardPoolConfig(workers=2, timeout_seconds=600)
@@ -82,7 +82,7 @@ def rank(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rank]:
 
 @pytest.mark.parametrize("rank", [(), ("a child holds the pipes open",)], indirect=True)
 def test_a_killed_rank_leaves_no_process(rank: Rank) -> None:
-    assert len(rank.alive()) == 7  # the keeper, two workers, two children of each
+    assert len(rank.alive()) == 7  # the supervisor, two workers, two children of each
 
     rank.process.send_signal(signal.SIGKILL)
 
@@ -98,20 +98,20 @@ def test_an_interrupted_score_leaves_no_process(rank: Rank) -> None:
     assert rank.alive() == []
 
 
-def test_the_signals_of_a_scheduler_end_workers_and_not_the_keeper(start: Start) -> None:
+def test_the_signals_of_a_scheduler_end_workers_and_not_the_supervisor(start: Start) -> None:
     """A rank that saves before it ends still wants its rewards."""
-    pool = start("import os\ndef reward(completion): return {'reward': 1, 'own': os.getpid(), 'keeper': os.getppid()}",
+    pool = start("import os\ndef reward(completion): return {'reward': 1, 'own': os.getpid(), 'above': os.getppid()}",
                  workers=1)  # fmt: skip
     before = pool.score(samples("a"))[0].parts
-    worker, keeper = int(before["reward/own"] or 0), int(before["reward/keeper"] or 0)
+    worker, supervisor = int(before["reward/own"] or 0), int(before["reward/above"] or 0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(keeper, number)
+        os.kill(supervisor, number)
     os.kill(worker, signal.SIGTERM)
     assert wait_for(lambda: not is_alive(worker))
 
     after = pool.score(samples("a"))[0].parts
-    assert after["reward/keeper"] == keeper
+    assert after["reward/above"] == supervisor
     assert after["reward/own"] != worker
 
 
@@ -132,7 +132,7 @@ def test_the_worker_module_imports_fast_and_alone() -> None:
     code = """
 import sys, time
 before = time.process_time()
-import holdfast.rewards.worker
+import holdfast.rewards.serving.worker
 print(time.process_time() - before, sorted({"torch", "numpy", "transformers", "pydantic"} & set(sys.modules)))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -161,10 +161,10 @@ def test_a_message_is_awaited_on_a_descriptor_of_any_number() -> None:
     reader, writer = os.pipe()
     high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1100)
     try:
-        frames.write(writer, b"scored")
-        assert frames.read_frame(high, time.monotonic() + 5) == b"scored"
+        framing.write(writer, b"scored")
+        assert framing.read_frame(high, time.monotonic() + 5) == b"scored"
         with pytest.raises(TimeoutError):
-            frames.read_frame(high, time.monotonic() + 0.01)
+            framing.read_frame(high, time.monotonic() + 0.01)
     finally:
         for descriptor in (reader, writer, high):
             os.close(descriptor)

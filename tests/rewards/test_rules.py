@@ -19,7 +19,7 @@ from holdfast.config.sections.reward import (
 )
 from holdfast.data.tasks.synthetic import SyntheticConfig, SyntheticSource, check_answer
 from holdfast.rewards.base import Sample
-from holdfast.rewards.rules import rule
+from holdfast.rewards.functions.rules import rule
 from tests.rewards.conftest import Start, sample
 
 

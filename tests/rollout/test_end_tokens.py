@@ -14,7 +14,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.generation import TransformersEngine

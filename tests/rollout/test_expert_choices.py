@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.models.layers.routers import routers_of
 from holdfast.models.names import named_parameters
-from holdfast.models.routers import routers_of
 from holdfast.rollout.engine import RolloutEngine, generate
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine

@@ -16,9 +16,9 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.names import named_parameters
-from holdfast.models.vision import image_side
+from holdfast.models.source.vision import image_side
 from holdfast.rollout.engine import Request, RolloutEngine, Sampled, generate
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine

@@ -14,11 +14,11 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.attention import packed_attention
-from holdfast.models.build import blueprint
-from holdfast.models.selfcheck import Sides
-from holdfast.models.witness import follow_implementation, witness_of
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.build.model import blueprint
+from holdfast.models.check.forward import Sides
+from holdfast.models.check.witness import follow_implementation, witness_of
+from holdfast.models.layers.attention import packed_attention
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.training.build.gradient_check import check_gradients
@@ -39,7 +39,7 @@ def built(world: World, model: dict[str, Any], live: Any = None, **sections: Any
     tree = {"steps": 1, "model": model, "data": {"path": "rows", "batch_size": 4}}
     config = from_mapping(tree | sections, SFTConfig)
     origin = blueprint(config.model, Path.cwd(), seed=0, live=live, tokenizer=character_tokenizer())
-    policy, plan = build_policy(config, origin, world, ProcessExchange())
+    policy, plan = build_policy(config, origin, world, RankGroup())
     witness = witness_of(type(origin.skeleton), origin.original_config)
     follow_implementation(witness, policy.language_model)
     return Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device), plan
@@ -62,7 +62,7 @@ def every_kind(world: World, kinds: list[str], sections: dict[str, Any]) -> dict
         live = tiny_model(kind, **settings_of(kind))
         origin = blueprint(config.model, Path.cwd(), seed=0, live=live, tokenizer=character_tokenizer())
         try:
-            build_policy(config, origin, world, ProcessExchange())
+            build_policy(config, origin, world, RankGroup())
         except ModelError as error:
             refused[kind] = str(error)
     return refused

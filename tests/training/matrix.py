@@ -24,9 +24,9 @@ from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics
-from holdfast.models.build import configured
+from holdfast.models.build.model import configured
 from holdfast.models.scores import HeadWeights, logits_of
-from holdfast.models.vision import image_side
+from holdfast.models.source.vision import image_side
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training.build.begin import Live, build_run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.control import StopRequests
 from tests.cli.conftest import TINY, write_rows, write_run
@@ -21,7 +21,7 @@ from tests.crash.processes import run_doomed
 
 def drilled(world: World, deaf: int, how: str) -> tuple[list[int], str | None]:
     """Make one rank deaf as libraries do, then drill; return who was deaf, and whether a stop was asked for."""
-    exchange = ProcessExchange()
+    ranks = RankGroup()
     with StopRequests() as requests:
         if world.rank == deaf:
             match how:
@@ -33,8 +33,8 @@ def drilled(world: World, deaf: int, how: str) -> tuple[list[int], str | None]:
                     import ctypes
 
                     ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1))  # SIG_IGN; Python is not told
-        found = requests.drill(exchange)
-        return found, requests.pending(exchange)
+        found = requests.drill(ranks)
+        return found, requests.pending(ranks)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_where_every_rank_hears_nobody_is_named_and_no_stop_is_asked_for() -> No
 
 def hears_a_second_one(world: World) -> str | None:
     """Let a real SIGTERM follow the drill's, while another rank is late."""
-    exchange = ProcessExchange()
+    ranks = RankGroup()
     with StopRequests() as requests:
         if world.rank == 1:
             requests._drilling = True
             os.kill(os.getpid(), signal.SIGTERM)  # the drill's own
             os.kill(os.getpid(), signal.SIGTERM)  # the scheduler's
-        asked = requests.pending(exchange)
+        asked = requests.pending(ranks)
         return None if asked is None else asked.words
 
 

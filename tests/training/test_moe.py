@@ -69,7 +69,7 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[list[list[int]],
     mini_batch = built.stream.next(0)
     assert mini_batch is not None
     mine = [example.tokens.tolist() for batch in mini_batch.micro_batches for example in unpack(batch)]
-    sequences = [tokens for part in built.exchange.gather(mine) for tokens in part]
+    sequences = [tokens for part in built.ranks.gather(mine) for tokens in part]
     return sequences, train_step(built, mini_batch)
 
 

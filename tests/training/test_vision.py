@@ -26,8 +26,8 @@ from holdfast.data.content.lengths import ImageSpan, Stretch, example_of, joined
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
-from holdfast.models.build import configured
-from holdfast.models.vision import image_side
+from holdfast.models.build.model import configured
+from holdfast.models.source.vision import image_side
 from holdfast.training.build.rows import refuse_completions_with_images
 from holdfast.training.run import EvaluationSet
 from holdfast.types import Example

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any, TypedDict, Unpack
 
@@ -28,8 +27,8 @@ from holdfast.checkpoint.save.agreement import together_in_phase
 from holdfast.checkpoint.save.writer import commit
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, RankFailed, UserError
-from holdfast.optim.tagged import UnknownType, decode, encode
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.optim.tagged_json import UnknownType, decode, encode
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
 from holdfast.parallel.failure.notes import Board
@@ -79,7 +78,7 @@ class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong
 @contextmanager
 def call(
     name: str, timeout_minutes: float, raised: type[HoldfastError], aside: str = ""
-) -> Iterator[tuple[ProcessExchange, Callable[[str], None]]]:
+) -> Iterator[tuple[RankGroup, Callable[[str], None]]]:
     """Give the ranks that take part, and what is told each phase.
 
     Args:
@@ -91,22 +90,22 @@ def call(
     key = (dist.group.WORLD if dist.is_initialized() else None, timeout_minutes, aside)
     try:
         with late_ranks_named(name, raised, aside) as reached:
-            if key not in _exchanges:
-                _exchanges[key] = ProcessExchange(timedelta(minutes=timeout_minutes))
-            yield _exchanges[key], reached
+            if key not in _groups:
+                _groups[key] = RankGroup(timeout_minutes)
+            yield _groups[key], reached
     except (SaveFailed, RankFailed) as error:
         if error.__cause__ is not None and broken_by_peer(error.__cause__):
-            _exchanges.pop(key, None)  # its sockets are closed
+            _groups.pop(key, None)  # its sockets are closed
         raise
 
 
-_exchanges: dict[tuple[object, float, str], ProcessExchange] = {}
+_groups: dict[tuple[object, float, str], RankGroup] = {}
 """By world, time-out and purpose: a process group is made once and kept."""
 
 
-def forget_exchanges() -> None:
+def forget_groups() -> None:
     """Let the next calls make process groups of their own."""
-    _exchanges.clear()
+    _groups.clear()
 
 
 def place_of(path: str) -> tuple[Storage, str]:
@@ -126,7 +125,7 @@ class PreparedSave:
     """Of the live tensors."""
     about: About
 
-    def committed(self, snapshot: Snapshot, ranks: ProcessExchange, reached: Callable[[str], None]) -> Manifest:
+    def committed(self, snapshot: Snapshot, ranks: RankGroup, reached: Callable[[str], None]) -> Manifest:
         """Write a snapshot, this one or a copy of it; all ranks call this together."""
         with ExitStack() as stack:
             with together_in_phase(ranks, "begin"):
@@ -145,7 +144,7 @@ class Others(TypedDict, total=False):
 
 
 def prepared(
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     path: str,
     model: nn.Module,
     optimizer: Optimizer | None,

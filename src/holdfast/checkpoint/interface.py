@@ -32,7 +32,7 @@ from holdfast.checkpoint.place.storage import open_storage
 from holdfast.checkpoint.save import rehearsal
 from holdfast.checkpoint.save.rehearsal import RehearsalReport
 from holdfast.errors import RankFailed
-from holdfast.optim.tagged import decode
+from holdfast.optim.tagged_json import decode
 
 
 @dataclass(frozen=True)

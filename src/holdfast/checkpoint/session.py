@@ -18,7 +18,7 @@ from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.save.agreement import together_in_phase
 from holdfast.checkpoint.save.writer import Reached, commit
 from holdfast.errors import HoldfastError
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 
 _LOOK_SECONDS = 0.005
@@ -57,7 +57,7 @@ class Session:
     """
 
     storage: Storage
-    ranks: ProcessExchange
+    ranks: RankGroup
     run_id: str
     retention: Retention
     background: bool = True
@@ -99,9 +99,7 @@ class Session:
             **about,
         )
 
-    def save_now(
-        self, snapshot: Snapshot, step: int, ranks: ProcessExchange, reached: Reached, **about: Any
-    ) -> Manifest:
+    def save_now(self, snapshot: Snapshot, step: int, ranks: RankGroup, reached: Reached, **about: Any) -> Manifest:
         """Commit a checkpoint over another process group, and delete nothing: for ranks that are about to fail.
 
         Raises:
@@ -152,7 +150,7 @@ class Session:
                 f"rank {ranks.rank} {self.broken} in phase {self.phase!r} of the save of step {about.step}: {late}."
             ) from error
 
-    def _committed(self, snapshot: Snapshot, about: About, ranks: ProcessExchange, reached: Reached) -> Saved:
+    def _committed(self, snapshot: Snapshot, about: About, ranks: RankGroup, reached: Reached) -> Saved:
         notes: list[str] = []
         manifest = commit(snapshot, self.storage, about, ranks, reached=reached, notify=notes.append)
         if self.read_back:
@@ -175,7 +173,7 @@ class Session:
         self.phase = phase
         self.reached(phase)
 
-    def _verify(self, manifest: Manifest, ranks: ProcessExchange) -> None:
+    def _verify(self, manifest: Manifest, ranks: RankGroup) -> None:
         name = step_name(manifest.step)
         try:
             verified_manifest(self.storage, name, ranks, from_disk=True)

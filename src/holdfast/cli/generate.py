@@ -228,7 +228,7 @@ def _export(place: Path) -> Source | None:
         ModelError: Its weights are not those that were exported, or it holds adapters alone.
     """
     from holdfast.checkpoint.export.about import check_weights
-    from holdfast.models.origin import refuse_others_than_files
+    from holdfast.models.source.origin import refuse_others_than_files
 
     if not place.is_dir() or (place / "manifest.json").exists() or (place / IDENTITY).exists():
         return None

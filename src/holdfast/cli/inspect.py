@@ -70,7 +70,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from rich.text import Text
 
     from holdfast.data.rows.rows import open_source
-    from holdfast.models.origin import load_tokenizer
+    from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import preference_tokeniser, row_tokeniser, task_rows
 
     loaded = load_run(path, overrides)
@@ -145,9 +145,9 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
 
 def _images(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
     """Return what turns images into tokens, without building a model."""
-    from holdfast.models.build import configured
-    from holdfast.models.origin import locate
-    from holdfast.models.vision import image_side, video_options
+    from holdfast.models.build.model import configured
+    from holdfast.models.source.origin import locate
+    from holdfast.models.source.vision import image_side, video_options
 
     model, data = config.model, config.data
     raw_config, processor = configured(model, base)
@@ -158,7 +158,7 @@ def _images(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | s
 
 def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield one line per parameter."""
-    from holdfast.models.build import blueprint
+    from holdfast.models.build.model import blueprint
     from holdfast.models.names import named_parameters
 
     loaded = load_run(path, overrides)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UserError
 from holdfast.optim.groups import PEAK, STEM
-from holdfast.optim.tagged import UnknownType, decode, encode
+from holdfast.optim.tagged_json import UnknownType, decode, encode
 from holdfast.optim.wrapped import BETWEEN, NotSeparable, Wrapped, placed_like, take_apart
 from holdfast.parallel.shards import local_part, odd_class
 

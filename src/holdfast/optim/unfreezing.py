@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.models.freezing import Stage
+from holdfast.models.build.freezing import Stage
 from holdfast.optim.averages import Averages
 
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import ConfigError
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
-from holdfast.optim.trial import try_optimizer
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.optim.user_check import try_optimizer
+from holdfast.parallel.collectives import RankGroup
 
 _TRIAL_LR = 0.01
 """Large enough for steps to stand out from the rounding of weights."""
@@ -24,7 +24,7 @@ def build_user_optimizer(
     config: UserOptimizerConfig,
     kind: Callable[..., Any],
     parameters: Mapping[str, nn.Parameter],
-    exchange: ProcessExchange,
+    ranks: RankGroup,
 ) -> Optimizer:
     """Return an optimizer of the user's class, tried on small parameters first; all ranks call this together.
 
@@ -32,7 +32,7 @@ def build_user_optimizer(
         ConfigError, UnsavableOptimizer: The class, its arguments or its state cannot do what a run needs.
     """
     plans: list[GroupPlan] = []
-    with exchange.together():
+    with ranks.together():
         plans += plan_groups(config, parameters)
         _check_class(config, kind)
         _check_arguments(config, kind, plans)
@@ -41,9 +41,9 @@ def build_user_optimizer(
         plan = GroupPlan(REST, True, tuple(small), _TRIAL_LR, config.weight_decay)
         return _made(config, kind, param_groups([plan], small), _TRIAL_LR)
 
-    try_optimizer(build_small, parameters, exchange, f"optim.path {config.path}")
+    try_optimizer(build_small, parameters, ranks, f"optim.path {config.path}")
     made: list[Optimizer] = []
-    with exchange.together():
+    with ranks.together():
         made.append(_made(config, kind, param_groups(plans, parameters), config.lr))
     return made[0]
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.optim.tagged import decode, encode
+from holdfast.optim.tagged_json import decode, encode
 from holdfast.parallel.shards import odd_class
 
 BETWEEN = "/"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -18,14 +18,15 @@ from holdfast.files import NotRegular
 T = TypeVar("T")
 
 
-class ProcessExchange:
+class RankGroup:
     """Objects between ranks over a gloo group of its own, so that another thread's collectives cannot mix in.
 
     Args:
-        timeout: Longest wait inside one collective; default: torch's half an hour.
+        timeout_minutes: Longest wait inside one collective; default: torch's half an hour.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout_minutes: float | None = None) -> None:
+        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
         joined = dist.is_initialized()
         self.rank = dist.get_rank() if joined else 0
         self.size = dist.get_world_size() if joined else 1
@@ -94,6 +95,22 @@ class ProcessExchange:
         first = next((each for each in self.gather(error) if each is not None), None)
         if first is not None:
             raise first
+
+    def on_all_ranks(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns on this rank; if it fails on one, raise there and everywhere, as in `together`."""
+        result: list[T] = []
+        with self.together():
+            result.append(act())
+        return result[0]
+
+    def first_rank_first(self, act: Callable[[], T]) -> T:
+        """Run on rank 0 before the others, so that downloads and caches are made once."""
+        result: list[T] = []
+        for turn in (True, False):
+            with self.together():
+                if (self.rank == 0) is turn:
+                    result.append(act())
+        return result[0]
 
 
 def reduce_sums(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

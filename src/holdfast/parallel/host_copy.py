@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of, rows_at
 
 _NAME = "holdfast-weights"
@@ -27,7 +27,7 @@ _TOKEN = _ALIGNMENT
 """Random bytes before the tensors, by which a rank knows that it opened rank 0's memory."""
 
 
-def live_tensors(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def live_tensors(policy: nn.Module, ranks: RankGroup, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors by canonical name; every rank walks through all of them, in step with the others.
 
     Shards on the CPU are written into memory that the ranks share, if all ranks are on one machine; nobody may write to
@@ -35,23 +35,23 @@ def live_tensors(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtyp
 
     Args:
         policy: As it trains.
-        exchange: Of all ranks.
+        ranks: Of all ranks.
         dtype: What tensors are used in. Those that would be cast are gathered one at a time instead.
     """
     holdings = held_tensors(policy)
     shards = _shareable(holdings, dtype)
-    common = _written_together(shards, exchange) if shards and exchange.size > 1 else {}
+    common = _written_together(shards, ranks) if shards and ranks.size > 1 else {}
     for name in list(holdings):
         yield name, common.pop(name) if name in common else full_tensor(holdings[name])
 
 
-def common_bytes(policy: nn.Module, exchange: ProcessExchange, dtype: torch.dtype) -> int:
+def common_bytes(policy: nn.Module, ranks: RankGroup, dtype: torch.dtype) -> int:
     """Return how many bytes of whole tensors exist once for all ranks; all of them call this together."""
     shards = _shareable(held_tensors(policy), dtype)
-    if not shards or exchange.size == 1:
+    if not shards or ranks.size == 1:
         return 0
     _, count = _laid_out(shards)
-    if shared_bytes(count, exchange) is None:  # nothing is written, so it takes no memory
+    if shared_bytes(count, ranks) is None:  # nothing is written, so it takes no memory
         return 0
     return sum(shard.numel() * shard.element_size() for shard in shards.values())
 
@@ -78,10 +78,10 @@ def _laid_out(shards: Mapping[str, DTensor]) -> tuple[dict[str, int], int]:
 
 
 @torch.no_grad()
-def _written_together(shards: Mapping[str, DTensor], exchange: ProcessExchange) -> dict[str, Tensor]:
+def _written_together(shards: Mapping[str, DTensor], ranks: RankGroup) -> dict[str, Tensor]:
     """Return whole tensors in common memory; nothing, on all ranks, where they cannot share any."""
     places, count = _laid_out(shards)
-    memory = shared_bytes(count, exchange)
+    memory = shared_bytes(count, ranks)
     if memory is None:
         return {}
     whole_tensors = {}
@@ -89,9 +89,9 @@ def _written_together(shards: Mapping[str, DTensor], exchange: ProcessExchange) 
         size = shard.numel() * shard.element_size()
         whole_tensors[name] = memory[places[name] : places[name] + size].view(shard.dtype).view(shard.shape)
         local, owners = shard.to_local().detach(), owners_of(shard)
-        if exchange.rank in owners and local.numel():
-            whole_tensors[name][rows_at(shard, owners.index(exchange.rank), len(owners))].copy_(local)
-    exchange.gather(None)  # nobody reads what another one has not written yet
+        if ranks.rank in owners and local.numel():
+            whole_tensors[name][rows_at(shard, owners.index(ranks.rank), len(owners))].copy_(local)
+    ranks.gather(None)  # nobody reads what another one has not written yet
     return whole_tensors
 
 
@@ -103,7 +103,7 @@ class _Offer:
     token: bytes
 
 
-def shared_bytes(count: int, exchange: ProcessExchange) -> Tensor | None:
+def shared_bytes(count: int, ranks: RankGroup) -> Tensor | None:
     """Return `count` bytes [count] (uint8) that all ranks read and write; all ranks call this together.
 
     They are given back when no rank has a view of them any more.
@@ -111,13 +111,13 @@ def shared_bytes(count: int, exchange: ProcessExchange) -> Tensor | None:
     Returns:
         None on every rank where one of them cannot open the memory: it is on another machine, or runs as another user.
     """
-    descriptor, offer = _offered(count) if exchange.rank == 0 else (-1, None)
-    offer = exchange.agree(offer)
+    descriptor, offer = _offered(count) if ranks.rank == 0 else (-1, None)
+    offer = ranks.agree(offer)
     try:
-        if offer is not None and exchange.rank != 0:
+        if offer is not None and ranks.rank != 0:
             descriptor = _opened(offer)
         mapped = _mapped(descriptor, count, offer)
-        together = all(exchange.gather(mapped is not None))
+        together = all(ranks.gather(mapped is not None))
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name, tied_names
-from holdfast.models.weights_in import WeightSource
+from holdfast.models.weights.loading import WeightSource
 
 
 def local_rows(tensor: Tensor) -> slice:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast.models.conversion import Conversion, Header
-from holdfast.models.merging import Join, joins_of
+from holdfast.models.adapters.merging import Join, joins_of
 from holdfast.models.names import canonical_name
+from holdfast.models.weights.conversion import Conversion, Header
 from holdfast.parallel.shards import sharded_parameters
 
 

@@ -29,7 +29,7 @@ def distill(config: DistillConfig, base: Path, world: World, live: Live | None =
     """Train, evaluate and export as the configuration says."""
     run = build_distillation_run(config, base, world, live)
     outcome = fit(run, distill_step, evaluate_distilled)
-    run.exchange.close()
+    run.ranks.close()
     return outcome
 
 

@@ -27,7 +27,7 @@ def dpo(config: DPOConfig, base: Path, world: World, live: Live | None = None) -
     """Train, evaluate and export as the configuration says."""
     run = build_preference_run(config, base, world, live)
     outcome = fit(run, dpo_step, evaluate_preferences)
-    run.exchange.close()
+    run.ranks.close()
     return outcome
 
 

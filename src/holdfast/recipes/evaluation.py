@@ -11,7 +11,8 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
-from holdfast.models.origin import locate
+from holdfast.models.source.origin import locate
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import build_evaluation
 from holdfast.training.directory import run_directory
@@ -25,7 +26,6 @@ from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
 from holdfast.training.saving.parents import notes_of_exports
-from holdfast.training.together import open_exchange
 
 
 def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, float]:
@@ -74,12 +74,12 @@ def _check_weights(config: TrainingConfig, base: Path) -> None:
     Raises:
         ModelError: The weights are others.
     """
-    path, exchange = config.model.path, open_exchange(config)
-    with exchange.together():
-        if path is not None and exchange.rank == 0:
+    path, ranks = config.model.path, RankGroup(config.launch.timeout_minutes)
+    with ranks.together():
+        if path is not None and ranks.rank == 0:
             place = locate(path, config.model, base, weights=True)
             notes_of_exports(config, place, base, whole=True)
-    exchange.close()
+    ranks.close()
 
 
 def scored_nothing(config: TrainingConfig, metrics: Mapping[str, float]) -> bool:

@@ -38,7 +38,7 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
         check_columns(run, rewards.columns)
         check_answers(run, rewards.answers, rewards.unreadable)
         outcome = fit(run, grpo_step, evaluate_policy)
-        run.exchange.close()
+        run.ranks.close()
     return outcome
 
 

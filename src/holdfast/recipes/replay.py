@@ -49,11 +49,11 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
         apart = _as_recorded(config, record).model_copy(update=changed)
         run = build_policy_run(apart, record.base, world, lambda _: [])
         if step > 1:
-            manifest = verified_manifest(storage, before, run.exchange)
-            resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.exchange, manifest.run_id)
+            manifest = verified_manifest(storage, before, run.ranks)
+            resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.ranks, manifest.run_id)
         run.objective = controlled_objective(run)
         metrics = learn(run, record.rollout)
-        run.exchange.close()
+        run.ranks.close()
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
     return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(

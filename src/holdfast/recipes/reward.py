@@ -21,5 +21,5 @@ def reward(config: ScorerConfig, base: Path, world: World, live: Live | None = N
     """Train, evaluate and export as the configuration says."""
     run = build_preference_run(config, base, world, live)
     outcome = fit(run, dpo_step, evaluate_preferences)
-    run.exchange.close()
+    run.ranks.close()
     return outcome

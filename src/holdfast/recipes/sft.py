@@ -20,7 +20,7 @@ def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -
     """Train, evaluate and export as the configuration says."""
     run = build_run(config, base, world, live)
     outcome = fit(run, sft_step)
-    run.exchange.close()
+    run.ranks.close()
     return outcome
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.rewards.rules import template_columns
-from holdfast.rewards.signatures import Bound, Concurrent, Each
+from holdfast.rewards.functions.rules import template_columns
+from holdfast.rewards.functions.signatures import Bound, Concurrent, Each
 
 _GRACE_SECONDS = 5.0
 """Beyond a reward's own limits, for starting and ending what it runs."""
@@ -36,29 +36,29 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
     bound: Bound
     match section["kind"]:
         case "path":
-            from holdfast.rewards.load import load_callable
-            from holdfast.rewards.signatures import bind
+            from holdfast.rewards.functions.load import load_callable
+            from holdfast.rewards.functions.signatures import bind
 
             function, wants_kwargs = load_callable(section["path"], base, name, section["kwargs"])
             bound = bind(function, section["kwargs"] if wants_kwargs else {}, name)
         case "math":
-            from holdfast.rewards.mathematics import MathReward
+            from holdfast.rewards.functions.mathematics import MathReward
 
             bound = Each(MathReward.checked(section["column"], name))
         case "judge":
-            from holdfast.rewards.judge import Judge
+            from holdfast.rewards.functions.judge import Judge
 
             judge = Judge.of(section, name)
             bound, own_seconds = Concurrent(judge), judge.seconds
         case "code":
-            from holdfast.rewards.code import CodeReward
-            from holdfast.rewards.folders import remove_abandoned
+            from holdfast.rewards.code.reward import CodeReward
+            from holdfast.rewards.processes.folders import remove_abandoned
 
             code = CodeReward(section["column"], section["grade"], section["timeout_seconds"], section["memory_mib"])
             remove_abandoned()
             bound, own_seconds = Each(code), code.timeout_seconds
         case _:
-            from holdfast.rewards.rules import rule
+            from holdfast.rewards.functions.rules import rule
 
             bound = Each(rule(section))
     longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own short name
 from torch import Tensor, nn
 from transformers import Cache
 
-from holdfast.models.attention import packed_attention
+from holdfast.models.layers.attention import packed_attention
 
 CACHED = "holdfast_cached"
 """Name under which transformers finds attention over this cache."""

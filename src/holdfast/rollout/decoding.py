@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.models.attention import Documents
+from holdfast.models.layers.attention import Documents
 from holdfast.rollout.cache import PromptCache, RowCache
 from holdfast.rollout.eager import DeviceRows, EagerRows
 from holdfast.rollout.engine import Request

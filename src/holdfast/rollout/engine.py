@@ -45,7 +45,7 @@ class Sampled(NamedTuple):
     finish: Finish
     weights_version: int
     expert_choices: NDArray[np.int16] | None = None
-    """[P + C, layers, k] of the prompt and the completion, as `holdfast.models.expert_choices.CHOICES_COLUMN`"""
+    """[P + C, layers, k] of the prompt and the completion, as `holdfast.models.layers.expert_choices.CHOICES_COLUMN`"""
 
 
 Interrupted = Callable[[], bool]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.content.vision_families import VISION_FAMILIES
-from holdfast.models.build import Blueprint
-from holdfast.models.expert_choices import column
-from holdfast.models.family import reader_of
-from holdfast.models.routers import Routers, choices
+from holdfast.models.build.model import Blueprint
+from holdfast.models.layers.expert_choices import column
+from holdfast.models.layers.family import reader_of
+from holdfast.models.layers.routers import Routers, choices
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, merged_inputs
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform

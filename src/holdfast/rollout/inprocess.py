@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.build import Blueprint
-from holdfast.models.expert_choices import column
-from holdfast.models.family import output_layer_of
-from holdfast.models.routers import Routers
+from holdfast.models.build.model import Blueprint
+from holdfast.models.layers.expert_choices import column
+from holdfast.models.layers.family import output_layer_of
+from holdfast.models.layers.routers import Routers
 from holdfast.models.scores import HeadWeights
 from holdfast.rollout.cache import CACHED, register_cache
 from holdfast.rollout.decoding import DecodedRow, Decoding, begun

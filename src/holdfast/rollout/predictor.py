@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.family import backbone_of
-from holdfast.models.rotary import rotary_boundaries
-from holdfast.models.routers import Routers, choices
+from holdfast.models.layers.family import backbone_of
+from holdfast.models.layers.rotary import rotary_boundaries
+from holdfast.models.layers.routers import Routers, choices
 from holdfast.models.scores import HeadSpec, HeadWeights, logits_of
 from holdfast.rollout.cache import HeldCache
 from holdfast.rollout.replica import Replica

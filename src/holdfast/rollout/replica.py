@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.models.attention import upstream_attention
-from holdfast.models.build import Blueprint
+from holdfast.models.build.model import Blueprint
+from holdfast.models.layers.attention import upstream_attention
+from holdfast.models.layers.rotary import keep_short_angles
 from holdfast.models.names import named_parameters
-from holdfast.models.rotary import keep_short_angles
-from holdfast.models.vision import set_attention
+from holdfast.models.source.vision import set_attention
 from holdfast.rollout.engine import Request
 
 

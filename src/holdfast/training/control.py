@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.checkpoint.background import Status
 from holdfast.errors import HoldfastError
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training.observe import ask
 from holdfast.training.run import Run
 from holdfast.types import StepEvent
@@ -107,12 +107,12 @@ class StopRequests:
         over = self._over()
         return None if over is None else Asked(over, by_signal=False)
 
-    def pending(self, ranks: ProcessExchange) -> Asked | None:
+    def pending(self, ranks: RankGroup) -> Asked | None:
         """Return why the run shall stop: a signal that reached any rank, or else the clock of one."""
         stops = [asked for asked in ranks.gather(self.asked) if asked is not None]
         return min(stops, key=lambda asked: not asked.by_signal, default=None)
 
-    def drill(self, ranks: ProcessExchange) -> list[int]:
+    def drill(self, ranks: RankGroup) -> list[int]:
         """Send every rank a SIGTERM of its own, and return those that did not notice.
 
         A rank that has another handler by now is sent none: it might end the process.
@@ -202,7 +202,7 @@ class Control:
             except HoldfastError as error:
                 first = error
         wants_save, self._requests.save = self._requests.save, False
-        rank_reports = self._run.exchange.gather((self._requests.reason, wants_save, saving, first))
+        rank_reports = self._run.ranks.gather((self._requests.reason, wants_save, saving, first))
         decision = rank_reports[0][3]
         if isinstance(decision, HoldfastError):
             raise decision

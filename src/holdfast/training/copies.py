@@ -17,7 +17,7 @@ _GIB = 2**30
 
 def shared_by_ranks(measured: Evaluation) -> int:
     """Return how many bytes of weights all ranks sample over together; all of them call this together."""
-    return common_bytes(measured.policy, measured.exchange, getattr(torch, measured.plan.compute_dtype))
+    return common_bytes(measured.policy, measured.ranks, getattr(torch, measured.plan.compute_dtype))
 
 
 def check_copy_fits(measured: Evaluation, budget_gib: float | None, common: int, *, in_process: bool) -> None:
@@ -36,7 +36,7 @@ def check_copy_fits(measured: Evaluation, budget_gib: float | None, common: int,
     copied = copy_bytes(measured, common)
     laid_out = layout_bytes(measured) if in_process else 0
     needed = copied + laid_out
-    world, parts = measured.world, _parts(copied, -(-common // measured.exchange.size), laid_out, dtype)
+    world, parts = measured.world, _parts(copied, -(-common // measured.ranks.size), laid_out, dtype)
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
         limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
@@ -64,7 +64,7 @@ def copy_bytes(measured: Evaluation, common: int) -> int:
         numbers = sum(value.numel() for value in measured.policy.parameters() if value.dtype != dtype)
     else:
         numbers = sum(value.numel() for value in measured.origin.skeleton.parameters())
-    return int(numbers) * dtype.itemsize - common + -(-common // measured.exchange.size)
+    return int(numbers) * dtype.itemsize - common + -(-common // measured.ranks.size)
 
 
 def layout_bytes(measured: Evaluation) -> int:

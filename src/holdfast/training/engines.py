@@ -8,7 +8,7 @@ import torch
 
 from holdfast.config.sections.rollout import EngineConfig, EngineKind, GraphsKind
 from holdfast.errors import ConfigError
-from holdfast.models.build import Blueprint
+from holdfast.models.build.model import Blueprint
 from holdfast.parallel.host_copy import live_tensors
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
@@ -17,7 +17,6 @@ from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.stopping import Stops
 from holdfast.training.copies import check_copy_fits, shared_by_ranks
 from holdfast.training.run import Evaluation
-from holdfast.training.together import together
 
 
 def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
@@ -39,13 +38,13 @@ def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: b
         check_copy_fits(measured, rollout.copy_gib, common, in_process=samples_in_process(measured, rollout.engine))
         return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
-    return together(measured.exchange, opened)
+    return measured.ranks.on_all_ranks(opened)
 
 
 def give_weights(engine: RolloutEngine, run: Evaluation) -> None:
     """Let an engine take over the policy's present weights; all ranks call this together."""
     dtype: torch.dtype = getattr(torch, run.plan.compute_dtype)
-    engine.update_weights(live_tensors(run.policy, run.exchange, dtype), run.state.updates)
+    engine.update_weights(live_tensors(run.policy, run.ranks, dtype), run.state.updates)
 
 
 def build_engine(

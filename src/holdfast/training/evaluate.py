@@ -22,7 +22,6 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.run import Evaluation
-from holdfast.training.together import together
 from holdfast.types import Example, Finish, LossSum, MiniBatch
 
 Prepare = Callable[[MiniBatch], MiniBatch]
@@ -66,7 +65,7 @@ def evaluate(
                 if engine is None:
                     engine = build_engine(run)
                     give_weights(engine, run)
-                examples = together(run.exchange, lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
+                examples = run.ranks.on_all_ranks(lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
                 completed = evaluate_completions(engine, run, examples, options)
                 if completed is None:
                     return metrics
@@ -121,7 +120,7 @@ def evaluate_completions(
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     own_answers = []
     completions = generate(engine, requests, sampling, run.interrupted)
-    if any(run.exchange.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
+    if any(run.ranks.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
         return None
     for sampled in completions:
         prompt, reference = answers[sampled.request_id]
@@ -132,7 +131,7 @@ def evaluate_completions(
         asked = tokenizer.decode(_images_shortened(prompt, run.origin.family.image_token_id))
         own_answers.append(Answered(examples[sampled.request_id].sample_id, asked, text, expected, right, finished))
     answered = sorted(
-        (item for part in run.exchange.gather(own_answers) for item in part), key=lambda item: item.sample_id
+        (item for part in run.ranks.gather(own_answers) for item in part), key=lambda item: item.sample_id
     )
     if not answered:
         return {}, []

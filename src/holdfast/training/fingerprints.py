@@ -23,12 +23,11 @@ from holdfast.data.batches.stream import BatchStream
 from holdfast.data.content.images import ImageFiles
 from holdfast.data.tokens.image_fingerprints import images_mark
 from holdfast.data.tokens.template_file import template_text
-from holdfast.models.build import Blueprint
-from holdfast.models.origin import files_mark, locate, same_files, tell_mark
-from holdfast.models.vision import VIDEO_FILE
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.build.model import Blueprint
+from holdfast.models.source.origin import files_mark, locate, same_files, tell_mark
+from holdfast.models.source.vision import VIDEO_FILE
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training.reward_files import helper_hashes, is_new, reward_model_hashes, reward_models
-from holdfast.training.together import first_rank_first, together
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
@@ -269,19 +268,19 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hash_bytes("\n".join((words, template, special)).encode())
 
 
-def mark_once(directory: Path | None, exchange: ProcessExchange) -> None:
+def mark_once(directory: Path | None, ranks: RankGroup) -> None:
     """Have `files_mark` answer at once on every rank; all ranks call this together."""
     if directory is None:
         return
-    first = exchange.rank == 0
-    with exchange.together():
+    first = ranks.rank == 0
+    with ranks.together():
         mark = files_mark(directory) if first else ""
-    mark = exchange.agree(mark)
+    mark = ranks.agree(mark)
     if not first:
         tell_mark(directory, mark)
 
 
-def mark_base_of_adapters(config: TrainingConfig, base: Path, exchange: ProcessExchange) -> None:
+def mark_base_of_adapters(config: TrainingConfig, base: Path, ranks: RankGroup) -> None:
     """Mark the weights that adapters of a file will be laid beside, before every rank compares their marks.
 
     Raises:
@@ -291,13 +290,13 @@ def mark_base_of_adapters(config: TrainingConfig, base: Path, exchange: ProcessE
     if section.path is None or section.lora is None or section.lora.path is None or section.lora.any_base:
         return
     name = section.path
-    mark_once(first_rank_first(exchange, lambda: locate(name, section, base, weights=True)), exchange)
+    mark_once(ranks.first_rank_first(lambda: locate(name, section, base, weights=True)), ranks)
 
 
-def mark_reward_models(config: TrainingConfig, base: Path, exchange: ProcessExchange) -> None:
+def mark_reward_models(config: TrainingConfig, base: Path, ranks: RankGroup) -> None:
     """Mark the models that score; all ranks call this together."""
-    for directory in together(exchange, lambda: reward_models(config, base)).values():
-        mark_once(directory, exchange)
+    for directory in ranks.on_all_ranks(lambda: reward_models(config, base)).values():
+        mark_once(directory, ranks)
 
 
 def is_marked(config: TrainingConfig) -> bool:

@@ -143,7 +143,7 @@ class _Loop(Generic[R]):
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
             except StepAbandoned:
-                asked = self.requests.pending(run.exchange)
+                asked = self.requests.pending(run.ranks)
                 assert asked is not None
                 stopped = asked.words
                 if run.state.step == first and not asked.by_signal:
@@ -165,7 +165,7 @@ class _Loop(Generic[R]):
             self.line |= self._evaluate()
             # Evaluating is no part of the next step's time.
             self.line |= {name: value for name, value in run.clock.read().items() if name == "timing/evaluation"}
-            asked = self.requests.pending(run.exchange)
+            asked = self.requests.pending(run.ranks)
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
         self.journal.report(self.line)
@@ -193,7 +193,7 @@ class _Loop(Generic[R]):
         self.evaluated_at = self.run.state.step
         ema = self.run.config.optim.ema
         with self.run.averaged() if ema is not None and ema.evaluate else nullcontext():
-            return self.evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.exchange) is not None)
+            return self.evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.ranks) is not None)
 
 
 def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:

@@ -47,7 +47,7 @@ class Journal:
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
         """The last step, if it has no line."""
         first = run.world.is_first
-        with run.exchange.together():
+        with run.ranks.together():
             if first:
                 self._open()
         self._samples: JsonlSink | None = None

@@ -12,7 +12,7 @@ from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
-from holdfast.models.origin import files_mark, locate
+from holdfast.models.source.origin import files_mark, locate
 
 IMPORTS, REWARD_MODEL = " imports ", "reward model "
 _TEXTS = {".json", ".jinja", ".model", ".txt", ".bin"}

@@ -17,14 +17,14 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
 from holdfast.metrics.throughput import ModelCost
-from holdfast.models.build import Blueprint
+from holdfast.models.build.model import Blueprint
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.names import named_parameters
-from holdfast.models.policy import PolicyModel
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
-from holdfast.optim.following import Following
+from holdfast.optim.reference_ema import Following
 from holdfast.optim.unfreezing import Unfreezing
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.offload import Residency
 from holdfast.parallel.plan import ShardPlan
@@ -91,7 +91,7 @@ class Evaluation:
 
     config: TrainingConfig
     world: World
-    exchange: ProcessExchange
+    ranks: RankGroup
     origin: Blueprint
     plan: ShardPlan
     policy: PolicyModel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.models.routers import global_loads
+from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import ratio
 from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradients, scale, squared_norm
 from holdfast.optim.groups import set_learning_rates

@@ -23,10 +23,10 @@ from holdfast.checkpoint.export.model import (
 from holdfast.checkpoint.export.small_files import ExportFailed
 from holdfast.checkpoint.place.layout import STAGING
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.models.adapter_files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
-from holdfast.models.conversion import Header
-from holdfast.models.safetensors_files import read_header, write_file
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.adapters.files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
+from holdfast.models.weights.conversion import Header
+from holdfast.models.weights.safetensors_files import read_header, write_file
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 
@@ -45,7 +45,7 @@ def export_adapters(
     policy: nn.Module,
     about: Description,
     directory: Path,
-    exchange: ProcessExchange,
+    ranks: RankGroup,
     texts: Mapping[str, str],
     *,
     reached: ExportReached = lambda _: None,
@@ -56,20 +56,20 @@ def export_adapters(
         policy: The sharded model, with adapters.
         about: Of its adapters.
         directory: Replaced if it exists.
-        exchange: The ranks.
+        ranks: The ranks.
         texts: Small files to lay beside, by name.
         reached: Told each of an export's phases as it begins, on rank 0.
 
     Raises:
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
-    with exchange.together():
-        if exchange.rank == 0:
+    with ranks.together():
+        if ranks.rank == 0:
             check_target(directory)
     parameters = sharded_parameters(policy)
     tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names_in_file(policy)}
-    with exchange.together():
-        if exchange.rank == 0:
+    with ranks.together():
+        if ranks.rank == 0:
             write_adapters(directory, tensors, about, texts, reached)
 
 

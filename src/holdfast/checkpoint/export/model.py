@@ -23,11 +23,17 @@ from holdfast.checkpoint.place.layout import STAGING, TRASH
 from holdfast.checkpoint.place.storage import LocalStorage, exchange
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError
-from holdfast.models.build import Blueprint
-from holdfast.models.conversion import Conversion, Header, plan_outgoing
-from holdfast.models.safetensors_files import INDEX, index_json, plan_files, read_header, write_file
-from holdfast.models.vision import PROCESSOR_FILES
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.build.model import Blueprint
+from holdfast.models.source.vision import PROCESSOR_FILES
+from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
+from holdfast.models.weights.safetensors_files import (
+    INDEX,
+    index_json,
+    plan_files,
+    read_header,
+    write_file,
+)
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
 
 ASSETS = (
@@ -60,7 +66,7 @@ def export(
     policy: nn.Module,
     origin: Blueprint,
     directory: Path,
-    exchange: ProcessExchange,
+    ranks: RankGroup,
     *,
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
@@ -73,7 +79,7 @@ def export(
         policy: The sharded model.
         origin: What it was built from: names, configuration, tokenizer, assets.
         directory: The model directory; replaced if it exists.
-        exchange: The ranks.
+        ranks: The group.
         dtype: Cast floating-point tensors to this; None keeps them as stored.
         largest_file_bytes: Weights are spread over files of at most this size.
         extra_files: Texts to lay beside the weights, by file name.
@@ -86,7 +92,7 @@ def export(
     """
     holdings = held_tensors(policy)
     form = ExportFormat(dtype, largest_file_bytes, dict(extra_files or {}), reached)
-    write_model(holdings, headers_of(holdings, dtype), origin, directory, exchange, form)
+    write_model(holdings, headers_of(holdings, dtype), origin, directory, ranks, form)
 
 
 def write_model(
@@ -94,7 +100,7 @@ def write_model(
     held_headers: Mapping[str, Header],
     origin: Blueprint,
     directory: Path,
-    exchange: ProcessExchange,
+    ranks: RankGroup,
     form: ExportFormat,
 ) -> None:
     """Do what `export` does with tensors that may be sharded, or be read only when they are asked for.
@@ -102,19 +108,19 @@ def write_model(
     Args:
         holdings: The model's tensors under their canonical names.
         held_headers: Their shapes, with the dtypes that are written.
-        origin, directory, exchange: As in `export`.
+        origin, directory, ranks: As in `export`.
         form: The other arguments of `export`.
 
     Raises:
         ExportFailed: As `export`.
     """
-    with exchange.together():
-        if exchange.rank == 0:
+    with ranks.together():
+        if ranks.rank == 0:
             check_target(directory)
     conversions, headers = _planned(held_headers, origin)
-    tensors = converted_tensors(holdings, conversions, form.dtype, keep=exchange.rank == 0)
-    with exchange.together():
-        if exchange.rank == 0:
+    tensors = converted_tensors(holdings, conversions, form.dtype, keep=ranks.rank == 0)
+    with ranks.together():
+        if ranks.rank == 0:
             _write(directory, origin, headers, tensors, form)
         else:
             for _ in tensors:

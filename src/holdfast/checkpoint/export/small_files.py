@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import RunStopped
-from holdfast.models.build import Blueprint
-from holdfast.models.origin import PROBE
+from holdfast.models.build.model import Blueprint
+from holdfast.models.source.origin import PROBE
 
 _OF_LOADING = {"_name_or_path", "transformers_version"}
 

@@ -39,14 +39,14 @@ from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.files import read_json, read_text
-from holdfast.models.adapter_files import PEFT_PREFIX, modules_in
-from holdfast.models.build import Blueprint, described, storage_of
-from holdfast.models.conversion import Header
-from holdfast.models.lora import add_adapters
-from holdfast.models.merging import Join, joins_of
-from holdfast.optim.tagged import decode
+from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
+from holdfast.models.adapters.lora import add_adapters
+from holdfast.models.adapters.merging import Join, joins_of
+from holdfast.models.build.model import Blueprint, described, storage_of
+from holdfast.models.weights.conversion import Header
+from holdfast.optim.tagged_json import decode
 from holdfast.optim.wrapped import BETWEEN
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 
 STORED_HEADERS = "stored_headers.json"
 """Names and shapes of the files that the weights once came from: an export gives tensors these names again."""
@@ -100,7 +100,7 @@ def export_stored(
         joins = _joins(origin, _model_section(Path(folder)))
         merged, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
         form = ExportFormat(dtype, largest_file_bytes, texts)
-        write_model(_Read(merged, last), headers, origin, directory, ProcessExchange(), form)
+        write_model(_Read(merged, last), headers, origin, directory, RankGroup(), form)
 
 
 def export_stored_adapter(

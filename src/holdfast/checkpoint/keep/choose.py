@@ -13,7 +13,7 @@ from holdfast.checkpoint.keep.retention import put_aside, renamed_checkpoints, s
 from holdfast.checkpoint.load.reader import verified_manifest
 from holdfast.checkpoint.place.layout import NOT_FINITE, QUARANTINE, fresh
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 
 T = TypeVar("T")
 Inspect = Callable[[str, Manifest], object]
@@ -37,7 +37,7 @@ class Choice:
 
 def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what is found, and whose it must be
     storage: Storage,
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     *,
     quarantine: bool = True,
     not_finite: bool = False,
@@ -108,7 +108,7 @@ class _Passed:
         return self.words + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
 
 
-def _verified(storage: Storage, step: int, name: str, ranks: ProcessExchange, passed: _Passed) -> Manifest | None:
+def _verified(storage: Storage, step: int, name: str, ranks: RankGroup, passed: _Passed) -> Manifest | None:
     """Return a candidate's manifest; None, and words about it, if it is damaged or none of ours."""
     try:
         return verified_manifest(storage, name, ranks)
@@ -136,7 +136,7 @@ def _reason(storage: Storage, name: str, error: Exception) -> str:
     return str(error).removeprefix(f"{storage.root}/{name}").strip(" /:").rstrip(".")
 
 
-def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, check: Inspect) -> None:
+def _check_each(storage: Storage, names: Sequence[str], ranks: RankGroup, check: Inspect) -> None:
     """Look at what would be put aside, as far as its manifest can be read."""
     with ranks.together():
         for name in names if ranks.rank == 0 else ():
@@ -147,7 +147,7 @@ def _check_each(storage: Storage, names: Sequence[str], ranks: ProcessExchange, 
             check(name, manifest)
 
 
-def _quarantine(storage: Storage, names: Sequence[str], ranks: ProcessExchange) -> None:
+def _quarantine(storage: Storage, names: Sequence[str], ranks: RankGroup) -> None:
     for name in names:
         _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
 
@@ -167,7 +167,7 @@ def _words(manifest: Manifest, skipped: Sequence[str], spoiled: Mapping[int, str
     return words + (f". {_NEVERTHELESS}" if spoiled else "")
 
 
-def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: ProcessExchange, *, rename: bool) -> list[str]:
+def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: RankGroup, *, rename: bool) -> list[str]:
     """Put aside what is whole and not finite, as the run will come to these steps again; return words about each."""
     words = []
     for step, name in spoiled.items():
@@ -180,7 +180,7 @@ def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: ProcessExcha
     return words
 
 
-def _on_rank_0(ranks: ProcessExchange, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
+def _on_rank_0(ranks: RankGroup, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
     """Return rank 0's answer, or raise its error on every rank."""
     answer: list[T] = []
     with ranks.together():
@@ -189,7 +189,7 @@ def _on_rank_0(ranks: ProcessExchange, storage: Storage, ask: Callable[[], list[
     return ranks.agree(answer)
 
 
-def _put_aside(storage: Storage, name: str, aside: str, ranks: ProcessExchange) -> None:
+def _put_aside(storage: Storage, name: str, aside: str, ranks: RankGroup) -> None:
     with ranks.together():
         if ranks.rank == 0:
             try:

@@ -22,7 +22,7 @@ from holdfast.checkpoint.load.matching import Target
 from holdfast.checkpoint.place.hashing import HASH_BLOCK, hash_bytes, hash_tensor
 from holdfast.checkpoint.place.layout import DCP
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part
 
 
@@ -43,7 +43,7 @@ def read_parts(
     storage: Storage,
     name: str,
     manifest: Manifest,
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     *,
     verify: bool,
 ) -> dict[str, Tensor] | None:
@@ -108,7 +108,7 @@ def _items(targets: Mapping[str, Target], storage: Storage, name: str, manifest:
     return by_file
 
 
-def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_Item]] | None, ranks: ProcessExchange) -> set[str]:
+def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_Item]] | None, ranks: RankGroup) -> set[str]:
     """Return the files that this rank hashes: those it wants most of, and its share of what nobody wants."""
     needs = ranks.gather({file: sum(item.length for item in each) for file, each in (items or {}).items()})
     owned = set()

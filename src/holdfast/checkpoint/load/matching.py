@@ -24,7 +24,6 @@ from holdfast.checkpoint.format.snapshot import (
     model_tensors,
 )
 from holdfast.checkpoint.format.unsupported_tensors import refuse_odd
-from holdfast.optim.inert import inert_state
 from holdfast.optim.state import (
     GroupState,
     groups_of,
@@ -33,6 +32,7 @@ from holdfast.optim.state import (
     names_of,
     qualified_name,
 )
+from holdfast.optim.state_template import inert_state
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.shards import local_part
 

@@ -70,7 +70,7 @@ from holdfast.checkpoint.place.storage import Storage
 from holdfast.errors import HoldfastError
 from holdfast.files import parse_json
 from holdfast.optim.state import OptimizerState
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part, sharded_parameters
 
 Check = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
@@ -98,7 +98,7 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     name: str,
     model: nn.Module,
     optimizer: Optimizer | None,
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     *,
     declared: Declared | None = None,
     hyperparameters: Literal["live", "checkpoint"] = "live",
@@ -214,7 +214,7 @@ def _set_state(
     return set_optimizer(optimizer, parameters, state, plan)
 
 
-def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manifest:
+def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:
     """Return the manifest after names and sizes of all files were compared, on rank 0.
 
     Raises:
@@ -230,7 +230,7 @@ def named_manifest(storage: Storage, name: str, ranks: ProcessExchange) -> Manif
     return manifest
 
 
-def verified_manifest(storage: Storage, name: str, ranks: ProcessExchange, *, from_disk: bool = False) -> Manifest:
+def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_disk: bool = False) -> Manifest:
     """Return the manifest after every file's hash was compared, the files dealt out over ranks.
 
     Args:
@@ -261,7 +261,7 @@ def _tensors(
     storage: Storage,
     name: str,
     manifest: Manifest,
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     *,
     verify: bool,
 ) -> dict[str, Tensor]:
@@ -279,9 +279,7 @@ def _tensors(
     return parts | other
 
 
-def check_read_back(
-    storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: ProcessExchange
-) -> None:
+def check_read_back(storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: RankGroup) -> None:
     """Read every tensor of a checkpoint into memory filled with NaN, and compare it with the live one it was made of.
 
     Raises:
@@ -300,9 +298,7 @@ def check_read_back(
                 raise CheckpointCorrupt(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
 
 
-def _read(
-    tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange
-) -> None:
+def _read(tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: RankGroup) -> None:
     """Read into staging memory and compare each chunk; compare a rank's part again where it is exactly one chunk."""
     if not tensors:
         return
@@ -335,7 +331,7 @@ def _read(
 
 
 def _small(
-    storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, model: nn.Module
+    storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, model: nn.Module
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Return the state of the rank that stood where this one stands on the same mesh, and the state of all.
 

@@ -15,11 +15,11 @@ from holdfast.checkpoint.place.layout import place_file, rank_file
 from holdfast.checkpoint.save.optimizer_record import described_optimizers, wrapped_records
 from holdfast.errors import HoldfastError
 from holdfast.optim.wrapped import BETWEEN
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 
 
 @contextmanager
-def together_in_phase(ranks: ProcessExchange, phase: str) -> Iterator[None]:
+def together_in_phase(ranks: RankGroup, phase: str) -> Iterator[None]:
     """Turn what goes wrong in a phase of a save, on any rank, into one SaveFailed on all."""
     with ranks.together():
         try:
@@ -49,7 +49,7 @@ class _Wanted(NamedTuple):
     step: int
 
 
-def agree_on_save(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
     """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have.
 
     Returns:
@@ -108,7 +108,7 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: 
     return f"{words} (shape, dtype, trained). Every rank must build the same model and optimizer."
 
 
-def _file_of(snapshot: Snapshot, about: About, ranks: ProcessExchange) -> str:
+def _file_of(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
     """Return this rank's file: by its place on the mesh, or by its number where places do not tell ranks apart."""
     everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
     own = everyones[ranks.rank]

@@ -36,9 +36,9 @@ from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.save.writer import commit
 from holdfast.errors import UserError
 from holdfast.files import size_words
-from holdfast.optim.inert import inert_state
 from holdfast.optim.state import OptimizerState, collect
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.optim.state_template import inert_state
+from holdfast.parallel.collectives import RankGroup
 
 Trained = tuple[LiveTensors, Optimizer | None]
 """What of a model will be saved, and its optimizer if that will be."""
@@ -117,7 +117,7 @@ def run_rehearsal(
     storage: Storage,
     model: nn.Module | LiveTensors,
     optimizer: Optimizer | None,
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     *,
     room: Room = Room(),  # noqa: B008 - frozen
     trained_steps: int = 0,
@@ -194,7 +194,7 @@ def _copy_seconds(snapshot: Snapshot) -> float:
 
 
 def _round_trip(
-    storage: Storage, name: str, snapshot: Snapshot, ranks: ProcessExchange, copy_seconds: float
+    storage: Storage, name: str, snapshot: Snapshot, ranks: RankGroup, copy_seconds: float
 ) -> RehearsalReport:
     began = time.perf_counter()
     manifest = commit(snapshot, storage, About(run_id="rehearsal", step=0), ranks, name=name)
@@ -206,7 +206,7 @@ def _round_trip(
     return RehearsalReport(manifest.bytes_, copy_seconds, times[0], times[1], outline(snapshot))
 
 
-def _check_shared(storage: Storage, ranks: ProcessExchange) -> None:
+def _check_shared(storage: Storage, ranks: RankGroup) -> None:
     """Prove that all ranks see one directory: rank 0 writes a word that nobody can guess, all read it."""
     folder, word = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
     with ranks.together():

@@ -34,11 +34,11 @@ from holdfast.checkpoint.save.agreement import agree_on_save, reason_of, togethe
 from holdfast.checkpoint.save.assembly import assembled
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part
 
 
-def refuse_full_disk(snapshot: Snapshot, place: str, free: int | None, ranks: ProcessExchange) -> None:
+def refuse_full_disk(snapshot: Snapshot, place: str, free: int | None, ranks: RankGroup) -> None:
     """Compare what ranks will write with what is free; all ranks call this together.
 
     Args:
@@ -86,7 +86,7 @@ def commit(
     snapshot: Snapshot,
     storage: Storage,
     about: About,
-    ranks: ProcessExchange,
+    ranks: RankGroup,
     *,
     name: str | None = None,
     reached: Reached = lambda _: None,
@@ -167,7 +167,7 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
         storage.make(f"{staging}{folder}")
 
 
-def _free_bytes(storage: Storage, ranks: ProcessExchange) -> int | None:
+def _free_bytes(storage: Storage, ranks: RankGroup) -> int | None:
     free_bytes: int | None = None
     with together_in_phase(ranks, "begin"):
         if ranks.rank == 0:
@@ -200,7 +200,7 @@ def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> N
 
 
 def _write_shards(
-    snapshot: Snapshot, storage: Storage, staging: str, ranks: ProcessExchange
+    snapshot: Snapshot, storage: Storage, staging: str, ranks: RankGroup
 ) -> tuple[dict[str, FileEntry], float]:
     writer = _TimedWriter(storage, f"{staging}/{DCP}")
     if ranks.size == 1:

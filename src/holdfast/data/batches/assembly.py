@@ -12,9 +12,9 @@ import xxhash
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.candidates import Candidates, Known
-from holdfast.data.batches.exchange import Exchange
 from holdfast.data.batches.packing import CommonStart, pack
 from holdfast.data.batches.planning import Unit, plan_packs, plan_units, saves_work, taken_apart
+from holdfast.data.batches.ranks import Ranks
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
 
@@ -49,23 +49,23 @@ class Layout:
     then run the same units, or the collectives of a sharded vision tower would not meet."""
 
 
-def assemble(candidates: Candidates[Example], exchange: Exchange, config: DataConfig, layout: Layout) -> MiniBatch:
+def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, layout: Layout) -> MiniBatch:
     """Build this rank's part of a mini-batch; all ranks plan alike from what they all know."""
     sequences = candidates.sequences
     trained = [sequence.trained for sequence in sequences]
     draws = [sequence.draw for sequence in sequences]
     constant = layout.constant_length or config.max_length
     share = shares(config.average, trained, draws, constant)
-    packs = _plan(sequences, draws, exchange.size, config.tokens_per_micro_batch, layout)
-    examples = _move(candidates, exchange, packs)
+    packs = _plan(sequences, draws, ranks.size, config.tokens_per_micro_batch, layout)
+    examples = _move(candidates, ranks, packs)
     stand_ins = _stand_ins(packs, sequences, layout)
     micro_batches = tuple(
         _pack(units, examples, share, layout, stand_in)
-        for units, stand_in in zip(packs[exchange.rank], stand_ins, strict=True)
+        for units, stand_in in zip(packs[ranks.rank], stand_ins, strict=True)
     )
     forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units)
     tokens = sum(sequence.tokens for sequence in sequences)
-    capacity = len(packs[0]) * exchange.size * config.tokens_per_micro_batch
+    capacity = len(packs[0]) * ranks.size * config.tokens_per_micro_batch
     counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
     return MiniBatch(
         micro_batches=micro_batches,
@@ -175,13 +175,13 @@ def _order_hash(sequences: Sequence[Known]) -> float:
 
 
 def _move(
-    candidates: Candidates[Example], exchange: Exchange, packs: Sequence[Sequence[Sequence[Unit]]]
+    candidates: Candidates[Example], ranks: Ranks, packs: Sequence[Sequence[Sequence[Unit]]]
 ) -> dict[int, Example]:
     """Send every sequence to the rank that trains it; return this rank's, by index."""
     outgoing = []
     for of_rank in packs:
         indices = sorted(index for units in of_rank for unit in units for index in unit.members)
-        local = [index for index in indices if candidates.sequences[index].owner == exchange.rank]
+        local = [index for index in indices if candidates.sequences[index].owner == ranks.rank]
         outgoing.append(
             {
                 index: candidates.own_sequences[(candidates.sequences[index].draw, candidates.sequences[index].part)]
@@ -189,6 +189,6 @@ def _move(
             }
         )
     examples: dict[int, Example] = {}
-    for received in exchange.swap(outgoing):
+    for received in ranks.swap(outgoing):
         examples |= received
     return examples

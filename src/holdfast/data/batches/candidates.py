@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple
 
-from holdfast.data.batches.exchange import Exchange
+from holdfast.data.batches.ranks import Ranks
 from holdfast.data.rows.reading import EndOfStream, RowReader
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import S, Tokenised
@@ -86,7 +86,7 @@ class CandidateReader(Generic[S]):
     Args:
         reader: Rows by draw.
         tokenise: Rows to sequences.
-        exchange: The ranks.
+        ranks: The ranks.
         accept: Row filter; None takes every row.
     """
 
@@ -94,14 +94,14 @@ class CandidateReader(Generic[S]):
         self,
         reader: RowReader,
         tokenise: Tokenise[S],
-        exchange: Exchange,
+        ranks: Ranks,
         accept: Callable[[Row], bool] | None = None,
     ) -> None:
         self.reader = reader
         self.rows_tokenised = 0
         """By this rank."""
         self._tokenise: Tokenise[S] = tokenise
-        self._exchange = exchange
+        self._ranks = ranks
         self._accept = accept
 
     def round(self, first: int, last: int, candidates: Candidates[S]) -> int:
@@ -113,9 +113,9 @@ class CandidateReader(Generic[S]):
         Raises:
             UserError: A row is malformed; the same error on all ranks.
         """
-        size, rank = self._exchange.size, self._exchange.rank
+        size, rank = self._ranks.size, self._ranks.rank
         outcomes: dict[int, _Outcome] = {draw: self._read(draw, candidates) for draw in range(first + rank, last, size)}
-        everyone = self._exchange.gather(outcomes)
+        everyone = self._ranks.gather(outcomes)
         for draw in range(first, last):
             owner = (draw - first) % size
             match everyone[owner][draw]:
@@ -153,7 +153,7 @@ class CandidateReader(Generic[S]):
             self.round(first, last, candidates)
             self.rows_tokenised = tokenised
             return candidates.rows
-        draws = range(first + self._exchange.rank, last, self._exchange.size)
+        draws = range(first + self._ranks.rank, last, self._ranks.size)
         try:
             own_count: int | UserError = sum(
                 self._accept is None or self._accept(self.reader.read(draw).row) for draw in draws
@@ -161,7 +161,7 @@ class CandidateReader(Generic[S]):
         except UserError as error:
             own_count = error
         total = 0
-        for count in self._exchange.gather(own_count):
+        for count in self._ranks.gather(own_count):
             if isinstance(count, UserError):
                 raise count
             total += count

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.data.batches.candidates import Candidates, Known
-from holdfast.data.batches.exchange import Exchange
+from holdfast.data.batches.ranks import Ranks
 from holdfast.types import Example
 
 
@@ -66,18 +66,18 @@ def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int
 
 
 def cut_windows(
-    candidates: Candidates[Example], exchange: Exchange, *, offset: int, goal: int, window: int
+    candidates: Candidates[Example], ranks: Ranks, *, offset: int, goal: int, window: int
 ) -> tuple[Candidates[Example], Rest | None]:
     """Replace documents by the pieces of their windows; arguments as in `pieces_of`."""
     pieces, rest = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
     own: dict[tuple[int, int], Example] = {}
     for number, piece in enumerate(pieces):
-        if piece.document.owner == exchange.rank:
+        if piece.document.owner == ranks.rank:
             own[(piece.document.draw, number)] = piece.of(
                 candidates.own_sequences[(piece.document.draw, piece.document.part)]
             )
     trained: dict[tuple[int, int], int] = {}
-    for theirs in exchange.gather({key: example.trained_tokens for key, example in own.items()}):
+    for theirs in ranks.gather({key: example.trained_tokens for key, example in own.items()}):
         trained |= theirs
     sequences = [
         Known(piece.document.draw, number, piece.end - piece.start, trained[(piece.document.draw, number)],

@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.config.sections.data import DataConfig, PromptDataConfig
 from holdfast.data.batches.candidates import CandidateReader, Candidates
-from holdfast.data.batches.exchange import Exchange
+from holdfast.data.batches.ranks import Ranks
 from holdfast.data.batches.stream import BatchStream, StreamLimits
 from holdfast.data.content.lengths import joined_inputs
 from holdfast.data.rows.rows import Row
@@ -38,10 +38,10 @@ class PromptStream(BatchStream[Prompt, PromptBatch]):
         self,
         rows: CandidateReader[Prompt],
         config: PromptDataConfig,
-        exchange: Exchange,
+        ranks: Ranks,
         limits: StreamLimits | None = None,
     ) -> None:
-        super().__init__(rows, config, exchange, limits)
+        super().__init__(rows, config, ranks, limits)
 
     def _batch_of(self, candidates: Candidates[Prompt]) -> PromptBatch:
         own_prompts = tuple(prompt for _, prompt in sorted(candidates.own_sequences.items()))

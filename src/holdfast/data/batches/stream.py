@@ -21,7 +21,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import CandidateReader, Candidates
 from holdfast.data.batches.cutting import Rest, cut_windows
-from holdfast.data.batches.exchange import Exchange
+from holdfast.data.batches.ranks import Ranks
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -88,7 +88,7 @@ class BatchStream(ABC, Generic[S, T]):
     Args:
         rows: Candidate rows, shared out over the ranks.
         config: The data section.
-        exchange: The ranks.
+        ranks: The ranks.
         limits: How much of the data is served.
         cut: Cuts the candidates of a batch into windows; without it, batches are made of whole rows.
 
@@ -100,7 +100,7 @@ class BatchStream(ABC, Generic[S, T]):
         self,
         rows: CandidateReader[S],
         config: DataConfig,
-        exchange: Exchange,
+        ranks: Ranks,
         limits: StreamLimits | None = None,
         cut: Cut[S] | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class BatchStream(ABC, Generic[S, T]):
         self._rows: CandidateReader[S] = rows
         self._order = rows.reader.order
         self._config = config
-        self._exchange = exchange
+        self._ranks = ranks
         self._limits = limits or StreamLimits()
         self._cut: Cut[S] | None = cut
         self._counts: Counter[str] = Counter()
@@ -358,7 +358,7 @@ class SampleStream(BatchStream[Example, MiniBatch]):
     """Mini-batches to train on.
 
     Args:
-        rows, config, exchange, limits: As in `BatchStream`.
+        rows, config, ranks, limits: As in `BatchStream`.
         layout: How packs are built.
 
     Raises:
@@ -369,23 +369,23 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         self,
         rows: CandidateReader[Example],
         config: DataConfig,
-        exchange: Exchange,
+        ranks: Ranks,
         layout: Layout | None = None,
         limits: StreamLimits | None = None,
     ) -> None:
-        super().__init__(rows, config, exchange, limits, self._windows if config.packing == "wrapped" else None)
+        super().__init__(rows, config, ranks, limits, self._windows if config.packing == "wrapped" else None)
         self._layout = layout or Layout()
 
     def _batch_of(self, candidates: Candidates[Example]) -> MiniBatch:
         if not self._layout.brings_other_answers:
-            return assemble(candidates, self._exchange, self._config, self._layout)
+            return assemble(candidates, self._ranks, self._config, self._layout)
         own = replace(candidates.of_part(0), counted=candidates.counted)
         # Both move sequences between all ranks, so every rank makes these calls in this order.
-        batch = assemble(own, self._exchange, self._config, self._layout)
-        beside = assemble(candidates.of_part(1), self._exchange, self._config, self._layout)
+        batch = assemble(own, self._ranks, self._config, self._layout)
+        beside = assemble(candidates.of_part(1), self._ranks, self._config, self._layout)
         return replace(batch, other_answers=beside.micro_batches)
 
     def _windows(
         self, candidates: Candidates[Example], offset: int, goal: int
     ) -> tuple[Candidates[Example], Rest | None]:
-        return cut_windows(candidates, self._exchange, offset=offset, goal=goal, window=self._config.max_length)
+        return cut_windows(candidates, self._ranks, offset=offset, goal=goal, window=self._config.max_length)

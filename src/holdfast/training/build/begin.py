@@ -16,24 +16,16 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import check_sinks
 from holdfast.metrics.throughput import peak_flops
-from holdfast.models.build import Blueprint, blueprint
-from holdfast.models.rotary import angles_by_length
+from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
 from holdfast.optim.unfreezing import Unfreezing
-from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.build.model import build_policy, image_side_of
-from holdfast.training.directory import check_writable, run_directory
-from holdfast.training.engines import pad_token
-from holdfast.training.fingerprints import Identity, identity, image_marks
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.losses import supervised_objective
-from holdfast.training.observe import Observer, load_function
+from holdfast.training.build.model import build_policy, check_positions, image_side_of
 from holdfast.training.build.optimizers import averages_of, optimizer_of
-from holdfast.training.saving.parents import notes_of_exports
-from holdfast.training.build.model import check_positions
-from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Evaluation, Run, cost_of
 from holdfast.training.build.rows import (
     OpenedData,
     SetReading,
@@ -46,8 +38,13 @@ from holdfast.training.build.rows import (
     row_tokeniser,
     training_stream,
 )
-from holdfast.training.together import first_rank_first, open_exchange, together
-from holdfast.training.fingerprints import is_marked, mark_base_of_adapters, mark_once
+from holdfast.training.directory import check_writable, run_directory
+from holdfast.training.engines import pad_token
+from holdfast.training.fingerprints import Identity, identity, image_marks, is_marked, mark_base_of_adapters, mark_once
+from holdfast.training.observe import Observer, load_function
+from holdfast.training.randomness import seed_rank
+from holdfast.training.run import Evaluation, Run, cost_of
+from holdfast.training.saving.parents import notes_of_exports
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Live:
 class Started:
     """What every kind of run begins with."""
 
-    exchange: ProcessExchange
+    ranks: RankGroup
     data: OpenedData
     observers: tuple[Observer, ...]
 
@@ -78,16 +75,16 @@ def begin(config: TrainingConfig, base: Path, world: World, live: Live) -> Start
     Raises:
         UserError: A check failed; the same on all ranks, and nothing has been written.
     """
-    exchange = open_exchange(config)
+    ranks = RankGroup(config.launch.timeout_minutes)
     directory = run_directory(config)
-    with exchange.together():
+    with ranks.together():
         if world.is_first:
             check_writable(directory)
-    together(exchange, lambda: check_sinks(config.metrics.sinks))
-    observers = together(exchange, lambda: _observers(config, base, live))
-    data = first_rank_first(exchange, lambda: open_data(config, base, live.rows))
-    together(exchange, lambda: check_batch(config, data, world.size))
-    return Started(exchange, data, observers)
+    ranks.on_all_ranks(lambda: check_sinks(config.metrics.sinks))
+    observers = ranks.on_all_ranks(lambda: _observers(config, base, live))
+    data = ranks.first_rank_first(lambda: open_data(config, base, live.rows))
+    ranks.on_all_ranks(lambda: check_batch(config, data, world.size))
+    return Started(ranks, data, observers)
 
 
 def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Run:
@@ -98,13 +95,13 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     """
     live = live or Live()
     started = begin(config, base, world, live)
-    exchange, data = started.exchange, started.data
-    measured = _measured(config, base, world, exchange, live, data)
+    ranks, data = started.ranks, started.data
+    measured = _measured(config, base, world, ranks, live, data)
     images = image_side_of(config, measured.origin)
     tokenizer = measured.origin.tokenizer
-    tokenise = together(exchange, lambda: row_tokeniser(tokenizer, config.data, base, data.formats, images))
+    tokenise = ranks.on_all_ranks(lambda: row_tokeniser(tokenizer, config.data, base, data.formats, images))
     layout = layout_of(measured, images)
-    stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
+    stream = ranks.on_all_ranks(lambda: training_stream(config, data, tokenise, ranks, layout, base))
     return Run(**vars(measured), **parts_of_run(config, base, measured, started, stream))
 
 
@@ -116,15 +113,15 @@ def parts_of_run(
     Raises:
         UserError: The schedule needs an end that nobody knows.
     """
-    exchange, world = started.exchange, measured.world
+    ranks, world = started.ranks, measured.world
     if _needs_its_end(config):
         stream.count_rows(tokens=measured.origin.image_processor is None)  # opening every image may take hours
     total = planned_steps(config, stream.steps_per_epoch())
-    together(exchange, lambda: _check_end(config, total))
-    together(exchange, lambda: _check_stages(measured, total))
+    ranks.on_all_ranks(lambda: _check_end(config, total))
+    ranks.on_all_ranks(lambda: _check_stages(measured, total))
     seed_rank(config.seed, world.rank, deterministic=config.determinism)
     parameters = sharded_parameters(measured.policy)
-    optimizer = optimizer_of(config.optim, base, parameters, exchange, measured.policy)
+    optimizer = optimizer_of(config.optim, base, parameters, ranks, measured.policy)
     averages = averages_of(config.optim, parameters)
     return {
         "optimizer": optimizer,
@@ -136,17 +133,17 @@ def parts_of_run(
         "peak_flops": _peak_flops(config, world),
         "source_names": tuple(source.name for source in started.data.training),
         "observers": started.observers,
-        "identity": _identity(config, base, exchange, stream, measured.origin),
+        "identity": _identity(config, base, ranks, stream, measured.origin),
     }
 
 
 def _identity(
-    config: TrainingConfig, base: Path, exchange: ProcessExchange, stream: BatchStream[Any, Any], origin: Blueprint
+    config: TrainingConfig, base: Path, ranks: RankGroup, stream: BatchStream[Any, Any], origin: Blueprint
 ) -> Identity:
     """Return what a resumed run must find unchanged; images are read by rank 0 alone, for all."""
-    marks = together(exchange, lambda: image_marks(config, base, stream, origin) if exchange.rank == 0 else {})
-    marks = exchange.agree(marks)
-    return together(exchange, lambda: identity(config, base, stream, origin, marks))
+    marks = ranks.on_all_ranks(lambda: image_marks(config, base, stream, origin) if ranks.rank == 0 else {})
+    marks = ranks.agree(marks)
+    return ranks.on_all_ranks(lambda: identity(config, base, stream, origin, marks))
 
 
 def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
@@ -155,50 +152,48 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
     Raises:
         UserError: As `build_run`.
     """
-    exchange = open_exchange(config)
+    ranks = RankGroup(config.launch.timeout_minutes)
     needs_training_rows = config.data.validation_split > 0
-    data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
-    return _measured(config, base, world, exchange, Live(), data)
+    data = ranks.first_rank_first(lambda: open_data(config, base, training=needs_training_rows))
+    return _measured(config, base, world, ranks, Live(), data)
 
 
 def _measured(
-    config: SFTConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, data: OpenedData
+    config: SFTConfig, base: Path, world: World, ranks: RankGroup, live: Live, data: OpenedData
 ) -> Evaluation:
-    objective = live.objective or together(exchange, lambda: supervised_objective(config.objective, base))
-    parts = build_model(config, base, world, exchange, live, objective)
+    objective = live.objective or ranks.on_all_ranks(lambda: supervised_objective(config.objective, base))
+    parts = build_model(config, base, world, ranks, live, objective)
     images = image_side_of(config, parts.origin)
     tokenizer = parts.origin.tokenizer
-    reading = together(
-        exchange,
+    reading = ranks.on_all_ranks(
         lambda: SetReading(evaluation_tokenisers(tokenizer, config.data, base, data, images), row_filter(config, base)),
     )
-    sets = evaluation_sets(config, data, reading, exchange, layout_of(parts, images))
-    together(exchange, lambda: refuse_completions_with_images(config, sets, images))
+    sets = evaluation_sets(config, data, reading, ranks, layout_of(parts, images))
+    ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
     return replace(parts, evaluation_sets=sets)
 
 
 def build_model(  # noqa: PLR0913 - the borders of a run
-    config: TrainingConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, objective: Objective
+    config: TrainingConfig, base: Path, world: World, ranks: RankGroup, live: Live, objective: Objective
 ) -> Evaluation:
     """Return the policy on its ranks, without anything to measure it on."""
     if live.model is None:
-        mark_base_of_adapters(config, base, exchange)
-    origin = first_rank_first(
-        exchange,
+        mark_base_of_adapters(config, base, ranks)
+    origin = ranks.first_rank_first(
         lambda: blueprint(
             config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
         ),
     )
     if is_marked(config):
-        mark_once(origin.directory, exchange)
-    exports = first_rank_first(exchange, lambda: notes_of_exports(config, origin.directory, base))
-    note = together(exchange, lambda: check_positions(config, origin))
+        mark_once(origin.directory, ranks)
+    exports = ranks.first_rank_first(lambda: notes_of_exports(config, origin.directory, base))
+    note = ranks.on_all_ranks(lambda: check_positions(config, origin))
     origin = replace(origin, notes=(*origin.notes, *exports, *([note] if note else [])))
-    policy, plan = build_policy(config, origin, world, exchange)
+    policy, plan = build_policy(config, origin, world, ranks)
     return Evaluation(
         config=config,
         world=world,
-        exchange=exchange,
+        ranks=ranks,
         origin=origin,
         plan=plan,
         policy=policy,
@@ -222,7 +217,7 @@ def layout_of(parts: Evaluation, images: ImageSide | str = "") -> Layout:
     text = parts.origin.skeleton.config.get_text_config()
     attention = text.num_hidden_layers * text.hidden_size / max(1, parts.plan.parameters)
     dtype = torch.float64 if parts.config.model.dtype == "float64" else torch.float32
-    several = parts.plan.sharded and parts.exchange.size > 1
+    several = parts.plan.sharded and parts.ranks.size > 1
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
     angles = angles_by_length([parts.origin.skeleton.config])
     padded, filler = parts.policy.padded, pad_token(parts.origin.tokenizer)

@@ -8,15 +8,14 @@ import torch
 
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build import Blueprint
-from holdfast.models.policy import PolicyModel
-from holdfast.models.selfcheck import CheckResult, Sides, check_forward
-from holdfast.models.witness import witness_of
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.build.model import Blueprint
+from holdfast.models.check.forward import CheckResult, Sides, check_forward
+from holdfast.models.check.witness import witness_of
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build.gradient_check import Gradients, check_gradients
-from holdfast.training.together import together
 
 
 def check_model(  # noqa: PLR0913 - what a run has by then
@@ -25,7 +24,7 @@ def check_model(  # noqa: PLR0913 - what a run has by then
     policy: PolicyModel,
     plan: ShardPlan,
     world: World,
-    exchange: ProcessExchange,
+    ranks: RankGroup,
     images: ImageSide | None,
 ) -> list[str]:
     """Check a policy that is sharded and filled; return what to print. All ranks call this together.
@@ -37,15 +36,12 @@ def check_model(  # noqa: PLR0913 - what a run has by then
     witness = witness_of(type(origin.skeleton), origin.original_config)
     sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device, images)
     may_fall_back = config.model.attention == "auto"
-    result, note = together(
-        exchange,
-        lambda: check_forward(
-            sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(exchange.gather(agrees))
-        ),
+    result, note = ranks.on_all_ranks(
+        lambda: check_forward(sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(ranks.gather(agrees))),
     )
     forward, gradients = perf_counter(), None
     if config.model.check_gradients and any(value.requires_grad for value in policy.parameters()):
-        gradients = together(exchange, lambda: check_gradients(sides, plan, dropout=config.model.dropout))
+        gradients = ranks.on_all_ranks(lambda: check_gradients(sides, plan, dropout=config.model.dropout))
     compared = "scores" if config.scores else "log-probabilities"
     difference = result.difference * result.spread
     parts = [_forward_words(result, forward - start), _gradient_words(gradients, perf_counter() - forward)]

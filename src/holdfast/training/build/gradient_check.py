@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ModelError
-from holdfast.models.policy import PolicyModel
-from holdfast.models.selfcheck import Sides, documents, upstream
-from holdfast.models.witness import as_files_say
+from holdfast.models.check.forward import Sides, documents, upstream
+from holdfast.models.check.witness import as_files_say
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import add_over_ranks
-from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.plan import ShardPlan
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.training.build.rounding import rounded_otherwise
 from holdfast.types import Example, LossSum
 
@@ -65,7 +65,8 @@ class GradientLimits:
 
 
 _LIMITS = {
-    torch.float64: GradientLimits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),  # normalisation layers compute in float32 there too
+    # Normalisation layers compute in float32 in float64 models too.
+    torch.float64: GradientLimits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),
     torch.float32: GradientLimits(1e-5, 2e-3, 2e-3, 100, 2.0**-23, 1e-6),
     torch.bfloat16: GradientLimits(0.01, 0.05, 0.05, 10, 2.0**-8, 1e-3),
 }
@@ -241,7 +242,9 @@ def _rounding(sides: Sides, example: Example, theirs: dict[str, Tensor | None], 
     return largest
 
 
-def _compared(sides: Sides, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> dict[str, GradientPair]:
+def _compared(
+    sides: Sides, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
+) -> dict[str, GradientPair]:
     """Return norms over all ranks, by parameter."""
     squares = torch.stack([_squares(ours[name], theirs[name]).to(sides.device) for name in theirs])  # [P, 3]
     norms = add_over_ranks(squares).sqrt().tolist()

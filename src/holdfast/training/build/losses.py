@@ -13,13 +13,13 @@ from holdfast.config.sections.algorithm import (
     SupervisedObjective,
     UserObjectiveConfig,
 )
-from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.sections.preference import (
     KTOLossConfig,
     PreferenceConfig,
     PreferenceLoss,
     UserLossConfig,
 )
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.scorer import ScorerPreferenceConfig
 from holdfast.errors import ConfigError
 from holdfast.objectives.base import Objective

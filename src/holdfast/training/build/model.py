@@ -2,69 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import nn
-
-from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.reward_scoring import RewardScoring
-from holdfast.config.verbs.training import TrainingConfig
-from holdfast.data.tokens.vision import ImageSide
-from holdfast.data.content.vision_families import VISION_FAMILIES
-from holdfast.errors import ConfigError, PlanError
-from holdfast.models.attention import upstream_attention
-from holdfast.models.build import Blueprint, set_storage, storage_of
-from holdfast.models.family import blocks_of
-from holdfast.models.four_bit import four_bit_layers
-from holdfast.models.names import canonical_name, named_parameters, tied_names
-from holdfast.models.policy import PolicyModel
-from holdfast.models.routers import RouterLoss, choose_router_loss
-from holdfast.models.scorer import ScoreModel, StoredScoreModel, ValueModel
-from holdfast.models.student import StudentModel
-from holdfast.models.vision import image_side, towers_of, video_options
-from holdfast.parallel.apply import apply_plan
-from holdfast.parallel.collectives import ProcessExchange
-from holdfast.parallel.shards import materialise
-from holdfast.parallel.mesh import World, build_mesh
-from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
-from holdfast.training.build.check_model import check_model
-from holdfast.training.together import together
-
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
-from holdfast.models.policy import PolicyModel, without_dropout
-from holdfast.types import Example, Scores
-
-
-from collections.abc import Sequence
+from torch import Tensor, nn
 
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.reward_scoring import RewardScoring
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.errors import ConfigError
-from holdfast.models.build import Blueprint
-from holdfast.models.positions import positions_of
-from holdfast.models.rotary import AngleChange, angle_changes
+from holdfast.data.batches.packing import pack, to_device
+from holdfast.data.batches.weights import Share
+from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import ConfigError, PlanError
+from holdfast.models.build.model import Blueprint, set_storage, storage_of
+from holdfast.models.heads.policy import PolicyModel, without_dropout
+from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
+from holdfast.models.heads.student import StudentModel
+from holdfast.models.layers.attention import upstream_attention
+from holdfast.models.layers.family import blocks_of
+from holdfast.models.layers.positions import positions_of
+from holdfast.models.layers.rotary import AngleChange, angle_changes
+from holdfast.models.layers.routers import RouterLoss, choose_router_loss
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+from holdfast.models.source.vision import image_side, towers_of, video_options
+from holdfast.models.weights.four_bit import four_bit_layers
+from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.mesh import World, build_mesh
+from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.shards import materialise
+from holdfast.training.build.check_model import check_model
+from holdfast.types import Example, Scores
 
 
 def build_policy(
-    config: TrainingConfig, origin: Blueprint, world: World, exchange: ProcessExchange, *, trained: bool = True
+    config: TrainingConfig, origin: Blueprint, world: World, ranks: RankGroup, *, trained: bool = True
 ) -> tuple[PolicyModel, ShardPlan]:
     """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
 
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
-    mesh = together(exchange, lambda: build_mesh(config.parallel, world))
-    images = together(exchange, lambda: image_side_of(config, origin))
+    mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
+    images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     storage, frozen = storage_of(config.model)
     set_storage(origin.model, storage, frozen)
     if not trained:
@@ -73,14 +59,14 @@ def build_policy(
         origin.model.set_experts_implementation("eager")
     router_loss, router_note = (None, "")
     if trained:
-        router_loss, router_note = together(exchange, lambda: _router_loss(config, origin, world))
+        router_loss, router_note = ranks.on_all_ranks(lambda: _router_loss(config, origin, world))
     policy = _policy_model(config, origin, router_loss)
-    plan = together(exchange, lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     apply_plan(policy, plan, mesh)
-    with exchange.together():
+    with ranks.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     side = images if isinstance(images, ImageSide) else None
-    checked = check_model(config, origin, policy, plan, world, exchange, side)
+    checked = check_model(config, origin, policy, plan, world, ranks, side)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
             if line:

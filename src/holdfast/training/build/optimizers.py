@@ -12,23 +12,22 @@ from torch.optim import Optimizer
 
 from holdfast.config.sections.optim import OptimConfig, UserOptimizerConfig
 from holdfast.errors import ConfigError
-from holdfast.models.adapters import adapters_of
-from holdfast.models.policy import PolicyModel
+from holdfast.models.adapters.live import adapters_of
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.optim.averages import Averages
 from holdfast.optim.build import build_optimizer
 from holdfast.optim.muon import Stack
 from holdfast.optim.user import build_user_optimizer
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.observe import load_function
-from holdfast.training.together import together
 
 
 def optimizer_of(
     config: OptimConfig,
     base: Path,
     parameters: Mapping[str, nn.Parameter],
-    exchange: ProcessExchange,
+    ranks: RankGroup,
     policy: PolicyModel | None = None,
 ) -> Optimizer:
     """Return the optimizer over the trained parameters; all ranks call this together.
@@ -37,17 +36,17 @@ def optimizer_of(
         config: The section.
         base: The YAML's directory.
         parameters: Sharded, by canonical name.
-        exchange: The ranks.
+        ranks: The ranks.
         policy: Whose they are, where that is a model that trains.
 
     Raises:
         UserError: It cannot be made, or could not be saved; the same on all ranks.
     """
     if isinstance(config, UserOptimizerConfig):
-        kind = together(exchange, lambda: _class_at(config.path, base))
-        return build_user_optimizer(config, kind, parameters, exchange)
+        kind = ranks.on_all_ranks(lambda: _class_at(config.path, base))
+        return build_user_optimizer(config, kind, parameters, ranks)
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
-    return together(exchange, lambda: build_optimizer(config, parameters, vocabulary, stacks))
+    return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))
 
 
 def averages_of(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> Averages | None:

@@ -14,15 +14,15 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Tokenise
-from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised
-from holdfast.data.batches.exchange import Exchange
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, last_token_alone
 from holdfast.data.batches.prompts import PromptStream
+from holdfast.data.batches.ranks import Ranks
+from holdfast.data.batches.stream import SampleStream, StreamLimits
+from holdfast.data.rows.order import DrawOrder
 from holdfast.data.rows.reading import HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
-from holdfast.data.batches.stream import StreamLimits, SampleStream
 from holdfast.data.tasks.synthetic import TaskRows
+from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised
+from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, last_token_alone
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
@@ -198,27 +198,27 @@ def training_stream(
     config: TrainingConfig,
     data: OpenedData,
     tokenise: Tokenise[Example],
-    exchange: Exchange,
+    ranks: Ranks,
     layout: Layout,
     base: Path,
 ) -> SampleStream:
     """Return the endless stream of training batches."""
-    reader = _training_rows(config, data, tokenise, exchange, base)
-    return SampleStream(reader, config.data, exchange, layout, _training_limits(config))
+    reader = _training_rows(config, data, tokenise, ranks, base)
+    return SampleStream(reader, config.data, ranks, layout, _training_limits(config))
 
 
 def prompt_stream(
-    config: GRPOConfig, data: OpenedData, tokenise: Tokenise[Prompt], exchange: Exchange, base: Path
+    config: GRPOConfig, data: OpenedData, tokenise: Tokenise[Prompt], ranks: Ranks, base: Path
 ) -> PromptStream:
     """Return the endless stream of prompts."""
-    reader = _training_rows(config, data, tokenise, exchange, base)
-    return PromptStream(reader, config.data, exchange, _training_limits(config))
+    reader = _training_rows(config, data, tokenise, ranks, base)
+    return PromptStream(reader, config.data, ranks, _training_limits(config))
 
 
 def _training_rows(
-    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[S], exchange: Exchange, base: Path
+    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[S], ranks: Ranks, base: Path
 ) -> CandidateReader[S]:
-    return CandidateReader(training_reader(config, data), tokenise, exchange, row_filter(config, base))
+    return CandidateReader(training_reader(config, data), tokenise, ranks, row_filter(config, base))
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
@@ -252,7 +252,7 @@ class SetReading:
 
 
 def evaluation_sets(
-    config: TrainingConfig, data: OpenedData, reading: SetReading, exchange: Exchange, layout: Layout
+    config: TrainingConfig, data: OpenedData, reading: SetReading, ranks: Ranks, layout: Layout
 ) -> tuple[EvaluationSet, ...]:
     """Return the evaluation sets; they are read in order, and small ones are welcome.
 
@@ -266,14 +266,14 @@ def evaluation_sets(
     def stream_of(name: str, source: Source) -> Callable[[], SampleStream]:
         def open_stream() -> SampleStream:
             accept = filter_of(source, reading.accept)
-            rows = CandidateReader(RowReader([source], in_order(source)), reading.tokenise[name], exchange, accept)
-            return one_pass(config, rows, exchange, layout, limit)
+            rows = CandidateReader(RowReader([source], in_order(source)), reading.tokenise[name], ranks, accept)
+            return one_pass(config, rows, ranks, layout, limit)
 
         return open_stream
 
     def prompts_of(name: str, source: Source) -> Callable[[int], Sequence[Example]]:
         tokenise, accept = reading.answers or reading.tokenise[name], filter_of(source, reading.accept)
-        return lambda count: first_sequences(source, tokenise, count, exchange, accept)
+        return lambda count: first_sequences(source, tokenise, count, ranks, accept)
 
     sets = tuple(
         EvaluationSet(name, stream_of(name, source), prompts_of(name, source))
@@ -318,15 +318,15 @@ def refuse_completions_with_images(
 
 
 def one_pass(
-    config: TrainingConfig, rows: CandidateReader[Example], exchange: Exchange, layout: Layout, limit: int | None = None
+    config: TrainingConfig, rows: CandidateReader[Example], ranks: Ranks, layout: Layout, limit: int | None = None
 ) -> SampleStream:
     """Return a stream over the first rows, or all; small numbers of them are welcome."""
-    batch = max(config.data.batch_size, exchange.size)
+    batch = max(config.data.batch_size, ranks.size)
     size = batch if limit is None else max(min(limit, batch), 1)
     section = config.data.model_copy(
         update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": _whole(config)}
     )
-    return SampleStream(rows, section, exchange, layout, StreamLimits(passes=1, draws=limit))
+    return SampleStream(rows, section, ranks, layout, StreamLimits(passes=1, draws=limit))
 
 
 def in_order(source: Source) -> DrawOrder:
@@ -339,15 +339,15 @@ def _whole(config: TrainingConfig) -> str:
 
 
 def first_sequences(
-    source: Source, tokenise: Tokenise[S], count: int | None, exchange: Exchange, accept: Accept | None = None
+    source: Source, tokenise: Tokenise[S], count: int | None, ranks: Ranks, accept: Accept | None = None
 ) -> list[S]:
     """Return this rank's share of the first rows, one sequence of each that is taken."""
     rows: Iterable[tuple[int, Row]]
     if source.size is not None:
         size = source.size if count is None else min(count, source.size)
-        rows = ((index, source.row(index)) for index in range(exchange.rank, size, exchange.size))
+        rows = ((index, source.row(index)) for index in range(ranks.rank, size, ranks.size))
     else:
-        rows = islice(enumerate(islice(source.scan(0), count)), exchange.rank, None, exchange.size)
+        rows = islice(enumerate(islice(source.scan(0), count)), ranks.rank, None, ranks.size)
     sequences: list[S] = []
     for index, row in rows:
         if accept is None or accept(row):

@@ -1,7 +1,7 @@
 """What a run would find of a model before step 1, without a run: how it attends, decodes and adapts, what is refused.
 
 A model that is small and has its weights is looked at as it is. Any other one is looked at as a small configuration of
-the same architecture with random weights (`models/shrink.py`), and by what its own shapes say.
+the same architecture with random weights (`models/check/shrink.py`), and by what its own shapes say.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError, UserError
-from holdfast.models.adapters import adapters_of
-from holdfast.models.attention import register_attention
-from holdfast.models.boundaries import boundaries_of
-from holdfast.models.build import Blueprint, blueprint, configured
-from holdfast.models.configuration import refusals
-from holdfast.models.family import family_of
-from holdfast.models.lora import add_adapters
-from holdfast.models.rotary import rotary_boundaries
-from holdfast.models.shrink import shrink
-from holdfast.models.skeleton import maker, on_meta
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.adapters.live import adapters_of
+from holdfast.models.adapters.lora import add_adapters
+from holdfast.models.build.model import Blueprint, blueprint, configured
+from holdfast.models.check.boundaries import boundaries_of
+from holdfast.models.check.shrink import shrink
+from holdfast.models.layers.attention import register_attention
+from holdfast.models.layers.family import family_of
+from holdfast.models.layers.rotary import rotary_boundaries
+from holdfast.models.source.configuration import refusals
+from holdfast.models.source.skeleton import maker, on_meta
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.build.model import build_policy, image_side_of
-from holdfast.training.build.model import check_positions
+from holdfast.training.build.model import build_policy, check_positions, image_side_of
 
 _SMALL = 30_000_000
 """Parameters of a model that is looked at as it is, if its weights are here."""
@@ -126,7 +125,7 @@ def _checked(config: TrainingConfig, base: Path, model: Any, world: World) -> It
     yield f"looked at: {what}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        policy, _ = build_policy(config, origin, world, ProcessExchange())
+        policy, _ = build_policy(config, origin, world, RankGroup())
     why = [line for line in (*origin.notes, *printed.getvalue().splitlines()) if line.startswith("attention: ")]
     if policy.padded:
         yield next(iter(why), "attention: one document per row, since data.packing or model.attention says so")

@@ -13,11 +13,11 @@ from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
-from holdfast.models.policy import PolicyModel
-from holdfast.models.student import Taught
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.student import Taught
 from holdfast.objectives.divergences import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.objectives.supervised import NegativeLogLikelihood
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.build.rows import (
@@ -42,7 +42,6 @@ from holdfast.training.fingerprints import Identity
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.training.scorers.teacher import Teacher, build_teacher
-from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Example
 
 _BLIND = "A distillation reads text alone"
@@ -60,11 +59,11 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     """
     live = live or Live()
     started = begin(config, base, world, live)
-    exchange, data = started.exchange, started.data
-    student = _student(config, base, world, exchange, live, data)
+    ranks, data = started.ranks, started.data
+    student = _student(config, base, world, ranks, live, data)
     layout = layout_of(student, _BLIND)
-    tokenise = together(exchange, lambda: _tokeniser(config, base, student, data))
-    stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, layout, base))
+    tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, base, student, data))
+    stream = ranks.on_all_ranks(lambda: training_stream(config, data, tokenise, ranks, layout, base))
     parts = vars(student) | parts_of_run(config, base, student, started, stream)
     parts["identity"] = _with_teacher(parts["identity"], student)
     if config.rollout is None:
@@ -80,24 +79,23 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
     Raises:
         UserError: As `build_distillation_run`.
     """
-    exchange = open_exchange(config)
+    ranks = RankGroup(config.launch.timeout_minutes)
     needs_training_rows = config.data.validation_split > 0
-    data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
-    return _student(config, base, world, exchange, Live(), data)
+    data = ranks.first_rank_first(lambda: open_data(config, base, training=needs_training_rows))
+    return _student(config, base, world, ranks, Live(), data)
 
 
 def _student(  # noqa: PLR0913 - the borders of a run
-    config: DistillConfig, base: Path, world: World, exchange: ProcessExchange, live: Live, data: OpenedData
+    config: DistillConfig, base: Path, world: World, ranks: RankGroup, live: Live, data: OpenedData
 ) -> DistillEvaluation:
     # The objective compares with the teacher, who is built when the student is.
-    measured = build_model(config, base, world, exchange, live, NegativeLogLikelihood())
+    measured = build_model(config, base, world, ranks, live, NegativeLogLikelihood())
     teacher = build_teacher(measured, base)
     tokenizer = measured.origin.tokenizer
-    reading = together(
-        exchange,
+    reading = ranks.on_all_ranks(
         lambda: SetReading(evaluation_tokenisers(tokenizer, config.data, base, data, _BLIND), row_filter(config, base)),
     )
-    sets = evaluation_sets(config, data, reading, exchange, layout_of(measured, _BLIND))
+    sets = evaluation_sets(config, data, reading, ranks, layout_of(measured, _BLIND))
     of_rows = _of_rows(config, teacher)
     parts: dict[str, Any] = vars(measured) | {
         "config": config,

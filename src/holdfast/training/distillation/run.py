@@ -77,7 +77,7 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
     seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in prompts}
     groups = sample_groups(run, prompts, run.rollout, seeds)
     rest(run)
-    rank_facts = run.exchange.gather([_fact(group, run.world.rank) for group in groups])
+    rank_facts = run.ranks.gather([_fact(group, run.world.rank) for group in groups])
     facts = sorted((fact for part in rank_facts for fact in part), key=lambda fact: fact.prompt_id)
     with run.phase("pack"):
         examples = {
@@ -85,9 +85,7 @@ def completed(run: SampledDistillRun, mini_batch: MiniBatch) -> MiniBatch:
             for group in groups
             for place, trajectory in enumerate(group.trajectories)
         }
-        made = assemble(
-            Candidates(examples, known_of(examples, run.exchange)), run.exchange, run.config.data, run.layout
-        )
+        made = assemble(Candidates(examples, known_of(examples, run.ranks)), run.ranks, run.config.data, run.layout)
     _tell(run, groups)
     return replace(made, metrics={**mini_batch.metrics, **made.metrics, **length_metrics(facts)})
 
@@ -133,7 +131,7 @@ def _prompts(run: SampledDistillRun, mini_batch: MiniBatch) -> list[Prompt]:
             earlier = own_examples.get(example.sample_id)
             if earlier is None or earlier.tokens.size < example.tokens.size:
                 own_examples[example.sample_id] = example
-    everyone = run.exchange.gather({sample_id: example.tokens.size for sample_id, example in own_examples.items()})
+    everyone = run.ranks.gather({sample_id: example.tokens.size for sample_id, example in own_examples.items()})
     longest: dict[int, tuple[int, int]] = {}
     for rank, sizes in enumerate(everyone):
         for sample_id, size in sizes.items():
@@ -180,7 +178,7 @@ def _tell(run: SampledDistillRun, groups: Sequence[Group]) -> None:
         for group in groups
         for trajectory in group.trajectories
     ]
-    samples = [sample for part in run.exchange.gather(own_samples) for sample in part]
+    samples = [sample for part in run.ranks.gather(own_samples) for sample in part]
     if run.world.is_first:
         run.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
 

@@ -12,9 +12,9 @@ from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, DataError
-from holdfast.models.expert_choices import why_not_replayed
-from holdfast.models.routers import routers_of
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.layers.expert_choices import why_not_replayed
+from holdfast.models.layers.routers import routers_of
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, begin, build_model, parts_of_run
 from holdfast.training.build.losses import policy_objective
@@ -38,7 +38,6 @@ from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference import Reference, build_reference, following_of
 from holdfast.training.scorers.reference_server import NO_IMAGES
-from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Prompt
 
 
@@ -57,20 +56,20 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     """
     live = live or Live()
     started = begin(config, base, world, live)
-    exchange = started.exchange
-    measured = _measured(config, base, world, exchange, live)
+    ranks = started.ranks
+    measured = _measured(config, base, world, ranks, live)
     if config.rollout.replay_routing:
-        together(exchange, lambda: _replay_routing(measured))
+        ranks.on_all_ranks(lambda: _replay_routing(measured))
     images = _images(config, measured)
     tokenise = _tokeniser(measured, base, images)
-    stream = together(exchange, lambda: prompt_stream(config, started.data, tokenise, exchange, base))
+    stream = ranks.on_all_ranks(lambda: prompt_stream(config, started.data, tokenise, ranks, base))
     if config.rollout.shared_prefix == "on" and measured.policy.padded:
         why = measured.origin.family.why_not_packed or "data.packing or model.attention says so"
         raise ConfigError(
             f"rollout.shared_prefix: on, but {measured.origin.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )
-    mark_reward_models(config, base, exchange)
+    mark_reward_models(config, base, ranks)
     policy = _policy(base, measured, started.data, tokenise, score, images)
     reference = _reference(config, base, policy, live)
     run = PolicyRun(
@@ -95,15 +94,15 @@ def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score:
     Raises:
         UserError: As `build_policy_run`.
     """
-    exchange = open_exchange(config)
+    ranks = RankGroup(config.launch.timeout_minutes)
     needs_training_rows = config.data.validation_split > 0
-    data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
-    measured = _measured(config, base, world, exchange, Live())
+    data = ranks.first_rank_first(lambda: open_data(config, base, training=needs_training_rows))
+    measured = _measured(config, base, world, ranks, Live())
     images = _images(config, measured)
     return _policy(base, measured, data, _tokeniser(measured, base, images), score, images)
 
 
-def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange, live: Live) -> Evaluation:
+def _measured(config: GRPOConfig, base: Path, world: World, ranks: RankGroup, live: Live) -> Evaluation:
     if live.objective is not None:
         compares = getattr(live.objective, "needs_reference", False)
         for section in config.terms_of_ours():
@@ -112,8 +111,8 @@ def _measured(config: GRPOConfig, base: Path, world: World, exchange: ProcessExc
                     f"{section}: a loss of your own (objective=) takes nothing from this section. Write it into the "
                     "loss, and leave the section out."
                 )
-    objective = live.objective or together(exchange, lambda: policy_objective(config, base))
-    return build_model(config, base, world, exchange, live, objective)
+    objective = live.objective or ranks.on_all_ranks(lambda: policy_objective(config, base))
+    return build_model(config, base, world, ranks, live, objective)
 
 
 def _images(config: GRPOConfig, measured: Evaluation) -> ImageSide | str:
@@ -128,7 +127,7 @@ def _images(config: GRPOConfig, measured: Evaluation) -> ImageSide | str:
 def _tokeniser(measured: Evaluation, base: Path, images: ImageSide | str) -> Tokenise[Prompt]:
     config, tokenizer = measured.config, measured.origin.tokenizer
     assert isinstance(config, GRPOConfig)
-    rows = together(measured.exchange, lambda: RowTokeniser(tokenizer, config.data, base, images))
+    rows = measured.ranks.on_all_ranks(lambda: RowTokeniser(tokenizer, config.data, base, images))
     longest = config.data.max_length - config.rollout.max_new_tokens
     refusal = why_no_videos(measured, config.rollout.engine)
     return prompt_tokeniser(rows, tokenizer.decode, config.data, longest, refusal)
@@ -146,7 +145,7 @@ def _policy(  # noqa: PLR0913 - what a policy is made of
     assert isinstance(config, GRPOConfig)
     rollout = config.rollout
     parts = {name: value for name, value in vars(measured).items() if name not in {"config", "temperature"}}
-    accept = together(measured.exchange, lambda: row_filter(config, base))
+    accept = measured.ranks.on_all_ranks(lambda: row_filter(config, base))
     return PolicyEvaluation(
         **parts,
         config=config,
@@ -177,9 +176,9 @@ def _prompts(
     Raises:
         DataError: A row is malformed, or no prompt is short enough; the same on all ranks.
     """
-    exchange, limit = measured.exchange, measured.config.evaluation.limit_samples
-    prompts = together(exchange, lambda: tuple(first_sequences(source, tokenise, limit, exchange, accept)))
-    if not sum(exchange.gather(len(prompts))):
+    ranks, limit = measured.ranks, measured.config.evaluation.limit_samples
+    prompts = ranks.on_all_ranks(lambda: tuple(first_sequences(source, tokenise, limit, ranks, accept)))
+    if not sum(ranks.gather(len(prompts))):
         raise DataError(
             f"evaluation.sets.{name}: no prompt of {source.name} leaves room for a completion in "
             "data.max_length. Raise it."

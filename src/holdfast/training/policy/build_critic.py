@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError
-from holdfast.models.build import Blueprint, blueprint
+from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.objectives.value import ValueLoss
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.shards import sharded_parameters
@@ -19,7 +19,6 @@ from holdfast.training.build.model import build_policy
 from holdfast.training.build.optimizers import optimizer_of
 from holdfast.training.policy.run import CRITIC, PolicyRun
 from holdfast.training.run import Run
-from holdfast.training.together import first_rank_first, together
 
 
 def add_critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> None:
@@ -36,32 +35,31 @@ def add_critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) ->
 
 
 def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Run:
-    config, exchange = critic_training(run.config, section), run.exchange
+    config, ranks = critic_training(run.config, section), run.ranks
     _refuse_unread(run, section, live)
     own = section.path is not None
-    origin = first_rank_first(
-        exchange,
+    origin = ranks.first_rank_first(
         lambda: blueprint(
             config.model, base, seed=config.seed, tokenizer=None if own else run.origin.tokenizer, scorer=True
         ),
     )
-    together(exchange, lambda: _check_tokens(run.origin, origin))
+    ranks.on_all_ranks(lambda: _check_tokens(run.origin, origin))
     if run.policy.padded:
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
     if run.world.is_first:
         print("critic: its plan:", flush=True)
-    model, plan = build_policy(config, origin, run.world, exchange)
+    model, plan = build_policy(config, origin, run.world, ranks)
     if model.padded and not run.policy.padded:
         raise ConfigError(
             f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "
             "policy's are packed. Set data.packing: none."
         )
     parameters = sharded_parameters(model)
-    optimizer = optimizer_of(section.optim, base, parameters, exchange, model)
+    optimizer = optimizer_of(section.optim, base, parameters, ranks, model)
     return Run(
         config=config,
         world=run.world,
-        exchange=exchange,
+        ranks=ranks,
         origin=origin,
         plan=plan,
         policy=model,

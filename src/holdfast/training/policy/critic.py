@@ -75,7 +75,7 @@ def with_values(
         judged = [_judged(run, section, batch) for batch in batches]
         metrics = _metrics(run, judged)
         if section.whiten:
-            of_all = spread_of(np.concatenate([part.advantages for part in judged]), run.exchange.gather)
+            of_all = spread_of(np.concatenate([part.advantages for part in judged]), run.ranks.gather)
             judged = [part._replace(advantages=whitened(part.advantages, of_all, section.epsilon)) for part in judged]
         keeps_proximal = run.config.updates.count > 1
         done = iter([_carried(batch, part, keeps_proximal) for batch, part in zip(batches, judged, strict=True)])
@@ -86,7 +86,7 @@ def with_values(
 def _metrics(run: PolicyRun, judged: Sequence[_Judged]) -> dict[str, float]:
     """Return how well the critic knew what was to come; without the share it explains where all returns are alike."""
     returns, values = (np.concatenate([getattr(part, name) for part in judged]) for name in ("returns", "values"))
-    of_returns, errors = (spread_of(numbers, run.exchange.gather) for numbers in (returns, returns - values))
+    of_returns, errors = (spread_of(numbers, run.ranks.gather) for numbers in (returns, returns - values))
     metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
     explained = explained_variance(of_returns, errors)
     return metrics if explained is None else {**metrics, "value/explained_variance": explained}
@@ -173,7 +173,7 @@ def _with_means(run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], judg
     for batch, part in zip(batches, judged, strict=True):
         for place in np.unique(part.sequence):
             own_means[batch.sample_ids[place]] = float(part.advantages[part.sequence == place].mean())
-    means = {sample: mean for rank_means in run.exchange.gather(own_means) for sample, mean in rank_means.items()}
+    means = {sample: mean for rank_means in run.ranks.gather(own_means) for sample, mean in rank_means.items()}
     groups = [
         replace(
             group,

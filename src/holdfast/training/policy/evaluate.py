@@ -38,7 +38,7 @@ def evaluate_policy(
         try:
             with run.phase("evaluation"):
                 set_metrics, groups = _evaluate_set(run, prompts)
-                everyone = run.exchange.gather([_told(group) for group in groups])
+                everyone = run.ranks.gather([_told(group) for group in groups])
         except StepAbandoned:
             break
         if run.world.is_first:
@@ -72,7 +72,7 @@ def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, 
     groups, scored = score_groups(run, groups)
     facts = share_facts(run, groups, scored)
     faults = fault_metrics(facts)
-    reasons = run.exchange.gather(next((item.message for item in scored if item.message), ""))
+    reasons = run.ranks.gather(next((item.message for item in scored if item.message), ""))
     if any(faults.values()):
         run.messages.append(_failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons))
     solved = solved_metrics(rewards_of(facts), options.success)

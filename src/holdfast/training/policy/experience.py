@@ -18,8 +18,8 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.attention import pads_branches
-from holdfast.models.rotary import angles_by_length
+from holdfast.models.layers.attention import pads_branches
+from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build.begin import layout_of
@@ -119,7 +119,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
         for fact in facts
         for place, completion in enumerate(fact.completions)
     ]
-    return assemble(Candidates(own_examples, sequences), run.exchange, run.config.data, layout)
+    return assemble(Candidates(own_examples, sequences), run.ranks, run.config.data, layout)
 
 
 def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
@@ -160,7 +160,7 @@ def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, k
         batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches
     ]
     threshold = entropy_threshold(
-        np.concatenate([part for of_rank in run.exchange.gather(own_entropies) for part in of_rank]), share
+        np.concatenate([part for of_rank in run.ranks.gather(own_entropies) for part in of_rank]), share
     )
     batches = []
     for batch in mini_batch.micro_batches:

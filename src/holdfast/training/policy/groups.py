@@ -63,7 +63,7 @@ def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence
         )
         for group in groups
     ]
-    return sorted((fact for facts in run.exchange.gather(own_facts) for fact in facts), key=lambda fact: fact.prompt_id)
+    return sorted((fact for facts in run.ranks.gather(own_facts) for fact in facts), key=lambda fact: fact.prompt_id)
 
 
 def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:

@@ -20,7 +20,7 @@ import numpy as np
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json
-from holdfast.models.expert_choices import CHOICES_COLUMN
+from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
@@ -54,7 +54,7 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     """Write the step that was just made, if `rollout.record` asks for it; all ranks call this together."""
     if not run.config.rollout.record:
         return
-    everyone = run.exchange.gather([_group_line(group) for group in rollout.groups])
+    everyone = run.ranks.gather([_group_line(group) for group in rollout.groups])
     if not run.world.is_first:
         return
     lines = {line["prompt_id"]: line for part in everyone for line in part}

@@ -62,12 +62,12 @@ def check_answers(
     """
     for reward, column in answer_columns.items():
         for place, prompts in _read(run):
-            with run.exchange.together():
+            with run.ranks.together():
                 answers = [
                     "" if each.row[column] is None else str(each.row[column]) for each in prompts if column in each.row
                 ]
                 bad = set(unreadable(reward, list(dict.fromkeys(answers))))
-            everyone = run.exchange.gather((len(answers), [answer for answer in answers if answer in bad]))
+            everyone = run.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
             _tell_unreadable(run, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
 
 
@@ -90,7 +90,7 @@ def _tell_unreadable(
 
 def _columns(run: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
     """Return the columns of what all ranks read."""
-    everyone = run.exchange.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
+    everyone = run.ranks.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
     return list(dict.fromkeys(column for columns in everyone for column in columns))
 
 

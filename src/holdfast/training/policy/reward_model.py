@@ -22,18 +22,25 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ConfigError, ModelError, PlanError
 from holdfast.files import size_words
-from holdfast.models.build import Blueprint
-from holdfast.models.policy import PolicyModel
-from holdfast.models.positions import positions_of
-from holdfast.models.reward_model import Reading, RewardModel, TextScorer, TextTokens, batches_of, bytes_of, scores_of
-from holdfast.models.scorer import place_of_score
-from holdfast.models.stored_scorer import stored_scorer
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.build.model import Blueprint
+from holdfast.models.build.stored_scorer import stored_scorer
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.reward_model import (
+    Reading,
+    RewardModel,
+    TextScorer,
+    TextTokens,
+    batches_of,
+    bytes_of,
+    scores_of,
+)
+from holdfast.models.heads.scorer import place_of_score
+from holdfast.models.layers.positions import positions_of
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy
 from holdfast.training.copies import free_bytes, free_host_bytes
 from holdfast.training.scorers.reference import check_place
-from holdfast.training.together import first_rank_first, together
 from holdfast.types import Batch, Example, Scores
 
 
@@ -44,17 +51,17 @@ class SharedRewardModel:
         model: Built and frozen.
         reading: How it reads.
         world: Where its batches go.
-        exchange: Between the ranks that hold it; nobody else's.
+        ranks: Between the ranks that hold it; nobody else's.
     """
 
-    def __init__(self, model: PolicyModel, reading: Reading, world: World, exchange: ProcessExchange) -> None:
+    def __init__(self, model: PolicyModel, reading: Reading, world: World, ranks: RankGroup) -> None:
         self.model, self.reading = model, reading
-        self._device, self._exchange = world.device, exchange
+        self._device, self._ranks = world.device, ranks
 
     def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row; all ranks call this together, each with its own rows, or with none."""
         batches = batches_of(rows, self.reading.batch_size)
-        idle: list[list[int]] = [[]] * (max(self._exchange.gather(len(batches))) - len(batches))
+        idle: list[list[int]] = [[]] * (max(self._ranks.gather(len(batches))) - len(batches))
         return scores_of(rows, [*batches, *idle], self._numbers)
 
     @torch.no_grad()
@@ -79,7 +86,7 @@ def _batch(rows: Sequence[TextTokens], pad: int | None, *, padded: bool) -> Batc
 
 
 def open_reward_model(
-    section: ModelRewardConfig, config: GRPOConfig, base: Path, world: World, exchange: ProcessExchange
+    section: ModelRewardConfig, config: GRPOConfig, base: Path, world: World, ranks: RankGroup
 ) -> TextScorer:
     """Load a reward model, if it has room, and say what a user should know of it; all ranks call this together.
 
@@ -88,20 +95,20 @@ def open_reward_model(
         config: The run's, which says how a sharded one is split.
         base: The YAML's directory.
         world: The ranks.
-        exchange: Between them, for as long as a sharded model scores.
+        ranks: Between them, for as long as a sharded model scores.
 
     Raises:
         UserError: It cannot be loaded, cannot be sharded, takes more memory than there is now, or would read longer
             texts than it has positions for; the same on all ranks.
     """
     with _named(f"reward {section.label}: "):
-        needed = first_rank_first(exchange, lambda: _check_room(section, config, base, world))
+        needed = ranks.first_rank_first(lambda: _check_room(section, config, base, world))
         if section.place == "whole":
-            whole = together(exchange, lambda: RewardModel(section, base, world.device))
+            whole = ranks.on_all_ranks(lambda: RewardModel(section, base, world.device))
             note, what = whole.reading.note, f"{size_words(needed)} of weights in {section.dtype}, on every rank"
             scorer: TextScorer = whole
         else:
-            scorer, bytes_per_rank = _shared(section, reward_scoring(config, section), base, world, exchange)
+            scorer, bytes_per_rank = _shared(section, reward_scoring(config, section), base, world, ranks)
             note, what = scorer.reading.note, f"{size_words(bytes_per_rank)} of weights in {section.dtype} per rank"
     if world.is_first:
         print(f"reward {section.label}: {what}", flush=True)
@@ -111,20 +118,20 @@ def open_reward_model(
 
 
 def _shared(
-    section: ModelRewardConfig, config: RewardScoring, base: Path, world: World, exchange: ProcessExchange
+    section: ModelRewardConfig, config: RewardScoring, base: Path, world: World, ranks: RankGroup
 ) -> tuple[SharedRewardModel, int]:
     """Return a sharded model, and the bytes of it that each rank holds."""
-    origin = first_rank_first(exchange, lambda: stored_scorer(config.model, base))
-    reading = together(exchange, lambda: _reading(section, origin))
+    origin = ranks.first_rank_first(lambda: stored_scorer(config.model, base))
+    reading = ranks.on_all_ranks(lambda: _reading(section, origin))
     if world.is_first:
         where = "in host memory" if config.parallel.cpu_offload else "sharded like the policy"
         print(f"reward {section.label}: {where}; its plan:", flush=True)
     with _named("", " place: whole leaves this model to transformers, on every rank."):
-        model, plan = build_policy(config, origin, world, exchange, trained=False)
+        model, plan = build_policy(config, origin, world, ranks, trained=False)
     model.eval()
-    with exchange.together():
+    with ranks.together():
         check_place(model, plan, world.device, "reward model")
-    return SharedRewardModel(model, reading, world, exchange), plan.shard_bytes
+    return SharedRewardModel(model, reading, world, ranks), plan.shard_bytes
 
 
 def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Reward, RewardPoolConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.reward_model import Reading, TextScorer
+from holdfast.models.heads.reward_model import Reading, TextScorer
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
 from holdfast.rewards.combine import combine
-from holdfast.rewards.here import RewardsHere
 from holdfast.rewards.outcome import outcome_of_exception
-from holdfast.rewards.pool import RewardPool
+from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live
 from holdfast.training.directory import run_directory
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
-from holdfast.training.together import open_exchange, together
 
 _MOST_WORKERS = 4
 _SHARE_OF_WAIT = 0.75
@@ -52,10 +52,10 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     """
     section = config.rewards
     if live is not None and live.rewards:
-        exchange = open_exchange(config)
+        ranks = RankGroup(config.launch.timeout_minutes)
         functions = live.rewards
-        here = together(exchange, lambda: RewardsHere(functions, config.reward, section))
-        exchange.close()
+        here = ranks.on_all_ranks(lambda: RewardsHere(functions, config.reward, section))
+        ranks.close()
         yield OpenRewards(here.score, here.columns)
         return
     if section.workers == "auto":
@@ -64,19 +64,19 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     if section.step_timeout_seconds == "auto" and world.size > 1:
         longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
         section = section.model_copy(update={"step_timeout_seconds": longest})
-    exchange = open_exchange(config)
+    ranks = RankGroup(config.launch.timeout_minutes)
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
-    models = {reward.label: open_reward_model(reward, config, base, world, exchange) for reward in named}
-    scorer = together(exchange, lambda: RewardScorer(config.reward, section, base, models, _logs(config, world)))
+    models = {reward.label: open_reward_model(reward, config, base, world, ranks) for reward in named}
+    scorer = ranks.on_all_ranks(lambda: RewardScorer(config.reward, section, base, models, _logs(config, world)))
     try:
-        with exchange.together():
+        with ranks.together():
             scorer.start()
         if all(reward.place == "whole" for reward in named):
-            exchange.close()
+            ranks.close()
         answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}
         yield OpenRewards(scorer.score, scorer.columns, answers, scorer.unreadable)
-        exchange.close()
+        ranks.close()
     finally:
         scorer.close()
 

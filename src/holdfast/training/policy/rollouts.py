@@ -151,7 +151,7 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     trimmed = [fact for fact in trimmed if fact.prompt_id in selected_ids]
     own_groups = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in selected_ids)
     left_out = tuple(group for group in groups if group.prompt.prompt_id not in selected_ids)
-    rank_messages = run.exchange.gather([item.message for item in scored if item.message][:8])
+    rank_messages = run.ranks.gather([item.message for item in scored if item.message][:8])
     messages = tuple(line for lines in rank_messages for line in lines)
     return Rollout(own_groups, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
@@ -219,7 +219,7 @@ def sample_groups(
         ]
         sampled = generate(run.engine, requests, sampling, run.interrupted)
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        if any(run.exchange.gather(aborted)):
+        if any(run.ranks.gather(aborted)):
             raise StepAbandoned
         _refuse_nan(run, sampled)
         by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
@@ -239,7 +239,7 @@ def _refuse_nan(run: SamplingEvaluation, sampled: Sequence[Sampled]) -> None:
         RunStopped: A log-probability is NaN on some rank; raised on all ranks.
     """
     broken = {completion.request_id for completion in sampled if np.isnan(completion.logprobs).any()}
-    ids = sorted(number for part in run.exchange.gather(broken) for number in part)
+    ids = sorted(number for part in run.ranks.gather(broken) for number in part)
     if ids:
         raise RunStopped(
             f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {run.state.step + 1}, the first "
@@ -254,7 +254,7 @@ def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[G
     with run.phase("reward"):
         now = progress_of(run)
         samples = [_sample_of(group.prompt, trajectory, now) for group in groups for trajectory in group.trajectories]
-        with run.exchange.together():  # what ends the reward processes of one rank ends the run on all
+        with run.ranks.together():  # what ends the reward processes of one rank ends the run on all
             scored = run.score(samples)
     following = iter(scored)
     rewarded = []

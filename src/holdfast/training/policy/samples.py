@@ -36,7 +36,7 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
         return
     own_samples = [_shown(step, group, trained=True) for group in rollout.groups]
     own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
-    everyone = [item for of_rank in run.exchange.gather(own_samples) for of_group in of_rank for item in of_group]
+    everyone = [item for of_rank in run.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
     shown = sorted(everyone, key=lambda item: item.sample_id)
     if run.world.is_first and shown:
         run.samples += [item._asdict() for item in shown]

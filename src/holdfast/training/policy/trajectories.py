@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tokens.vision import going_on
-from holdfast.models.expert_choices import CHOICES_COLUMN
+from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rollout.engine import Sampled
 from holdfast.types import Example, Prompt, Trajectory
 

@@ -19,9 +19,9 @@ from holdfast.checkpoint.place.memory import is_out_of_memory
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import HoldfastError, ModelError
 from holdfast.metrics.clock import PhaseClock
-from holdfast.models.selfcheck import plain_tokens
-from holdfast.optim.inert import twin_of
+from holdfast.models.check.forward import plain_tokens
 from holdfast.optim.randomness import private_randomness
+from holdfast.optim.state_template import twin_of
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.rewards.base import Scored
 from holdfast.training.policy.critic import train_critic, with_values

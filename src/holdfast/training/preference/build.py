@@ -17,6 +17,7 @@ from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.tokens.preferences import preferred_only
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, begin, build_model, layout_of, parts_of_run
 from holdfast.training.build.losses import preference_objective
@@ -36,7 +37,6 @@ from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference import Reference, build_reference, following_of
 from holdfast.training.scorers.reference_server import NO_IMAGES
 from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, refuse_without_other_answers, with_table
-from holdfast.training.together import first_rank_first, open_exchange, together
 from holdfast.types import Example
 
 
@@ -48,12 +48,12 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
     """
     live = live or Live()
     started = begin(config, base, world, live)
-    exchange, data = started.exchange, started.data
-    together(exchange, lambda: refuse_without_other_answers(config, data))
-    objective = live.objective or together(exchange, lambda: preference_objective(config.preference, base))
-    measured = build_model(config, base, world, exchange, live, objective)
+    ranks, data = started.ranks, started.data
+    ranks.on_all_ranks(lambda: refuse_without_other_answers(config, data))
+    objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, base))
+    measured = build_model(config, base, world, ranks, live, objective)
     policy, tokenise = _compared_policy(config, base, measured, data, live)
-    stream = together(exchange, lambda: training_stream(config, data, tokenise, exchange, policy.layout, base))
+    stream = ranks.on_all_ranks(lambda: training_stream(config, data, tokenise, ranks, policy.layout, base))
     parts = parts_of_run(config, base, policy, started, stream)
     # Its log-likelihood would be that of chosen and rejected answers together, which says nothing.
     parts["source_names"] = ()
@@ -66,11 +66,11 @@ def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> 
     Raises:
         UserError: As `build_preference_run`.
     """
-    exchange = open_exchange(config)
+    ranks = RankGroup(config.launch.timeout_minutes)
     needs_training_rows = config.data.validation_split > 0
-    data = first_rank_first(exchange, lambda: open_data(config, base, training=needs_training_rows))
-    objective = together(exchange, lambda: preference_objective(config.preference, base))
-    measured = build_model(config, base, world, exchange, Live(), objective)
+    data = ranks.first_rank_first(lambda: open_data(config, base, training=needs_training_rows))
+    objective = ranks.on_all_ranks(lambda: preference_objective(config.preference, base))
+    measured = build_model(config, base, world, ranks, Live(), objective)
     # Of an evaluation alone nothing is kept, and training rows are not scored.
     live_reference = config.reference.model_copy(update={"precompute": False, "cache": None})
     config = config.model_copy(update={"reference": live_reference})
@@ -81,11 +81,11 @@ def _compared_policy(
     config: DPOConfig, base: Path, measured: Evaluation, data: OpenedData, live: Live
 ) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
-    exchange = measured.exchange
+    ranks = measured.ranks
     images = _images(config, measured)
-    layout = together(exchange, lambda: _layout(config, measured, images))
-    plain = together(exchange, lambda: preference_tokeniser(measured.origin.tokenizer, config, base, images))
-    accept = together(exchange, lambda: row_filter(config, base))
+    layout = ranks.on_all_ranks(lambda: _layout(config, measured, images))
+    plain = ranks.on_all_ranks(lambda: preference_tokeniser(measured.origin.tokenizer, config, base, images))
+    accept = ranks.on_all_ranks(lambda: row_filter(config, base))
     tokenise: Tokenise[Example] = plain
     of_sets: dict[str, Tokenise[Example]] = dict.fromkeys(data.evaluation, plain)
     reference: Reference | None = None
@@ -101,8 +101,8 @@ def _compared_policy(
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(measured, base, live, config.reference, why=why)
     reading = SetReading(of_sets, accept, preferred_only(plain))
-    sets = evaluation_sets(config, data, reading, exchange, layout)
-    together(exchange, lambda: refuse_completions_with_images(config, sets, images))
+    sets = evaluation_sets(config, data, reading, ranks, layout)
+    ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
     fields = vars(measured) | {"config": config, "evaluation_sets": sets}
     return PreferenceEvaluation(**fields, layout=layout, reference=reference), tokenise
 

@@ -16,10 +16,10 @@ import torch
 
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
-from holdfast.data.batches.exchange import Exchange
 from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
 from holdfast.data.batches.packing import to_device, unpack
-from holdfast.models.policy import without_dropout
+from holdfast.data.batches.ranks import Ranks
+from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.answers import answers_of
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.parallel.collectives import reduce_sums
@@ -62,43 +62,43 @@ def answered_by_next_rows(
     All ranks call this together.
     """
     examples = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
-    candidates = with_next_answers(examples, run.exchange, run.config.data.max_length)
+    candidates = with_next_answers(examples, run.ranks, run.config.data.max_length)
     if len(candidates.sequences) < 2:
         return []
-    batches = assemble(candidates, run.exchange, run.config.data, replace(layout, columns={}))
+    batches = assemble(candidates, run.ranks, run.config.data, replace(layout, columns={}))
     return scored(run, reference, batches, "reference_logprobs").micro_batches
 
 
-def with_next_answers(own_examples: dict[int, Example], exchange: Exchange, max_length: int) -> Candidates[Example]:
+def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length: int) -> Candidates[Example]:
     """Give every prompt the answer of the next row, the last one that of the first; all ranks call this together.
 
     Args:
         own_examples: This rank's sequences by sample id.
-        exchange: The ranks.
+        ranks: The group.
         max_length: Answers are cut where a sequence becomes longer.
     """
     owners = {
         sample_id: rank
-        for rank, sample_ids in enumerate(exchange.gather(sorted(own_examples)))
+        for rank, sample_ids in enumerate(ranks.gather(sorted(own_examples)))
         for sample_id in sample_ids
     }
     order = sorted(owners)
     before = dict(zip(order[1:] + order[:1], order, strict=True))
-    outgoing: list[dict[int, Answer]] = [{} for _ in range(exchange.size)]
+    outgoing: list[dict[int, Answer]] = [{} for _ in range(ranks.size)]
     for sample_id, example in own_examples.items():
         asked = before[sample_id]
         outgoing[owners[asked]][asked] = answer_of(example)
     answers: dict[int, Answer] = {}
-    for received in exchange.swap(outgoing):
+    for received in ranks.swap(outgoing):
         answers |= received
     examples = {
         (sample_id, 0): with_answer(own_examples[sample_id], answer, max_length)
         for sample_id, answer in answers.items()
     }
-    return Candidates(examples, known_of(examples, exchange))
+    return Candidates(examples, known_of(examples, ranks))
 
 
-def known_of(examples: dict[tuple[int, int], Example], exchange: Exchange) -> list[Known]:
+def known_of(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
     """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
     facts = [
         Known(
@@ -106,9 +106,9 @@ def known_of(examples: dict[tuple[int, int], Example], exchange: Exchange) -> li
             part,
             example.tokens.size,
             example.trained_tokens,
-            exchange.rank,
+            ranks.rank,
             has_inputs=bool(example.model_inputs),
         )
         for (draw, part), example in examples.items()
     ]
-    return sorted(fact for rank_facts in exchange.gather(facts) for fact in rank_facts)
+    return sorted(fact for rank_facts in ranks.gather(facts) for fact in rank_facts)

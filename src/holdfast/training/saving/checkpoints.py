@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +22,7 @@ from holdfast.checkpoint.place.storage import open_storage
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.config.versions import versions
 from holdfast.errors import UserError
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run
@@ -49,7 +48,7 @@ class Checkpoints:
         self._config = run.config.checkpoint
         self._stack = ExitStack()
         self._storage = open_storage(directory.checkpoint_place(run.directory, run.config))
-        self._ranks = ProcessExchange(timedelta(minutes=self._config.timeout_minutes))
+        self._ranks = RankGroup(self._config.timeout_minutes)
         self._session: Session | None = None
         self._places = Places(run.directory, self._storage, lambda words: say(run, words))
         self._deviations: tuple[str, ...] = ()
@@ -67,7 +66,7 @@ class Checkpoints:
         run = self._run
         if run.config.dry_run and run.world.is_first:
             directory.remove(run.directory)  # what an interrupted dry run left behind
-        with run.exchange.together():
+        with run.ranks.together():
             has_checkpoints = self._places.has_any() if run.world.is_first else False
             checked_assets(run)  # what cannot be written fails here, on all ranks alike
         has_checkpoints = self._ranks.agree(has_checkpoints)
@@ -115,7 +114,7 @@ class Checkpoints:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
         identity: list[tuple[str, bool]] = []
-        with run.exchange.together():
+        with run.ranks.together():
             if run.world.is_first:
                 self._places.take(self._stack)
                 # The job that was waited for may have made this a run, and saved.
@@ -124,7 +123,7 @@ class Checkpoints:
                 if lost is not None or not directory.is_run(run.directory):
                     directory.create(run.directory, run.config, run.config.verb, lost, parent_of(run))
                 identity.append((directory.run_id(run.directory), has_checkpoints))
-        return run.exchange.agree(identity[0] if identity else ("", False))
+        return run.ranks.agree(identity[0] if identity else ("", False))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -196,13 +195,13 @@ class Checkpoints:
             self.session.resumed = restored.manifest
             # Retention deletes the checkpoints that recorded them first.
             self._deviations = tuple(dict.fromkeys((*restored.manifest.deviations, *restored.deviations)))
-            with run.exchange.together():
+            with run.ranks.together():
                 if run.world.is_first:
                     self._places.check_names_free(run.state.step, run.total_steps)
             if not run.finished:
                 run.stream.read_ahead(run.state.step)
             return
-        lost = run.exchange.agree(directory.last_saved(run.directory) if run.world.is_first else None)
+        lost = run.ranks.agree(directory.last_saved(run.directory) if run.world.is_first else None)
         if lost is not None:
             raise self._places.gone(lost)
         if self._config.init_from is not None:
@@ -281,7 +280,7 @@ class Checkpoints:
         run = self._run
         with run.phase("save"):
             self._check_place()
-            run.state.observers = run.exchange.agree(run.state.observers)  # only rank 0 asks them
+            run.state.observers = run.ranks.agree(run.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             snapshot = self._contents.snapshot(Moment.now(run))
             self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
@@ -301,7 +300,7 @@ class Checkpoints:
         Raises:
             SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
-        with self._run.exchange.together():
+        with self._run.ranks.together():
             self._places.check()
 
     def _reached(self, phase: str) -> None:
@@ -324,7 +323,7 @@ class Checkpoints:
         """
         return self._emergency.save()
 
-    def _save_in_emergency(self, moment: Moment, ranks: ProcessExchange) -> Manifest | None:
+    def _save_in_emergency(self, moment: Moment, ranks: RankGroup) -> Manifest | None:
         self._run.residency.stay()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
@@ -340,7 +339,7 @@ class Checkpoints:
         return manifest
 
     def _wait_for_save(self) -> None:
-        wait_for_all(self._run.exchange, self.session, self._config.timeout_minutes)
+        wait_for_all(self._run.ranks, self.session, self._config.timeout_minutes)
 
     def collect(self, then: str = "Training goes on") -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.

@@ -12,12 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, random_state
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
 
 _LOOK_SECONDS = 0.5
@@ -39,7 +38,7 @@ class Moment:
         return cls(run.state.step, run.state.as_plain(), run.stream.state(), random_state())
 
 
-Write = Callable[[Moment, ProcessExchange], Manifest | None]
+Write = Callable[[Moment, RankGroup], Manifest | None]
 """Commits a moment; every rank calls it. None if that step is on disk already."""
 
 
@@ -59,8 +58,8 @@ class Emergency:
         self._made: Manifest | None = None
         self._write = write
         self._grace = grace_seconds
-        self._ranks = ProcessExchange(timedelta(seconds=grace_seconds))
-        self._name = run.exchange.agree(uuid.uuid4().hex[:8])
+        self._ranks = RankGroup(grace_seconds / 60)
+        self._name = run.ranks.agree(uuid.uuid4().hex[:8])
         self._moment = Moment.now(run)
         self._taken = threading.Lock()
         self._stop = threading.Event()

@@ -19,10 +19,10 @@ from holdfast.checkpoint.place.layout import TRASH, fresh, step_name
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ModelError
 from holdfast.files import read_json
-from holdfast.models.adapter_files import peft_settings
-from holdfast.models.adapters import adapters_of
-from holdfast.models.origin import files_mark
-from holdfast.models.whole_modules import whole_modules
+from holdfast.models.adapters.files import peft_settings
+from holdfast.models.adapters.live import adapters_of
+from holdfast.models.adapters.whole_modules import whole_modules
+from holdfast.models.source.origin import files_mark
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -70,8 +70,8 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     """
     ema, best, rating = run.config.optim.ema, run.config.checkpoint.export_best, None
     if name == BEST and best is not None and metrics is not None:
-        rating = {"metric": best.metric, "value": run.exchange.agree(metrics.get(best.metric))}
-    with run.exchange.together():
+        rating = {"metric": best.metric, "value": run.ranks.agree(metrics.get(best.metric))}
+    with run.ranks.together():
         about = Exported("", run.config.run.name, run.state.step, rating=rating)
         # Who writes; and a run that somebody builds in Python, without the loop around it, has no directory.
         if run.world.is_first and directory.is_run(run.directory):
@@ -96,7 +96,7 @@ def _export(run: Run, name: str, exported: Exported) -> str:
                 run.policy,
                 about,
                 place.with_name(f"{name}-adapter"),
-                run.exchange,
+                run.ranks,
                 texts,
                 reached=lambda name: run.world.failure.phase(f"adapter export: {name}"),
             )
@@ -104,7 +104,7 @@ def _export(run: Run, name: str, exported: Exported) -> str:
             run.policy,
             run.origin,
             place,
-            run.exchange,
+            run.ranks,
             dtype=_dtype(run),
             largest_file_bytes=run.config.checkpoint.export_shard_bytes,
             extra_files=texts,
@@ -121,14 +121,14 @@ def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
     config = run.config.checkpoint
     if config.export_every is None and config.export_best is None:
         return []
-    return run.exchange.agree(_due(run, metrics) if run.world.is_first else [])
+    return run.ranks.agree(_due(run, metrics) if run.world.is_first else [])
 
 
 def note_exported(run: Run, name: str, metrics: Mapping[str, float]) -> None:
     """Remember the metric of a best export that stands; all ranks call this together."""
     section = run.config.checkpoint.export_best
     if name == BEST and section is not None:
-        run.state.best_exported = run.exchange.agree(metrics.get(section.metric))
+        run.state.best_exported = run.ranks.agree(metrics.get(section.metric))
 
 
 def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
@@ -164,7 +164,7 @@ def set_final_aside(run: Run) -> list[str]:
         Words about each, on rank 0.
     """
     lines = []
-    with run.exchange.together():
+    with run.ranks.together():
         folder = run.directory / EXPORTS
         for kind in _KINDS if run.world.is_first else ():
             place = folder / f"{FINAL}{kind}"

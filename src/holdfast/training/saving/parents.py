@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.checkpoint.export.about import check_weights, read_about
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.models.origin import locate
+from holdfast.models.source.origin import locate
 from holdfast.training import directory
 from holdfast.training.run import Run
 

@@ -41,10 +41,10 @@ class Rehearsals:
         if not config.rehearsal.enabled or run.finished:
             return
         with run.phase("rehearsal"):
-            with run.exchange.together():
+            with run.ranks.together():
                 check_export(run)
                 assets = checked_assets(run)
-            run.state.observers = run.exchange.agree(run.state.observers)
+            run.state.observers = run.ranks.agree(run.state.observers)
             beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
             report = self._rehearse(beside)
             self._reports = {run.state.step: report}
@@ -85,7 +85,7 @@ class Rehearsals:
         if self._config.contents != "full":
             return []
         now = self._contents.outline()
-        if not any(self._run.exchange.gather(now != before.outline)):
+        if not any(self._run.ranks.gather(now != before.outline)):
             return []
         saved = collect()
         self._rehearse()
@@ -95,7 +95,7 @@ class Rehearsals:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         replaced = 0
-        with run.exchange.together():
+        with run.ranks.together():
             if run.world.is_first and session.storage.renames:  # how much room an object store has, nobody knows
                 replaced = replaceable(session.storage, session.retention, needed=resumed)
         return run_rehearsal(
@@ -110,7 +110,7 @@ class Rehearsals:
         )
 
     def _drill(self, requests: StopRequests) -> None:
-        deaf = requests.drill(self._run.exchange)
+        deaf = requests.drill(self._run.ranks)
         if deaf:
             raise RehearsalFailed(
                 f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "

@@ -26,7 +26,7 @@ from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import changed_fingerprints, with_marks_of_now
 from holdfast.training.randomness import seed_rank
@@ -39,7 +39,7 @@ MOVES_NUMBERS = (
 )  # fmt: skip
 
 
-def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Continuation | None:
+def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continuation | None:
     """Continue from the newest whole checkpoint of this run; None if there never was one.
 
     What another run saved is refused before anything is renamed, also where it is damaged.
@@ -61,7 +61,7 @@ def go_on(run: Run, storage: Storage, ranks: ProcessExchange, run_id: str) -> Co
     return restored[0]
 
 
-def resume(run: Run, storage: Storage, choice: Choice, ranks: ProcessExchange, run_id: str) -> None:
+def resume(run: Run, storage: Storage, choice: Choice, ranks: RankGroup, run_id: str) -> None:
     """Continue from a verified checkpoint; what was declared to differ is printed.
 
     Args:
@@ -89,12 +89,12 @@ class Continuation:
 
 
 def _restore(  # noqa: PLR0913 - what is continued, and from what
-    run: Run, storage: Storage, name: str, manifest: Manifest, ranks: ProcessExchange, run_id: str
+    run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
     config = run.config.checkpoint
     accepted: list[str] = []
     then: dict[str, Any] = {}
-    with run.exchange.together():
+    with run.ranks.together():
         then |= _settings_then(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
     run.unfreeze(manifest.step)
@@ -144,7 +144,7 @@ def _hyperparameters(run: Run) -> str:
     )
 
 
-def start_from(run: Run, place: str, ranks: ProcessExchange) -> tuple[str, ...]:
+def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
     """Take the weights of another run's checkpoint; everything else starts anew.
 
     Returns:

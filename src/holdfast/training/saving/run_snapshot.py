@@ -17,8 +17,8 @@ from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, 
 from holdfast.checkpoint.load.companions import with_companions
 from holdfast.checkpoint.save.rehearsal import RehearsalFailed, Trained
 from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.models.adapter_files import AdapterSource
-from holdfast.models.weights_in import StoredSource
+from holdfast.models.adapters.files import AdapterSource
+from holdfast.models.weights.loading import StoredSource
 from holdfast.training import directory
 from holdfast.training.run import Run
 from holdfast.training.saving.emergency import Moment

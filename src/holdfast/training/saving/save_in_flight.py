@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 from holdfast.checkpoint.errors import CheckpointError, SaveFailed
 from holdfast.checkpoint.session import LOST, Saved, Session
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
 
 _LOOK_SECONDS = 0.01
@@ -15,9 +14,7 @@ _SLACK_SECONDS = 30.0
 """A rank that noticed a time-out first leaves the others this long to notice theirs."""
 
 
-def wait_for_all(
-    ranks: ProcessExchange, session: Session, minutes: float, slack_seconds: float = _SLACK_SECONDS
-) -> None:
+def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_seconds: float = _SLACK_SECONDS) -> None:
     """Wait until the save in flight has ended on every rank; one that hangs in it is named on all.
 
     A save may take as long as it needs, while some rank comes to another phase or moves bytes.
@@ -63,7 +60,7 @@ def collect_together(run: Run, session: Session) -> Saved | None:
         error = caught
     run.world.failure.in_background("")
     failure = None if error is None else (session.broken, str(error))
-    failures = [words for words in run.exchange.gather(failure) if words is not None]
+    failures = [words for words in run.ranks.gather(failure) if words is not None]
     if not failures:
         return saved
     # Ranks that waited know more than those whose connections the waiting ones then closed.
@@ -73,9 +70,9 @@ def collect_together(run: Run, session: Session) -> Saved | None:
     raise SaveFailed(first)
 
 
-def meet_again(run: Run, session: Session) -> ProcessExchange:
+def meet_again(run: Run, session: Session) -> RankGroup:
     """Return the process group of the saves to come: a new one if a save lost a rank, as its connections are closed."""
-    if any(run.exchange.gather(session.broken)):
-        session.ranks = ProcessExchange(timedelta(minutes=run.config.checkpoint.timeout_minutes))
+    if any(run.ranks.gather(session.broken)):
+        session.ranks = RankGroup(run.config.checkpoint.timeout_minutes)
         session.broken = ""
     return session.ranks

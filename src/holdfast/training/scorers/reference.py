@@ -1,6 +1,6 @@
 """The reference policy: the model as it was at the start of the run, frozen, built like the policy itself.
 
-It stays so, unless `reference.sync` lets it follow the policy (optim/following.py).
+It stays so, unless `reference.sync` lets it follow the policy (optim/reference_ema.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from holdfast.config.sections.reference import ServerReferenceConfig, sync_of
 from holdfast.config.sections.rollout import ReferenceConfig
 from holdfast.errors import ModelError
 from holdfast.files import size_words
-from holdfast.models.adapters import adapters_of, adapters_off
-from holdfast.models.build import blueprint
-from holdfast.models.expert_choices import CHOICES_COLUMN
-from holdfast.models.policy import PolicyModel, without_dropout
-from holdfast.optim.following import Following
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.models.adapters.live import adapters_of, adapters_off
+from holdfast.models.build.model import blueprint
+from holdfast.models.heads.policy import PolicyModel, without_dropout
+from holdfast.models.layers.expert_choices import CHOICES_COLUMN
+from holdfast.optim.reference_ema import Following
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.begin import Live
@@ -32,7 +32,6 @@ from holdfast.training.copies import free_bytes
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference_server import connect_reference
 from holdfast.training.scorers.server import ScoringServer
-from holdfast.training.together import first_rank_first
 from holdfast.types import Batch, LossSum, Scores
 
 _PROBE_TOKENS = 24
@@ -79,30 +78,29 @@ def build_reference(
     """
     if isinstance(section, ServerReferenceConfig):
         return connect_reference(policy, section, why=why)
-    config, world, exchange = policy.config, policy.world, policy.exchange
+    config, world, ranks = policy.config, policy.world, policy.ranks
     kind, words = chosen_place(policy, section)
     if world.is_first and words:
         print(words, flush=True)
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
-        _check_off(policy, exchange)
+        _check_off(policy, ranks)
         return AdapterOff(policy.policy)
     offload = config.parallel.cpu_offload or kind == "offloaded"
     twin = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cpu_offload": offload})})
-    origin = first_rank_first(
-        exchange,
+    origin = ranks.first_rank_first(
         lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer),
     )
     if world.is_first:
         where = "in host memory" if offload else "sharded like the policy"
         print(f"reference policy: {where}, for {why}; its plan:", flush=True)
-    reference, plan = build_policy(twin, origin, world, exchange, trained=False)
+    reference, plan = build_policy(twin, origin, world, ranks, trained=False)
     reference.padded = policy.policy.padded
     reference.eval()
-    with exchange.together():
+    with ranks.together():
         check_place(reference, plan, world.device, "reference policy")
-    _check_numbers(reference, policy, exchange)
+    _check_numbers(reference, policy, ranks)
     return reference
 
 
@@ -116,7 +114,7 @@ def following_of(reference: Reference | None, section: ReferenceConfig | ServerR
 
 
 @torch.no_grad()
-def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
+def _check_off(policy: Evaluation, ranks: RankGroup) -> None:
     """See that adapters can be switched off, and begin as nothing: both ways every bit is the same.
 
     But for DoRA's: lengths of rows come from the CPU at start, and are rounded otherwise where the model computes.
@@ -126,7 +124,7 @@ def _check_off(policy: Evaluation, exchange: ProcessExchange) -> None:
         plain = _probe(policy.policy, policy)
     rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.policy).values())
     allowed = _ROUNDING[policy.plan.compute_dtype] if rescaled else 0.0
-    if any(exchange.gather(not bool(((adapted - plain).abs() <= allowed).all()))):
+    if any(ranks.gather(not bool(((adapted - plain).abs() <= allowed).all()))):
         raise ModelError(
             "The policy gives other log-probabilities with its adapters off, although they begin as zero. Use "
             "reference: {kind: sharded}, and please report the architecture."
@@ -156,11 +154,11 @@ def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: 
 
 
 @torch.no_grad()
-def _check_numbers(reference: PolicyModel, policy: Evaluation, exchange: ProcessExchange) -> None:
+def _check_numbers(reference: PolicyModel, policy: Evaluation, ranks: RankGroup) -> None:
     """Compare both on one sequence: they hold the same weights, so every bit is the same."""
     logprobs = [_probe(model, policy) for model in (policy.policy, reference)]
     differ = not torch.equal(logprobs[0], logprobs[1])
-    if any(exchange.gather(differ)):
+    if any(ranks.gather(differ)):
         gap = float((logprobs[0] - logprobs[1]).abs().max())
         raise ModelError(
             f"The reference policy gives other log-probabilities than the policy it was copied from (by {gap:.1e}), so "
@@ -182,7 +180,7 @@ def chosen_place(policy: Evaluation, section: ReferenceConfig) -> tuple[Referenc
     if section.kind != "auto":
         return section.kind, ""
     adapters_stay = why_not_adapter_off(policy, section)
-    free = min(policy.exchange.gather(free_bytes(policy.world))) if policy.world.device.type == "cuda" else None
+    free = min(policy.ranks.gather(free_bytes(policy.world))) if policy.world.device.type == "cuda" else None
     place, why = choose_place(policy.plan, adapters_stay, free)
     return place, f"reference: auto is {place}, since {why}. {alternatives(policy.plan, adapters_stay)}"
 

@@ -28,7 +28,7 @@ def connect_reference(policy: Evaluation, section: ServerReferenceConfig, *, why
     """
     scoring_server, compared = meet(policy, section, _ROLE, samples=policy.config.samples, drift=section.bound)
     probe, model = scoring_server.probe, scoring_server.server.model
-    difference = max(policy.exchange.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
+    difference = max(policy.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:
         raise ModelError(
             f"reference: {model} at {section.url} is not the model at start: of one text their log-probabilities "

@@ -20,11 +20,10 @@ from holdfast.config.sections.server import ServerConfig
 from holdfast.data.batches.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
-from holdfast.parallel.collectives import ProcessExchange
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training.build.model import probe_logprobs
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.endpoint import CompletionServer, ServedModel
-from holdfast.training.together import together
 from holdfast.types import Batch, MiniBatch
 
 _TEXT = 'It was 12 + 30 = 42, said "Ann"; then\n\tfor item in list(range(7)): print(item)  # naïve, œuvre, 東京, done.'
@@ -65,7 +64,7 @@ class ScoringServer:
 
     role: Role
     server: CompletionServer
-    exchange: ProcessExchange
+    ranks: RankGroup
     device: torch.device
     probe: Probe
     drift: float
@@ -85,7 +84,7 @@ class ScoringServer:
         """
         batches = [to_device(batch, self.device) for batch in mini_batch.micro_batches]
         columns: list[torch.Tensor] = []
-        with self.exchange.together():
+        with self.ranks.together():
             columns += self._columns(batches)
         return replace(
             mini_batch,
@@ -124,7 +123,7 @@ class ScoringServer:
 
     def _answered_now(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
         """Ask for sequences, and see that the model is still the same, whichever rank has the texts of a batch."""
-        if self.exchange.rank != 0:
+        if self.ranks.rank != 0:
             return self._ask(texts)
         *logprobs, of_probe = self._ask([*texts, list(self.probe.tokens)])
         self._check_drift(of_probe)
@@ -182,8 +181,8 @@ def meet(trained: Evaluation, section: ServerConfig, role: Role, *, samples: boo
             ranks.
         ModelError: Its tokenizer or its vocabulary is not that of the trained model.
     """
-    return together(
-        trained.exchange, lambda: _met(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
+    return trained.ranks.on_all_ranks(
+        lambda: _met(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
     )
 
 
@@ -204,7 +203,7 @@ def _met(trained: Evaluation, section: ServerConfig, role: Role, size: int, drif
             f"{role.section}.url: {section.url} {error}. See that the server runs, and that it is vLLM or answers like "
             f"it ({role.section}.answers)."
         ) from error
-    return Met(ScoringServer(role, server, trained.exchange, trained.world.device, probe, drift), compared)
+    return Met(ScoringServer(role, server, trained.ranks, trained.world.device, probe, drift), compared)
 
 
 def _chosen(offered: Sequence[ServedModel], section: ServerConfig, role: Role) -> str:

@@ -49,7 +49,6 @@ from holdfast.training.fingerprints import (
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference import Reference, build_reference
 from holdfast.training.scorers.scoring import scored
-from holdfast.training.together import together
 from holdfast.types import Example
 
 LOGPROB_COLUMN = "reference_logprobs"
@@ -127,7 +126,7 @@ def tabulate(run: Evaluation, reference: Reference, streams: Iterable[SampleStre
                     strict=True,
                 )
             ]
-            for rank_sums in run.exchange.gather(own_sums):
+            for rank_sums in run.ranks.gather(own_sums):
                 sums |= dict(rank_sums)
             step += 1
     keys = sorted(sums)
@@ -278,16 +277,16 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
         ConfigError: The file is not this run's, or the model has no file of its own.
     """
     config, measured = inputs.config, inputs.measured
-    exchange, first = measured.exchange, measured.world.is_first
+    ranks, first = measured.ranks, measured.world.is_first
     if inputs.live.model is not None:
         raise ConfigError(
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
-    about, earlier = together(exchange, lambda: _about_now_and_earlier(inputs))
-    exists = exchange.agree(place.exists())
+    about, earlier = ranks.on_all_ranks(lambda: _about_now_and_earlier(inputs))
+    exists = ranks.agree(place.exists())
     if exists:
-        table = exchange.agree(together(exchange, lambda: load_table(place, about, earlier) if first else None))
+        table = ranks.agree(ranks.on_all_ranks(lambda: load_table(place, about, earlier) if first else None))
         assert table is not None
     else:
         why = "all rows, once"
@@ -295,7 +294,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
         table = tabulate(measured, reference, _all_rows(inputs))
         del reference
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
-        together(exchange, lambda: save_table(table, place, about) if first and not config.dry_run else None)
+        ranks.on_all_ranks(lambda: save_table(table, place, about) if first and not config.dry_run else None)
     if first:
         where = f"from {place}" if exists else f"now in {place}"
         print(f"reference: log-probabilities of {len(table.logprobs)} answers, {where}", flush=True)
@@ -303,13 +302,13 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
 
 
 def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
-    exchange = inputs.measured.exchange
+    ranks = inputs.measured.ranks
     filters = [(source, inputs.accept) for source in inputs.data.training]
     filters += [(source, filter_of(source, inputs.accept)) for source in inputs.data.evaluation.values()]
     for source, accept in filters:
         reader = RowReader([source], in_order(source))
-        rows = CandidateReader(reader, inputs.tokeniser_of(reader, accept), exchange, accept)
-        yield one_pass(inputs.config, rows, exchange, inputs.layout)
+        rows = CandidateReader(reader, inputs.tokeniser_of(reader, accept), ranks, accept)
+        yield one_pass(inputs.config, rows, ranks, inputs.layout)
 
 
 def _about_now_and_earlier(inputs: TableInputs) -> tuple[dict[str, str], dict[str, str]]:

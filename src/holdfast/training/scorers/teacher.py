@@ -12,15 +12,14 @@ from typing import Any
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
 from holdfast.errors import ConfigError, ModelError
-from holdfast.models.build import Blueprint, blueprint
-from holdfast.models.origin import load_tokenizer
-from holdfast.models.policy import PolicyModel
+from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.source.origin import load_tokenizer
 from holdfast.training.build.model import build_policy, check_positions
 from holdfast.training.fingerprints import mark_once, weights_mark
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference import check_place
 from holdfast.training.scorers.server import Role, ScoringServer, meet
-from holdfast.training.together import first_rank_first, together
 
 
 @dataclass(frozen=True)
@@ -52,22 +51,22 @@ def build_teacher(student: Evaluation, base: Path) -> Teacher:
 
 
 def _in_memory(student: Evaluation, config: DistillConfig, section: TeacherConfig, base: Path) -> Teacher:
-    world, exchange = student.world, student.exchange
+    world, ranks = student.world, student.ranks
     twin = _configuration(config, section, student)
-    tokenizer = first_rank_first(exchange, lambda: _tokenizer(section, twin.model, base))
-    together(exchange, lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
-    origin = first_rank_first(exchange, lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
-    note = together(exchange, lambda: _checked(twin, origin, student))
+    tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, base))
+    ranks.on_all_ranks(lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
+    origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
+    note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
     if world.is_first:
         where = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
         print(f"teacher: {section.path}, {where}; its plan:", flush=True)
         if note:
             print(note, flush=True)
-    model, plan = build_policy(twin, origin, world, exchange, trained=False)
+    model, plan = build_policy(twin, origin, world, ranks, trained=False)
     model.eval()
-    with exchange.together():
+    with ranks.together():
         check_place(model, plan, world.device, "teacher")
-    mark_once(origin.directory, exchange)
+    mark_once(origin.directory, ranks)
     return Teacher(model, model, weights_mark(origin, config.seed))
 
 
@@ -180,7 +179,7 @@ def connect_teacher(student: Evaluation, section: ServerTeacherConfig) -> Scorin
     scoring_server, compared = meet(student, section, _ROLE, samples=True)
     probe, model = scoring_server.probe, scoring_server.server.model
     # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
-    if not all(student.exchange.gather(compared)):
+    if not all(student.ranks.gather(compared)):
         raise ModelError(
             f"teacher: {model} at {section.url} does not say which tokens it makes of a text, so they cannot be known "
             "to be the student's. Use a server that names tokens by their ids, as vLLM does "

@@ -1,0 +1,1 @@
+"""LoRA adapters: their targets, files, and merging them into the weights."""

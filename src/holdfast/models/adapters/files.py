@@ -1,0 +1,303 @@
+"""Adapters in peft's format, and where a model's own start: at random, from the matrices beside them, or from files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.config.sections.lora import LoRAConfig
+from holdfast.errors import ModelError
+from holdfast.models.adapters.live import Adapter, adapters_of, lengths
+from holdfast.models.adapters.whole_modules import whole_modules
+from holdfast.models.heads.scorer import LAYER
+from holdfast.models.names import named_parameters
+from holdfast.models.source.origin import files_mark, same_files
+from holdfast.models.weights.conversion import Header
+from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, packed
+from holdfast.models.weights.loading import Rows, WeightGroup, WeightSource
+from holdfast.models.weights.safetensors_files import read_header
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+"""What peft calls its two files."""
+
+PEFT_PREFIX = "base_model.model."
+"""What peft's files put before a name."""
+
+BASE = "holdfast_base"
+"""In the header of our files: the mark of the weights that the adapters were trained beside."""
+
+
+def names_in_file(model: nn.Module) -> list[str]:
+    """Return the canonical names of the parameters that peft's file holds: adapters, and modules trained whole."""
+    return [*_adapter_names(model), *(name for names in (whole_modules(model) or {}).values() for name in names)]
+
+
+def _adapter_names(model: nn.Module) -> list[str]:
+    return [name for adapter in adapters_of(model).values() for name in adapter.names]
+
+
+def _names_to_read(model: nn.Module, stored: AdapterFile) -> list[str]:
+    """Return what is taken from a file: what is trained whole may also begin as it is in the base, but for a scorer."""
+    parameters = named_parameters(model)
+    adapters = _adapter_names(model)
+    scorer = [LAYER] if adapters and LAYER in parameters else []
+    trained = [name for name, value in parameters.items() if value.requires_grad]
+    whole = [name for name in trained if PEFT_PREFIX + name in stored.headers]
+    return list(dict.fromkeys((*adapters, *scorer, *whole)))
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """Adapters in peft's format."""
+
+    path: Path
+    headers: Mapping[str, Header]
+    base: str | None
+    """The mark of their base; None if whoever wrote them left none."""
+
+    @classmethod
+    def at(cls, directory: Path) -> AdapterFile:
+        """Open a directory that peft, or an export of ours, wrote.
+
+        Raises:
+            ModelError: The directory has no adapter.
+        """
+        from safetensors import safe_open
+
+        path = directory / WEIGHTS
+        if not path.exists():
+            raise ModelError(f"model.lora.path: {directory} has no {WEIGHTS}. Name a directory in peft's format.")
+        headers = read_header(path)
+        with safe_open(path, framework="pt") as file:
+            return cls(path, headers, (file.metadata() or {}).get(BASE))
+
+    def read(self, name: str, part: slice) -> Tensor:
+        """Return some rows of a tensor."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            rows: Tensor = file.get_slice(name)[part]
+        return rows
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """A model's tensors, packed where it keeps 4 bits, and behind them its adapters.
+
+    A starts uniform within 1 / sqrt(in), B at zero, a magnitude at the length of each row of the matrix beside it; or
+    all of them, and the modules that are trained whole, as in a directory.
+    """
+
+    base: WeightSource
+    headers: Mapping[str, Header]
+    """Of what is not made of the base."""
+    seed: int
+    stored: AdapterFile | None
+    lengths_of: Mapping[str, Adapter]
+    """Matrix to the adapter whose magnitude starts at its lengths."""
+    packed: Mapping[str, FourBitLinear]
+    storage: torch.dtype
+    """Of frozen matrices."""
+
+    @classmethod
+    def of(  # noqa: PLR0913 - what adapters start from
+        cls,
+        base: WeightSource,
+        model: nn.Module,
+        section: LoRAConfig,
+        seed: int,
+        directory: Path | None,
+        storage: torch.dtype,
+    ) -> AdapterSource:
+        """Plan the adapters of a model.
+
+        Raises:
+            ModelError: The directory's adapters are others than the model's.
+        """
+        parameters, adapters = named_parameters(model), adapters_of(model)
+        stored = None if directory is None else AdapterFile.at(directory)
+        names = [name for adapter in adapters.values() for name in (adapter.a, adapter.b)]
+        lengths_of = {name: adapter for name, adapter in adapters.items() if adapter.magnitude is not None}
+        if stored is not None:
+            names, lengths_of = _names_to_read(model, stored), {}
+        headers = {name: Header(tuple(parameters[name].shape), torch.float32) for name in names}
+        if stored is not None:
+            _refuse_others(headers, stored, str(section.path))
+        return cls(base, headers, seed, stored, lengths_of, dict(four_bit_layers(model)), storage)
+
+    def groups(self) -> Iterator[WeightGroup]:
+        """Yield the model's groups, then one per adapter tensor."""
+        in_base: set[str] = set()
+        for group in self.base.groups():
+            stored = set(self.headers) & set(group.targets)
+            in_base |= stored
+            adapters = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
+            layers = {name: self.packed[name] for name in group.targets if name in self.packed}
+            derived = _Derived(group, adapters, layers, self.storage) if adapters or layers else group
+            yield derived if self.stored is None or not stored else _Stored(derived, stored, self.stored)
+        for name, header in self.headers.items():
+            if name not in in_base:
+                yield _Start(name, header, self.seed, self.stored)
+
+
+def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> None:
+    """Compare the weights that adapters were trained beside with those in a directory.
+
+    Raises:
+        ModelError: The weights differ, and `section` does not allow another base.
+    """
+    if stored.base is None or section.any_base:
+        return
+    here = files_mark(directory)
+    if same_files(stored.base, here):
+        return
+    # Of marks that both tell every byte, the second half; an earlier version's has the first alone.
+    there, here = (mark.split("-")[-1 if "-" in stored.base else 0] for mark in (stored.base, here))
+    raise ModelError(
+        f"model.lora.path: {stored.path.parent} holds adapters that were trained beside other weights than those in "
+        f"{directory}: the mark of their files is {there[:12]}, here it is {here[:12]}. Name their own model in "
+        "model.path; if it is the same one in other files, set model.lora.any_base: true."
+    )
+
+
+def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str) -> None:
+    there = {name.removeprefix(PEFT_PREFIX): header.shape for name, header in stored.headers.items()}
+    here = {name: header.shape for name, header in headers.items()}
+    if there != here:
+        different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+        raise ModelError(
+            f"model.lora.path {path} holds other adapters than model.lora describes, first at {different[0]}: "
+            f"{there.get(different[0], 'none')} there, {here.get(different[0], 'none')} here. Set rank, targets, "
+            "experts, dora and train as they were."
+        )
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """Tensors of the base, and what is made of their rows: each rank makes its own."""
+
+    group: WeightGroup
+    adapters: Mapping[str, Adapter]
+    """By the matrices whose lengths their magnitudes start at."""
+    packed: Mapping[str, FourBitLinear]
+    storage: torch.dtype
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        whole = dict(self.group.targets)
+        for name, adapter in self.adapters.items():
+            assert adapter.magnitude is not None
+            shape = whole[name].shape
+            whole[adapter.magnitude] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
+        return whole
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        loaded = self.group.load({name: part for name, part in rows.items() if name in self.group.targets})
+        for name, adapter in self.adapters.items():
+            assert adapter.magnitude is not None
+            # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
+            wide = torch.promote_types(self.storage, torch.float32)
+            if adapter.transposed:  # a length runs over all rows
+                (whole,) = self.group.load({name: slice(0, self.group.targets[name].shape[0])}).values()
+                loaded[adapter.magnitude] = lengths(whole.to(self.storage).to(wide).mT)[rows[adapter.magnitude]]
+            else:
+                loaded[adapter.magnitude] = lengths(loaded[name].to(self.storage).to(wide))
+        for name, layer in self.packed.items():
+            loaded[name] = packed(loaded[name], layer.kind)
+        return loaded
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Tensors of the base, some of them from the file of the adapters instead."""
+
+    group: WeightGroup
+    names: Set[str]
+    stored: AdapterFile
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        return self.group.targets
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        loaded = self.group.load(rows)
+        return loaded | {name: self.stored.read(PEFT_PREFIX + name, rows[name]) for name in self.names & set(rows)}
+
+
+@dataclass(frozen=True)
+class _Start:
+    name: str
+    header: Header
+    seed: int
+    stored: AdapterFile | None
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        return {self.name: self.header}
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        part = rows[self.name]
+        if self.stored is not None:
+            return {self.name: self.stored.read(PEFT_PREFIX + self.name, part)}
+        if ".lora_B." in self.name:
+            return {self.name: torch.zeros(self.header.shape)[part]}
+        digest = hashlib.sha256(f"{self.seed}:{self.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        bound = 1.0 / math.sqrt(self.header.shape[1])
+        drawn = torch.empty(self.header.shape).uniform_(-bound, bound, generator=generator)
+        return {self.name: drawn[part]}
+
+
+def peft_settings(
+    adapters: Mapping[str, Adapter], section: LoRAConfig, base: str, whole: Sequence[str] = (), *, scorer: bool
+) -> str:
+    """Return adapter_config.json, by which peft loads adapters onto the model in `base`.
+
+    Args:
+        adapters: By the matrices they lie beside.
+        section: The run's.
+        base: A directory or a name on the hub.
+        whole: Modules that are trained whole; of a reward model its layer `score` is one.
+        scorer: Whether the model scores texts.
+    """
+    from peft import LoraConfig
+
+    layers = {name.removesuffix(".weight"): adapter for name, adapter in adapters.items()}
+    stacks = sorted(name for name, adapter in layers.items() if adapter.experts)
+    settings = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        target_modules=sorted(name for name, adapter in layers.items() if not adapter.experts),
+        target_parameters=stacks or None,
+        lora_dropout=section.dropout,
+        use_rslora=section.rank_stabilised,
+        use_dora=section.dora,
+        fan_in_fan_out=any(adapter.transposed and not adapter.experts for adapter in layers.values()),
+        rank_pattern=rank_patterns({name: adapter.rank for name, adapter in layers.items()}, section),
+        modules_to_save=sorted(whole) or None,
+        base_model_name_or_path=base,
+        task_type="SEQ_CLS" if scorer else "CAUSAL_LM",
+        inference_mode=True,
+    )
+    values: dict[str, Any] = settings.to_dict()
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+    return json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def modules_in(settings: str) -> tuple[str, ...]:
+    """Return the modules that adapter_config.json says are held whole."""
+    return tuple(json.loads(settings)["modules_to_save"] or ())
+
+
+def rank_patterns(ranks: Mapping[str, int], section: LoRAConfig) -> dict[str, int]:
+    """Return peft's patterns of the layers whose rank is not the usual one."""
+    return {f"^{re.escape(path)}$": rank for path, rank in ranks.items() if rank != section.rank}

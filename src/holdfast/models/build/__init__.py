@@ -1,0 +1,1 @@
+"""From a configuration to a model whose parameters are sharded and filled."""

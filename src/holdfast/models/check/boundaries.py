@@ -1,0 +1,108 @@
+"""Lengths at which a model begins to compute otherwise, and the part of it that shows what it does there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from holdfast.models.layers.attention import upstream_attention
+from holdfast.models.layers.family import blocks_of
+from holdfast.models.layers.layer_kinds import one_of_each
+from holdfast.models.layers.rotary import rotary_boundaries
+from holdfast.models.names import POLICY_PREFIX, canonical_name
+
+_WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|sliding_window_size|attention_chunk_size")
+_LONGEST = 16_384
+"""Tokens of a document that is still looked at."""
+_PRODUCTS = {"cpu": 2e11, "cuda": 2e13}
+"""Numbers multiplied with a weight in one pass: some ten seconds of one core, or of a device."""
+_WRITTEN_OUT_BYTES = 2**31
+"""Of attention weights, where they are written out."""
+
+
+class LengthBoundaries(NamedTuple):
+    """Boundaries of a model; texts of so many tokens and of one more are computed differently."""
+
+    seen: tuple[int, ...]
+    """Those that can be looked at before a run."""
+    too_long: tuple[int, ...]
+    layers: int
+    """How many of the first layers are looked at."""
+
+
+def boundaries_of(config: Any) -> tuple[int, ...]:
+    """Return every length at which windows, chunks or rotary angles begin to matter, ascending."""
+    text = config.get_text_config()
+    windows = {name: value for name, value in text.to_dict().items() if _WINDOW.fullmatch(name)}
+    if getattr(text, "use_sliding_window", True) is False:  # Qwen's files name a window and leave it unused
+        windows.pop("sliding_window", None)
+    sizes = {value for value in windows.values() if isinstance(value, int) and value > 0}
+    return tuple(sorted({*sizes, *rotary_boundaries(config)}))
+
+
+def _first_layers(config: Any) -> Sequence[int]:
+    """Return how many of the first layers hold one of each kind, best first.
+
+    Layers that take keys and values of earlier ones are the last; they are left out where there is no time for all.
+    """
+    text = config.get_text_config().to_dict()
+    own = one_of_each({**text, "num_kv_shared_layers": 0})
+    return sorted({one_of_each(text)[-1] + 1, own[-1] + 1}, reverse=True)
+
+
+def lengths_to_see(model: Any, device: torch.device) -> LengthBoundaries:
+    """Return which boundaries of a model there is time and memory to look at.
+
+    Args:
+        model: Of transformers.
+        device: Where it computes.
+    """
+    choices = [_lengths_for(model, device, layers) for layers in _first_layers(model.config)]
+    return next((lengths for lengths in choices if not lengths.too_long), choices[-1])
+
+
+def _lengths_for(model: Any, device: torch.device, layers: int) -> LengthBoundaries:
+    inside = tuple(f"{canonical_name(path)}." for path in blocks_of(model)[:layers])
+    weights = sum(
+        value.numel()
+        for path, value in model.named_parameters()
+        if canonical_name(path).removeprefix(POLICY_PREFIX).startswith(inside)
+    )
+    written_out = upstream_attention(model) == "eager"
+    seen, work, every = [], 0.0, boundaries_of(model.config)
+    for length in every:
+        work += 2.0 * weights * length
+        weights_bytes = 4 * length**2 * model.config.get_text_config().num_attention_heads if written_out else 0
+        if length > _LONGEST or work > _PRODUCTS[device.type] or weights_bytes > _WRITTEN_OUT_BYTES:
+            break
+        seen.append(length)
+    return LengthBoundaries(tuple(seen), every[len(seen) :], layers)
+
+
+@contextmanager
+def shortened(count: int, *models: nn.Module) -> Iterator[None]:
+    """Let models run so many of their first layers alone within the block.
+
+    The lists of blocks are cut, not the number in the configuration: Gemma 4 lays out its embeddings by that.
+    """
+    before: list[tuple[nn.ModuleList, dict[str, Any]]] = []
+    try:
+        for model in models:
+            config: Any = model.config
+            whole = int(config.get_text_config().num_hidden_layers)
+            for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks_of(model)):
+                blocks = model.get_submodule(path)
+                if isinstance(blocks, nn.ModuleList) and len(blocks) == whole:  # a tower's are others
+                    inside = blocks._modules  # noqa: SLF001 - what a list of modules holds
+                    before.append((blocks, dict(inside)))
+                    for number in range(count, whole):
+                        del inside[str(number)]
+        yield
+    finally:
+        for blocks, inside in before:
+            blocks._modules.update(inside)  # noqa: SLF001 - same

@@ -1,0 +1,148 @@
+"""The same architecture, small: what a model does, on a processor, without its weights.
+
+Layers are left out but for one of each kind, and there are fewer heads, experts and tokens. What decides how numbers
+follow from numbers stays: the sizes of heads, rotary angles, windows, chunks, caps, scales, and every length at which
+one of them changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from holdfast.errors import ModelError
+from holdfast.models.layers.layer_kinds import LAYER_COUNTS, count_of, lists_layers, one_of_each
+
+VOCABULARY = 256
+"""Tokens of a shrunken model; those that mean something have the last ids."""
+_NARROW = 128
+"""Most columns between the two products of a feed-forward layer."""
+_MOST = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "n_group"), 2),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    "topk_group": 1,
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+_TOKEN = re.compile(r"(token_id|token_index)$")
+_WIDTH = re.compile(r"(^|_)(intermediate_size(_mlp)?|ffn_dim|n_inner|ffn_hidden_size)$")
+
+
+def shrink(config: Any, build: Callable[[Any], nn.Module]) -> Any:
+    """Return a small configuration of the same architecture.
+
+    Args:
+        config: transformers' configuration.
+        build: Makes a model of a configuration, on the meta device.
+
+    Raises:
+        ModelError: transformers builds a model of none of those that were tried.
+    """
+    problems = []
+    for narrow in (True, False):
+        try:
+            small = type(config).from_dict(_shrunken(config, narrow=narrow))
+            build(small)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
+            problems.append(" ".join(str(error).split())[:160])
+            continue
+        return small
+    raise ModelError(f"{config.model_type} cannot be made small: {problems[-1]}. A run checks it before step 1.")
+
+
+def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
+    values: dict[str, Any] = copy.deepcopy(config.to_dict())
+    text = config.get_text_config()
+    key = next((name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text), None)
+    part = values if key is None else values[key]
+    names = {name: text.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")}
+    width = part[names["hidden_size"]]
+    _keep_layers(part, one_of_each(part))
+    for name, most in _MOST.items():
+        if isinstance(part.get(name), int):
+            part[name] = min(part[name], most)
+    if narrow:
+        _narrow(part, names["hidden_size"], names["num_attention_heads"])
+    for name, tower in values.items():
+        if name.endswith("_config") and name not in {key, "per_layer_config"} and isinstance(tower, dict):
+            _shrink_tower(tower, width, part[names["hidden_size"]])
+    _move_tokens(values, part)
+    return values
+
+
+def _keep_layers(text: dict[str, Any], selected: list[int]) -> None:
+    whole = count_of(text)
+    for name, value in list(text.items()):
+        if name in LAYER_COUNTS:
+            text[name] = len(selected)
+        elif lists_layers(name, value):
+            text[name] = [selected.index(number) for number in value if number in selected]
+        elif isinstance(value, list) and len(value) == whole:
+            text[name] = [value[number] for number in selected]
+    _keep_exceptions(text, selected, whole)
+
+
+def _keep_exceptions(text: dict[str, Any], selected: list[int], whole: int) -> None:
+    """Keep what is said of single layers by their numbers, and how many share keys and values."""
+    if text.get("per_layer_config"):
+        own = {int(number): values for number, values in text["per_layer_config"].items()}
+        text["per_layer_config"] = {str(selected.index(number)): own[number] for number in own if number in selected}
+    if text.get("num_kv_shared_layers"):
+        own_layers = whole - text["num_kv_shared_layers"]
+        text["num_kv_shared_layers"] = sum(number >= own_layers for number in selected)
+
+
+def _narrow(text: dict[str, Any], hidden: str, attention_heads: str) -> None:
+    """Leave one or two heads of the size that they have, and a feed-forward layer to match."""
+    heads, width = text[attention_heads], text[hidden]
+    key_heads = text.get("num_key_value_heads") or heads
+    text[attention_heads] = min(2, heads)
+    if text.get("num_key_value_heads"):
+        text["num_key_value_heads"] = text[attention_heads] if key_heads == heads else 1
+    for own in (text.get("per_layer_config") or {}).values():
+        if own.get("num_key_value_heads"):
+            own["num_key_value_heads"] = 1
+    text[hidden] = text[attention_heads] * (text.get("head_dim") or width // heads)
+    _narrow_between(text, width, text[hidden])
+
+
+def _narrow_between(text: dict[str, Any], width: int, new_width: int) -> None:
+    for name, value in text.items():
+        if _WIDTH.search(name) and isinstance(value, int | list):
+            text[name] = [min(each, _NARROW) for each in value] if isinstance(value, list) else min(value, _NARROW)
+        elif name in {"word_embed_proj_dim", "lru_width"} and value == width:
+            text[name] = new_width
+
+
+def _shrink_tower(tower: dict[str, Any], width: int, new_width: int) -> None:
+    whole = next((tower[name] for name in LAYER_COUNTS if isinstance(tower.get(name), int)), 0)
+    for name, value in tower.items():
+        if name in LAYER_COUNTS and isinstance(value, int):
+            tower[name] = min(value, 2)
+        elif name.endswith("indexes") and isinstance(value, list):
+            tower[name] = sorted({min(number, 1) for number in value})
+        elif isinstance(value, list) and len(value) == whole > 2:
+            tower[name] = value[:2]
+        elif name in {"out_hidden_size", "projection_dim"} and value == width:
+            tower[name] = new_width
+
+
+def _move_tokens(values: dict[str, Any], text: dict[str, Any]) -> None:
+    """Give tokens that mean something ids that there still are, the same one wherever the same one stood."""
+    last = text["vocab_size"] - 1
+    moved: dict[int, int] = {}
+
+    def new_of(token: int) -> int:
+        return token if token <= last else moved.setdefault(token, last - len(moved))
+
+    for part in (values, text):
+        for name, value in part.items():
+            if _TOKEN.search(name) and isinstance(value, int) and not isinstance(value, bool):
+                part[name] = new_of(value)
+            elif name.endswith("token_id") and isinstance(value, list):
+                part[name] = [new_of(token) for token in value]

@@ -1,0 +1,314 @@
+"""The sharded root: takes a batch, returns scores or a loss.
+
+Backbone and head are called nowhere else. FSDP2 gathers a root's own parameters only inside the root's forward; a head
+touched outside it finds shards where it expects a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from holdfast.errors import ModelError
+from holdfast.models.layers.attention import Documents
+from holdfast.models.layers.embedding_noise import EmbeddingNoise
+from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
+from holdfast.models.layers.family import Family, backbone_of, output_layer_of, reader_of
+from holdfast.models.layers.rotary import RotaryAngles
+from holdfast.models.layers.routers import Routed, RouterLoss, Routers, Tally, routers_of
+from holdfast.models.names import POLICY_MODULE
+from holdfast.models.scores import HeadSpec, HeadWeights, score, separable_loss
+from holdfast.objectives.base import Objective, ratio, scored_tokens
+from holdfast.types import Batch, LossSum, Scores
+
+_FEATURES = ("pooler_output", "deepstack_features")
+"""What of a tower's output transformers' models put into hidden states."""
+
+RAMP = 64.0
+"""Largest number that is sent through a model's head to see what becomes of it."""
+
+
+class PolicyModel(nn.Module):
+    """A transformers language model as a policy over tokens.
+
+    Args:
+        language_model: The transformers model.
+        family: Its particulars.
+        head_spec: How its logits follow from hidden states.
+        padded: Batches hold one document per row, and attention is transformers' own.
+        router_loss: What is added to an objective's loss in training; only for a model with routers.
+    """
+
+    def __init__(
+        self,
+        language_model: nn.Module,
+        family: Family,
+        head_spec: HeadSpec,
+        *,
+        padded: bool = False,
+        router_loss: RouterLoss | None = None,
+    ) -> None:
+        super().__init__()
+        self.add_module(POLICY_MODULE, language_model)
+        self.family = family
+        self.head_spec = head_spec
+        self.padded = padded
+        self.routers = Routers(language_model) if routers_of(language_model) else None
+        self.router_loss = router_loss
+        self.rotary = RotaryAngles(language_model)
+        self.replayed: ChoicesToFollow | None = None
+        self.noise: EmbeddingNoise | None = None
+
+    @property
+    def language_model(self) -> nn.Module:
+        """Return the transformers model."""
+        return self.get_submodule(POLICY_MODULE)
+
+    def replay_routing(self) -> None:
+        """From now on send tokens to the experts that a batch names in its column `expert_choices`."""
+        routers = [router for router, _ in routers_of(self.language_model)]
+        self.replayed = ChoicesToFollow(routers, type(self.language_model).__name__)
+
+    @contextmanager
+    def noisy(self, alpha: float, *, seed: int, step: int) -> Iterator[None]:
+        """Add noise to the embeddings of every batch within the block; outside of such a block there never is any."""
+        self.noise = EmbeddingNoise(self.language_model.get_input_embeddings(), alpha, seed, step)  # type: ignore[operator]
+        try:
+            yield
+            self.noise.end()
+        finally:
+            self.noise.close()
+            self.noise = None
+
+    def forward(
+        self,
+        batch: Batch,
+        objective: Objective | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        router_loads: Tensor | None = None,
+    ) -> LossSum | Scores:
+        """Score the batch's trained tokens; with an objective, sum its loss over them.
+
+        Args:
+            batch: On the model's device.
+            objective: The loss, or None for differentiable scores.
+            temperature: Divides the logits.
+            entropy: Also compute entropies, even if the objective does not need them.
+            router_loads: [E] of the whole update, for the router loss `global`.
+        """
+        if objective is None or self.routers is None or not self.training:
+            hidden = self.hidden_states(batch)
+            return self._scored(hidden, batch, objective, temperature, entropy)
+        nothing: list[Tensor] = []
+        counting = nullcontext(nothing) if self.replayed is None else self.replayed.counted(batch.scored)
+        with self.routers.watched() as seen, counting as differing:
+            hidden = self.hidden_states(batch)
+        output = self._scored(hidden, batch, objective, temperature, entropy)
+        assert isinstance(output, LossSum)
+        if self.replayed is not None:
+            none = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+            output = output._replace(sums=output.sums | {"router/replay_differs": sum(differing, none)})
+        return self._with_routers(output, seen, batch, router_loads)
+
+    def _scored(
+        self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
+    ) -> LossSum | Scores:
+        predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
+        targets = batch.tokens.flatten()[batch.scored]
+        head = self._head()
+        if objective is None:
+            return score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
+        entropy = entropy or objective.needs_entropy
+        tokens = scored_tokens(batch)
+        loss: Tensor
+        if objective.separable:
+
+            def terms(logprobs: Tensor, entropies: Tensor | None, start: int, end: int) -> Tensor:
+                part = tokens.part(start, end)
+                return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
+
+            loss, scores = separable_loss(
+                predicted, head, targets, terms, self.head_spec, temperature=temperature, entropy=entropy
+            )
+        else:
+            live = score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
+            terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
+            loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
+            scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]
+        return LossSum(loss, scores, objective.sums(scores, tokens))
+
+    def _with_routers(self, output: LossSum, seen: list[Routed], batch: Batch, router_loads: Tensor | None) -> LossSum:
+        assert self.routers is not None
+        tally = self.routers.tally(seen, batch)
+        if self.router_loss is None:
+            return output._replace(router_loads=tally.loads)
+        balance = tally.loss(self.router_loss.kind, batch, router_loads)
+        loss = output.loss + self.router_loss.coefficient * balance.to(output.loss.dtype)
+        return output._replace(
+            loss=loss,
+            sums=output.sums | {"router/loss": ratio(balance, batch.count)},
+            router_loads=tally.loads,
+        )
+
+    @torch.no_grad()
+    def router_tally(self, batch: Batch) -> Tally:
+        """Tally a batch without scoring it; like `forward`, a method that finds the root's parameters gathered."""
+        assert self.routers is not None
+        with self.routers.watched() as seen:
+            self.hidden_states(batch)
+        return self.routers.tally(seen, batch)
+
+    @torch.no_grad()
+    def predicting_states(self, batch: Batch) -> Tensor:
+        """Return the hidden states [N, H] that predict the scored tokens, whatever stands behind them."""
+        return self.hidden_states(batch).flatten(0, 1).index_select(0, predictors(batch))
+
+    @torch.no_grad()
+    def show_predictors(self, batch: Batch, look: Callable[[Tensor, HeadWeights], None]) -> None:
+        """Call `look` with the hidden states [N, H] that predict the scored tokens, and the head; keep nothing.
+
+        Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
+        """
+        hidden = self.hidden_states(batch).flatten(0, 1)
+        look(hidden.index_select(0, predictors(batch)), self._head())
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
+        inputs: dict[str, Any] = {"input_ids": batch.tokens}
+        if self.noise is not None:
+            self.noise.follow(batch)
+        if batch.stands_in:
+            inputs = {"inputs_embeds": self._embedded_beside(batch)}
+        elif batch.model_inputs:
+            tokens = self._with_one_image_token(batch)
+            inputs = {"input_ids": tokens, **batch.model_inputs}
+            if self.family.image_tokens is not None:
+                argument, token = self.family.image_tokens
+                inputs[argument] = (tokens == token).long()
+        if self.padded:
+            visible = batch.sequence_ids >= 0
+            visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
+            inputs["attention_mask"] = visible
+        else:
+            inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
+        if self.replayed is not None:
+            self.replayed.follow(batch.per_token.get(CHOICES_COLUMN))
+        self.rotary.follow(batch.lengths, batch.branches)
+        positions = batch.position_ids
+        output = backbone_of(self.language_model)(
+            position_ids=positions[0] if positions.shape[0] == 1 else positions,
+            # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
+            use_cache=False,
+            **inputs,
+        )
+        if getattr(output, "past_key_values", None) is not None:
+            raise ModelError(
+                f"{type(self.language_model).__name__} returned a key/value cache although none was asked for."
+            )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _with_one_image_token(self, batch: Batch) -> Tensor:
+        """Return the tokens, with the image token where features go, of videos too, and nowhere else.
+
+        The tower runs once over images and videos: ranks that have both would call it more often than others, and wait
+        for them for ever. For an image token that the policy chose itself there is no image, and transformers' models
+        count. It ends its completion, so nothing reads it there. Tokens of an image are never trained, which tells the
+        two apart; so it is with a video's.
+        """
+        token = self.family.image_token_id
+        if token is None:
+            return batch.tokens
+        tokens = batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
+        return torch.where(batch.loss_mask, tokens, self.family.with_one_image_token(tokens))
+
+    def _embedded_beside(self, batch: Batch) -> Tensor:
+        """Return the tokens' embeddings, after running the tower on inputs that belong to no sequence.
+
+        Its features enter times zero: the units of the tower then run backwards too, as on ranks that have images.
+        """
+        backbone: Any = backbone_of(self.language_model)
+        features = backbone.get_image_features(**batch.model_inputs)
+        # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
+        used = [features[name] for name in _FEATURES if name in features] if isinstance(features, Mapping) else features
+        zero = sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor))
+        embedded: Tensor = backbone.get_input_embeddings()(batch.tokens)
+        return embedded + torch.as_tensor(zero).to(embedded.dtype)
+
+    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Score one sequence by transformers' own forward: the yardstick of the check at start.
+
+        Args:
+            tokens: [L] int64
+            inputs: Its images.
+
+        Returns:
+            [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
+        """
+        with self.rotary.as_upstream():
+            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        logits: Tensor = output.logits[0, :-1]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        # A copy, not a view: FSDP2 hangs its backward pass on what a method returns.
+        return wide.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).clone()
+
+    @torch.no_grad()
+    def upstream_hidden(self, tokens: Tensor) -> Tensor:
+        """Return [L, H], what transformers' own backbone makes of one sequence."""
+        with self.rotary.as_upstream():
+            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    @torch.no_grad()
+    def upstream_head(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the logits of one sequence, [L - 1, V], what was sent through its head, [W], and what came back, [V].
+
+        In the place of the last token's logits the output layer gives a ramp, so that whatever a model makes of what
+        its output layer gives is seen over its whole range, however small the logits are. None for a model that does
+        not call its output layer once.
+        """
+        sent: list[Tensor] = []
+
+        def with_ramp(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            output = output.clone()
+            ramp = torch.linspace(-RAMP, RAMP, output.shape[-1], device=output.device)
+            output[0, -1] = ramp.to(output.dtype)
+            sent.append(output[0, -1])
+            return output
+
+        hook = output_layer_of(self.language_model).register_forward_hook(with_ramp)
+        try:
+            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False)
+        finally:
+            hook.remove()
+        return (output.logits[0, :-1], sent[0].clone(), output.logits[0, -1]) if len(sent) == 1 else None
+
+    def _head(self) -> HeadWeights:
+        layer = output_layer_of(self.language_model)
+        return HeadWeights(layer.weight, getattr(layer, "bias", None))  # type: ignore[arg-type]  # a parameter
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def predictors(batch: Batch) -> Tensor:
+    """Return [N] flat positions of the hidden states that predict the scored tokens."""
+    width = batch.tokens.shape[1]
+    rows = batch.scored // width * width
+    return rows + batch.predictor_index.flatten()[batch.scored]

@@ -1,0 +1,266 @@
+"""A student and its teacher over the whole vocabulary, without the logits of a sequence of either.
+
+Within the student's forward pass the teacher makes its own, up to hidden states. While the parameters of both heads are
+gathered, the logits of one chunk of tokens at a time are formed of both, compared, and turned into the gradients of the
+student's hidden states and head: four matrix products in all, two of them for the gradients. Alive at once are a
+chunk's logits of both and a copy in the product's dtype, 3 [n, V], and up to eight temporaries over a block of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.models.heads.policy import PolicyModel, predictors
+from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, chunk_tokens, logits_of
+from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
+from holdfast.objectives.divergences import Distillation, generalised_jsd
+from holdfast.objectives.supervised import supervised_sums
+from holdfast.types import Batch, LossSum, Scores
+
+_BUFFERS = 3
+"""Chunks of logits alive at once."""
+_BLOCK_ELEMENTS_ON_DEVICE = 2**24
+"""Logits compared at once on a device."""
+
+
+class Taught:
+    """A comparison with a teacher: an objective of a `StudentModel`, which alone sees whole distributions.
+
+    Args:
+        loss: What is compared.
+        teacher: With the student's tokens, and in evaluation mode; batches go to it as they go to the student.
+    """
+
+    separable = True
+    needs_entropy = False
+    needs_teacher_logprobs = False
+
+    def __init__(self, loss: Distillation, teacher: PolicyModel) -> None:
+        self.loss = loss
+        self.teacher = teacher
+
+    def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
+        """Belongs to losses of single log-probabilities."""
+        raise AssertionError("a divergence takes whole distributions: the model is no StudentModel")
+
+    def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
+        """Return what supervised losses tell; the model adds what the comparison tells."""
+        return supervised_sums(scores, tokens)
+
+
+class StudentModel(PolicyModel):
+    """As `PolicyModel`, for an objective that compares with a teacher."""
+
+    def _scored(
+        self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
+    ) -> LossSum | Scores:
+        if not isinstance(objective, Taught):
+            return super()._scored(hidden, batch, objective, temperature, entropy)
+        predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
+        targets, tokens, teacher = batch.tokens.flatten()[batch.scored], scored_tokens(batch), objective.teacher
+        loss, scores, sums = distilled(
+            predicted,
+            self._head(),
+            targets,
+            tokens.weights,
+            objective.loss,
+            self.head_spec,
+            lambda look: teacher.show_predictors(batch, partial(look, teacher.head_spec)),
+            entropy=entropy,
+        )
+        return LossSum(loss, scores, objective.sums(scores, tokens) | sums)
+
+
+HeadObserver = Callable[[HeadSpec, Tensor, HeadWeights], None]
+"""Takes how a teacher's logits follow from its hidden states, those that predict the tokens, [N, H'], and its head."""
+
+
+def distilled(  # noqa: PLR0913 - both sides of a comparison
+    hidden: Tensor,
+    head: HeadWeights,
+    targets: Tensor,
+    weights: Tensor,
+    loss: Distillation,
+    spec: HeadSpec,
+    ask: Callable[[HeadObserver], None],
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Scores, dict[str, Tensor]]:
+    """Sum a comparison with a teacher over tokens and form its gradients in the same pass.
+
+    Args:
+        hidden: [N, H], the student's hidden state that predicts each token.
+        head: The student's output layer. Columns that only one of both heads has are compared by nobody.
+        targets: [N] int64, the tokens.
+        weights: [N], of their terms.
+        loss: What is compared.
+        spec: How the student's logits follow from hidden states.
+        ask: Lets a function look at the teacher's predictions, once.
+        entropy: Also return the student's entropy.
+
+    Returns:
+        The differentiable sum [], the student's detached scores at temperature 1, and metrics as totals and counts.
+    """
+    made = _Comparison(hidden, head, spec, targets, weights, loss, entropy=entropy)
+    with torch.no_grad():
+        ask(made.look)
+    total: Tensor = _WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
+    return total, Scores(made.logprobs, made.is_top, made.entropy), made.sums()
+
+
+class _Block(NamedTuple):
+    """Rows of a chunk, [r, V] each."""
+
+    student: Tensor
+    """Logits, to be replaced by the loss's derivative."""
+    teacher: Tensor
+    targets: Tensor
+    """[r]"""
+    weights: Tensor
+    """[r]"""
+
+
+class _Comparison:
+    """What comes of N tokens, filled chunk by chunk."""
+
+    def __init__(  # noqa: PLR0913 - as `distilled`
+        self,
+        hidden: Tensor,
+        head: HeadWeights,
+        spec: HeadSpec,
+        targets: Tensor,
+        weights: Tensor,
+        loss: Distillation,
+        *,
+        entropy: bool,
+    ) -> None:
+        grad_enabled = torch.is_grad_enabled()
+        self._inputs = (hidden, *head)
+        self._states, self._head = _wide(hidden, head, spec)
+        exact = torch.promote_types(self._states.dtype, torch.float32)
+        self._spec, self._targets, self._weights, self._loss = spec, targets, weights.to(exact), loss
+        self._by_hidden, self._by_weight, self._by_bias = (
+            torch.zeros_like(part, dtype=dtype) if part is not None and part.requires_grad and grad_enabled else None
+            for part, dtype in zip(self._inputs, (self._states.dtype, exact, exact), strict=True)
+        )
+        self._wants_gradients = any(part is not None for part in (self._by_hidden, self._by_weight, self._by_bias))
+        empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
+        self.logprobs, self.divergences, self.teacher_logprobs = (empty(dtype=exact) for _ in range(3))
+        self.is_top, self.agrees = (empty(dtype=torch.bool) for _ in range(2))
+        self.entropy = empty(dtype=exact) if entropy else None
+
+    def look(self, spec: HeadSpec, hidden: Tensor, head: HeadWeights) -> None:
+        """Compare with a teacher's predictions, and form the gradients."""
+        states, head = _wide(hidden, head, spec)
+        vocabulary = self._head.weight.shape[0]
+        size = chunk_tokens(self._spec, _BUFFERS * vocabulary, hidden.device)
+        on_cpu = hidden.device.type == "cpu"
+        block = max(1, (CACHE_ELEMENTS if on_cpu else _BLOCK_ELEMENTS_ON_DEVICE) // vocabulary)
+        for start in range(0, states.shape[0], size):
+            stop = min(start + size, states.shape[0])
+            logits, slope = logits_of(self._states[start:stop], self._head, self._spec)
+            taught = logits_of(states[start:stop], head, spec)[0].to(logits.dtype)
+            for first in range(start, stop, block):
+                rows = slice(first, min(first + block, stop))
+                here = slice(rows.start - start, rows.stop - start)
+                self._compare(_Block(logits[here], taught[here], self._targets[rows], self._weights[rows]), rows)
+            del taught
+            if self._wants_gradients:
+                self._add(logits if slope is None else logits.mul_(slope), slice(start, stop))
+            del logits, slope  # or two chunks of logits would be alive at once
+
+    def _compare(self, block: _Block, rows: slice) -> None:
+        logits, taught, loss = block.student, block.teacher, self._loss
+        targets = block.targets[:, None]
+        shared = min(logits.shape[1], taught.shape[1])
+        taught = taught[:, :shared]
+        own = logits.log_softmax(-1)
+        self.logprobs[rows] = own.gather(1, targets).squeeze(1)
+        best = logits.argmax(-1)
+        self.is_top[rows] = logits.gather(1, targets).squeeze(1) >= logits.amax(-1)
+        self.agrees[rows] = best == taught.argmax(-1)
+        self.teacher_logprobs[rows] = taught.gather(1, targets).squeeze(1) - taught.logsumexp(-1)
+        if self.entropy is not None:
+            self.entropy[rows] = -(own.exp() * own).sum(-1)
+        same = loss.temperature == 1.0 and shared == logits.shape[1]
+        student = own if same else (logits[:, :shared] / loss.temperature).log_softmax(-1)
+        divergence = generalised_jsd(student, (taught / loss.temperature).log_softmax(-1), loss.beta)
+        self.divergences[rows] = divergence.values
+        if not self._wants_gradients:
+            return
+        logits.zero_()
+        if loss.sft_weight:
+            torch.exp(own, out=logits).mul_(loss.sft_weight)
+            logits.scatter_add_(1, targets, torch.full_like(targets, -loss.sft_weight, dtype=logits.dtype))
+        logits[:, :shared].add_(divergence.by_logits, alpha=1.0 / loss.temperature)
+        logits.mul_(block.weights[:, None])
+
+    def _add(self, by_logits: Tensor, rows: slice) -> None:
+        """Add a chunk's part of the gradients, given the loss's derivative by its logits, which is consumed."""
+        states = self._states[rows]
+        by_logits.mul_(self._spec.scale)
+        narrow = by_logits.to(states.dtype)
+        if self._by_hidden is not None:
+            self._by_hidden[rows] = narrow @ self._head.weight
+        if self._by_weight is not None and self._by_weight.dtype == narrow.dtype:
+            self._by_weight.addmm_(narrow.t(), states)
+        elif self._by_weight is not None:
+            self._by_weight += narrow.t() @ states
+        if self._by_bias is not None:
+            self._by_bias += by_logits.sum(0)
+
+    def total(self) -> Tensor:
+        """Return the weighted sum []."""
+        terms = self.divergences - self._loss.sft_weight * self.logprobs
+        return (terms * self._weights).sum()
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return those of hidden states, weight and bias, in the inputs' dtypes."""
+        sums = (self._by_hidden, self._by_weight, self._by_bias)
+        return [
+            None if part is None or source is None else part.to(source.dtype)
+            for part, source in zip(sums, self._inputs, strict=True)
+        ]
+
+    def sums(self) -> dict[str, Tensor]:
+        """Return the mean divergence, the teacher's own loss on the tokens, and how often both have one favourite."""
+        count = float(self.logprobs.numel())
+        return {
+            "divergence": ratio(self.divergences.sum(dtype=torch.float64), count),
+            "teacher/nll": ratio(-self.teacher_logprobs.sum(dtype=torch.float64), count),
+            "teacher/agreement": ratio(self.agrees.sum(), count),
+        }
+
+
+def _wide(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> tuple[Tensor, HeadWeights]:
+    """Return hidden states and head, without a graph, in the dtype of the product."""
+    dtype = torch.float32 if spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
+    return hidden.detach().to(dtype), HeadWeights(head.weight.detach().to(dtype), bias)
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients by hidden states, weight and bias are known already."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
+        ctx: Any,
+        hidden: Tensor,  # noqa: ARG004
+        weight: Tensor,  # noqa: ARG004
+        bias: Tensor | None,  # noqa: ARG004
+        loss: Tensor,
+        gradients: list[Tensor | None],
+    ) -> Tensor:
+        ctx.parts = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
+        parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
+        ctx.parts = ()
+        return (*parts, None, None)

@@ -1,0 +1,190 @@
+"""What sets one architecture apart from the next, as data.
+
+The generic family serves any causal language model of transformers: a backbone that returns hidden states, and an
+output layer. Exceptions are fields, read from the model's own configuration where it states them. A check at start
+(`models/check/forward.py`) compares our path with transformers' own forward, so a missing exception stops the run
+instead of training on wrong numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from holdfast.data.content.vision_families import VISION_FAMILIES, video_token
+from holdfast.errors import ModelError
+from holdfast.models.scores import HeadSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture's particulars."""
+
+    name: str
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    packs: bool = True
+    """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
+    why_not_packed: str = ""
+    image_token_id: int | None = None
+    """The token that features of images take the place of, where images of the family are known."""
+    video_token_id: int | None = None
+    """Likewise of videos."""
+    image_tokens: tuple[str, int] | None = None
+    """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
+
+    def head_spec(self, *, float32_product: bool, chunk_tokens: int | None) -> HeadSpec:
+        """Return how this architecture's logits follow from hidden states."""
+        return HeadSpec(self.logit_scale, self.logit_softcap, float32_product, chunk_tokens)
+
+    def with_one_image_token(self, tokens: Tensor) -> Tensor:
+        """Return tokens with the image token in the place of the video token: the tower runs once over both."""
+        if self.image_token_id is None or self.video_token_id is None:
+            return tokens
+        return tokens.masked_fill(tokens == self.video_token_id, self.image_token_id)
+
+
+_PACKED_KINDS = {"full_attention", "sliding_attention", "attention"}
+"""Layer types (transformers' `config.layer_types`) whose attention is computed per document."""
+
+_RECURRENT_KINDS = ("mamba", "recurrent", "rwkv", "linear_attention", "conv", "lstm")
+_RECURRENT_CLASSES = ("Mamba", "Rwkv", "RWKV", "Recurrent", "SSM", "DeltaNet", "LSTM", "ShortConv", "LinearAttention")
+
+
+def family_of(model: nn.Module) -> Family:
+    """Read the particulars of a transformers model from its configuration and layers."""
+    config: Any = model.config
+    text: Any = config.get_text_config()
+    scale = 1.0
+    if getattr(text, "logit_scale", None):  # Cohere multiplies logits
+        scale = float(text.logit_scale)
+    if getattr(text, "logits_scaling", None):  # Granite divides them
+        scale = 1.0 / float(text.logits_scaling)
+    if getattr(text, "lm_head_multiplier", None):  # Falcon-H1
+        scale = float(text.lm_head_multiplier)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    if getattr(text, "logits_soft_cap", None):  # RecurrentGemma
+        softcap = text.logits_soft_cap
+    reason = _why_not_packed(model, text)
+    return Family(
+        name=str(config.model_type),
+        logit_scale=scale,
+        logit_softcap=None if softcap is None else float(softcap),
+        packs=not reason,
+        why_not_packed=reason,
+        image_token_id=int(config.image_token_id) if str(config.model_type) in VISION_FAMILIES else None,
+        video_token_id=_video_token(config),
+        image_tokens=_image_tokens(config),
+    )
+
+
+def _video_token(config: Any) -> int | None:
+    vision = VISION_FAMILIES.get(str(config.model_type))
+    token = None if vision is None else video_token(vision, config)
+    return None if token is None else int(token)
+
+
+def _image_tokens(config: Any) -> tuple[str, int] | None:
+    vision = VISION_FAMILIES.get(str(config.model_type))
+    if vision is None or vision.packs or vision.token_types is None:
+        return None
+    return vision.token_types, int(config.image_token_id)
+
+
+def _why_not_packed(model: Any, text: Any) -> str:
+    if not model._can_set_attn_implementation():  # noqa: SLF001 - transformers' own test before it sets one
+        return "its attention does not go through transformers' interface"
+    kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or []} - _PACKED_KINDS)
+    recurrent = [kind for kind in kinds if any(word in kind for word in _RECURRENT_KINDS)] or _recurrent_layers(model)
+    if recurrent:
+        return f"its {recurrent[0]} layers carry state across documents"
+    return f"its {kinds[0]} layers see tokens by a rule of their own" if kinds else ""
+
+
+def _recurrent_layers(model: Any) -> list[str]:
+    """Return the class names of layers that mix tokens otherwise than by attention."""
+    classes = {
+        type(module).__name__
+        for module in model.get_decoder().modules()
+        if any(word in type(module).__name__ for word in _RECURRENT_CLASSES) or isinstance(module, nn.Conv1d)
+    }
+    return sorted(classes)
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """Return the part of a language model that ends in hidden states.
+
+    It is what the model announces as its base model. Some announce a name that they do not use (Llama 4 does, twice):
+    then it is the child that has the input embeddings, or the backbone of that child if it has an output layer too.
+
+    Raises:
+        ModelError: The model has none.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    backbone = getattr(model, prefix, None) if prefix else None
+    if isinstance(backbone, nn.Module):
+        return backbone
+    inner = _reader_in(model)
+    if inner is None:
+        raise ModelError(
+            f"{type(model).__name__} has no backbone under {prefix!r}; only models made of a backbone and an output "
+            "layer can be trained."
+        )
+    return inner if _output_layer(inner) is None else backbone_of(inner)
+
+
+def reader_of(model: nn.Module) -> nn.Module:
+    """Return the part of a model that makes logits of text alone: the model, or the language model inside one.
+
+    BLIP-2 runs only with an image; the language model in it is a whole one, which reads its text.
+    """
+    pixels = inspect.signature(model.forward).parameters.get("pixel_values")
+    if pixels is None or pixels.default is not inspect.Parameter.empty:
+        return model
+    inner = _reader_in(model)
+    return model if inner is None or _output_layer(inner) is None else inner
+
+
+def _reader_in(model: Any) -> nn.Module | None:
+    """Return the child that has the input embeddings, if it is a model."""
+    embeddings = model.get_input_embeddings()
+    for child in model.children():
+        if hasattr(child, "get_input_embeddings") and any(part is embeddings for part in child.modules()):
+            return cast(nn.Module, child)
+    return None
+
+
+def _output_layer(model: Any) -> nn.Module | None:
+    layer: nn.Module | None = model.get_output_embeddings()
+    return layer
+
+
+def output_layer_of(model: nn.Module) -> nn.Module:
+    """Return the layer that turns hidden states into logits.
+
+    Raises:
+        ModelError: The model has no such layer, or it is not a matrix product.
+    """
+    layer: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+    if not isinstance(layer, nn.Module) or not hasattr(layer, "weight"):
+        raise ModelError(f"{type(model).__name__} has no output layer with a weight matrix.")
+    return layer
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the paths of the transformer blocks: list members of the classes the model says must not be split."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    blocks = [
+        f"{path}.{index}"
+        for path, members in lists
+        for index, member in enumerate(members)
+        if type(member).__name__ in classes
+    ]
+    if blocks or not lists:
+        return blocks
+    path, members = max(lists, key=lambda item: sum(value.numel() for value in item[1].parameters()))
+    return [f"{path}.{index}" for index in range(len(members))]

@@ -1,0 +1,1 @@
+"""Completions that are programs, run against tests where they can do no harm."""

@@ -1,0 +1,117 @@
+"""Judge code: run the row's tests here, and the code in a process of its own that knows nothing of them.
+
+Started alone, by path. Standard input holds the order; standard output gets one line, how many tests pass. The code's
+process is forked before the order is read, so that it holds no copy of it, and this one hides its memory. Tests call
+what the code defined through `code_values`; so nothing that the code patches is anything that judges it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+# Beside this file lies a package of ours; what else stands in its folder must not shadow the standard library.
+sys.path.append(str(Path(__file__).parents[3]))
+
+from holdfast.rewards.code.runner import limit, serve_code  # noqa: E402
+from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E402
+from holdfast.rewards.processes import lifetime  # noqa: E402
+from holdfast.rewards.processes.confinement import hide  # noqa: E402
+
+_SWEEP_SECONDS = 2.0
+
+
+def main() -> None:
+    """Carry out the order."""
+    ours, theirs = socket.socketpair()
+    answer = os.dup(1)
+    pid = os.fork()
+    if pid == 0:
+        os.close(answer)
+        ours.close()
+        _silence()
+        try:
+            serve_code(theirs.detach())
+        finally:
+            os._exit(0)  # threads and exit handlers of the code are not waited for
+    theirs.close()
+    lifetime.adopt_orphans()
+    hide()
+    order = json.load(sys.stdin)
+    _silence()
+    signal.signal(signal.SIGALRM, lambda *_: _end(answer, 0))
+    signal.setitimer(signal.ITIMER_REAL, order["timeout_seconds"])
+    try:
+        passed = _count(order, Peer(ours.detach(), {"call": ACTS["call"]}))
+    except BaseException:  # noqa: BLE001 - the code ended, or sent what is no message: it passes nothing more
+        passed = 0
+    _end(answer, passed)
+
+
+def _silence() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    if nothing > 2:
+        os.close(nothing)
+
+
+def _end(answer: int, passed: int) -> None:
+    """Kill the code with all that it started, answer, and go."""
+    while strays := lifetime.children():
+        for pid in strays:
+            lifetime.kill_with_group(pid)
+        if len(lifetime.reap(strays, _SWEEP_SECONDS)) < len(strays):
+            break
+    os.write(answer, str(passed).encode())
+    os._exit(0)
+
+
+def _count(order: dict[str, Any], peer: Peer) -> int:
+    """Return how many tests pass."""
+    limits = {name: order[name] for name in ("memory_bytes", "cpu_seconds")}
+    peer.send({"code": order["code"], **limits})
+    limit(**limits)
+    message = peer.receive()
+    if message is None:
+        return 0
+    names = {name: peer.decode(value) for name, value in message["names"].items() if not name.startswith("__")}
+    # What judges stays the judge's own: built-in functions, and modules.
+    shadows = {name for name, value in names.items() if hasattr(builtins, name) or _poses_as_module(name, value)}
+    namespace = {name: value for name, value in names.items() if name not in shadows}
+    return sum(_passes(test, namespace, names, shadows) for test in order["tests"])
+
+
+def _poses_as_module(name: str, value: Any) -> bool:
+    return name in MODULES and isinstance(value, Remote)
+
+
+def _passes(test: str, namespace: dict[str, Any], names: dict[str, Any], shadows: set[str]) -> bool:
+    try:
+        code = compile(test, "<test>", "exec")
+        used = _names(code)
+        # A task may ask for a function called `sum`; a test that calls nothing else of the code's means that one.
+        if not used & (names.keys() - shadows):
+            namespace = namespace | {name: names[name] for name in shadows & used}
+        exec(code, namespace)  # noqa: S102 - the row's own text
+    except EOFError:
+        return False
+    except BaseException:  # noqa: BLE001 - whatever a test raises, it fails
+        return False
+    return True
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*(_names(each) for each in inner))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The code reward: runs a completion's Python in a process with limits, and the row's tests in another.
+
+What earns is a boundary: code and judge are two processes that speak by values (`judge.py`), so code earns by what it
+answers and by nothing that it patches, reads or compares itself. What the code may do to this machine is not: it runs
+as this user, root included, with its files and its network. The environment and the memory of other processes are
+closed to it where the kernel can do that (`confinement`); limits keep an accident small.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.rewards.base import Sample
+from holdfast.rewards.functions.rules import cell
+from holdfast.rewards.processes import folders, lifetime
+
+_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_JUDGE = Path(__file__).with_name("judge.py")
+_GRACE_SECONDS = 3.0
+"""For the judge to start, and to end what the code has started."""
+
+
+@dataclass(frozen=True)
+class CodeReward:
+    """Scores the last code block of a completion; without one, 0."""
+
+    column: str
+    grade: Literal["all", "share"]
+    timeout_seconds: float
+    memory_mib: int
+
+    def __call__(self, sample: Sample) -> dict[str, Any]:
+        """Score one sample."""
+        tests = cell(sample, self.column)
+        tests = [tests] if isinstance(tests, str) else list(tests)
+        if not tests:
+            raise ValueError(f"the row's column {self.column} holds no test")
+        blocks = _BLOCK.findall(sample.completion)
+        passed = self._passed(blocks[-1], tests) if blocks else 0
+        share = passed / len(tests)
+        return {"reward": share if self.grade == "share" else float(passed == len(tests)), "passed": share}
+
+    def _passed(self, code: str, tests: Sequence[str]) -> int:
+        """Run the code and its tests; return how many pass."""
+        order = {
+            "code": code, "tests": tests, "memory_bytes": self.memory_mib << 20,
+            "cpu_seconds": int(self.timeout_seconds) + 1, "timeout_seconds": self.timeout_seconds,
+        }  # fmt: skip
+        with folders.scratch() as folder:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(_JUDGE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,  # a number of the judge's, which the code cannot write to
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={},  # no keys for the code to inherit
+                start_new_session=True,
+            )
+            try:
+                # The judge keeps the time itself, so that it ends what the code has started.
+                answer, _ = process.communicate(json.dumps(order).encode(), self.timeout_seconds + _GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                return 0
+            finally:
+                lifetime.kill_with_group(process.pid)
+                process.communicate()
+        return int(answer) if answer.isdigit() else 0

@@ -1,0 +1,284 @@
+"""Calling a user's function by the names of its parameters, so that files written for other systems run unchanged.
+
+reward_inputs / reward_input    EasyR1, a list of dicts or one dict
+solution_str / solution_strs    verl, one sample or lists
+completions or prompts          TRL and our batched form: every argument is a list
+anything else                   one sample
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from holdfast.rewards.base import CannotStart, Sample
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return this process's loop: one for its whole life, since clients keep the loop they were first used in."""
+    import asyncio  # a worker whose rewards are plain functions never needs it
+
+    return asyncio.new_event_loop()
+
+
+Many = Callable[[Sequence[Sample]], Any]
+One = Callable[[Sample], Any]
+
+_ONE: Mapping[str, One] = {
+    "prompt": lambda sample: sample.prompt,
+    "completion": lambda sample: sample.completion,
+    "prompt_tokens": lambda sample: sample.prompt_tokens,
+    "prompt_ids": lambda sample: sample.prompt_tokens,
+    "completion_tokens": lambda sample: sample.completion_tokens,
+    "completion_ids": lambda sample: sample.completion_tokens,
+    "finish": lambda sample: sample.finish,
+    "sample_id": lambda sample: sample.sample_id,
+}
+_MANY: Mapping[str, One] = {
+    **{name: value for name, value in _ONE.items() if name not in {"prompt", "completion"}},
+    "prompts": lambda sample: sample.row["prompt"] if _is_conversation(sample) else sample.prompt,
+    "completions": lambda sample: (
+        [{"role": "assistant", "content": sample.completion}] if _is_conversation(sample) else sample.completion
+    ),
+}
+_VERL: Mapping[str, One] = {
+    "data_source": lambda sample: sample.row.get("data_source", ""),
+    "solution_str": lambda sample: sample.completion,
+    "ground_truth": lambda sample: _ground_truth(sample),  # noqa: PLW0108 - defined below
+    "extra_info": lambda sample: sample.row.get("extra_info", dict(sample.row)),
+}
+_VERL_MANY = {"data_sources": "data_source", "solution_strs": "solution_str", "ground_truths": "ground_truth",
+              "extra_infos": "extra_info"}  # fmt: skip
+_BATCHED = (*_MANY, "log_metric", "log_extra", "trainer_state")
+_GIVEN: Mapping[str, Collection[str]] = {
+    "reward_inputs": ["reward_inputs"],
+    "solution_strs": _VERL_MANY,
+    "completions": _BATCHED,
+    "prompts": _BATCHED,
+    "reward_input": ["reward_input"],
+    "solution_str": _VERL,
+}
+"""What a form fills by name, by the parameter that tells it."""
+_WITHOUT_COLUMNS = {"reward_inputs", "solution_strs", "reward_input", "solution_str"}
+"""Forms that fill nothing else."""
+
+
+class MissingArgument(LookupError):
+    """A parameter that no column, no value of the sample and no own argument fills."""
+
+
+@dataclass(frozen=True)
+class Each:
+    """Called with one sample after the other."""
+
+    call: One
+    columns: tuple[str, ...] = ()
+    """Columns of the row without which it cannot be called."""
+
+
+@dataclass(frozen=True)
+class BatchedCall:
+    """Called with a list of samples."""
+
+    call: Many
+    columns: tuple[str, ...] = ()
+    """As above."""
+
+
+@dataclass(frozen=True)
+class Concurrent:
+    """Called with one sample; its coroutines run side by side."""
+
+    call: One
+    columns: tuple[str, ...] = ()
+    """As above."""
+
+
+Bound = Each | BatchedCall | Concurrent
+
+
+def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Bound:
+    """Recognise a function's signature and bind it to samples.
+
+    Raises:
+        CannotStart: It cannot be called by the names of its parameters, an own argument fits none of them, or a
+            parameter is none that its form fills.
+    """
+    parameters = _parameters(function, kwargs, name)
+    call = _Call(function, dict(kwargs), parameters)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    many: Mapping[str, Many] = {
+        "reward_inputs": call.easyr1_batch,
+        "solution_strs": call.verl_batch,
+        "completions": call.batch,
+        "prompts": call.batch,
+    }
+    one: Mapping[str, One] = {"reward_input": call.easyr1, "solution_str": call.verl}
+    sign = next((sign for sign in (*many, *one) if sign in parameters), "")
+    columns = call.demanded(_GIVEN.get(sign, _ONE))
+    if sign in _WITHOUT_COLUMNS and columns:
+        raise CannotStart(
+            f"reward {name}: by its parameter {sign} it is given {', '.join(_GIVEN[sign])} and nothing else, and it "
+            f"also demands {columns[0]}. Give {columns[0]} a default, or name it in kwargs."
+        )
+    if sign in many:
+        return BatchedCall(_Awaited(many[sign]) if is_async else many[sign], columns)
+    return (Concurrent if is_async else Each)(one.get(sign, call.one), columns)
+
+
+def _parameters(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise CannotStart(f"reward {name}: its signature cannot be read ({error}). Write it as a def.") from error
+    positional = [key for key, item in parameters.items() if item.kind is item.POSITIONAL_ONLY]
+    if positional:
+        raise CannotStart(
+            f"reward {name}: {positional[0]} is positional-only, and arguments are given by name. Remove the slash "
+            "from its def."
+        )
+    by_name = {key: item for key, item in parameters.items() if item.kind is not item.VAR_POSITIONAL}
+    if not by_name:
+        raise CannotStart(
+            f"reward {name}: it takes no named parameter, so it sees nothing. Give it one, for example completion."
+        )
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in by_name.values())
+    strange = [key for key in kwargs if key not in by_name]
+    if strange and not takes_all:
+        raise CannotStart(
+            f"reward {name}: kwargs has {strange[0]}, and the function takes {', '.join(by_name)}. Correct the name, "
+            "or add the parameter."
+        )
+    return by_name
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The ways to call one function."""
+
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+    parameters: Mapping[str, inspect.Parameter]
+
+    def demanded(self, filled: Collection[str]) -> tuple[str, ...]:
+        """Return the parameters that neither a default, an own argument nor what its form gives would fill."""
+        return tuple(
+            name
+            for name, item in self.parameters.items()
+            if item.default is item.empty
+            and item.kind is not item.VAR_KEYWORD
+            and name not in filled
+            and name not in self.kwargs
+        )
+
+    def one(self, sample: Sample) -> Any:
+        """Call it with one sample."""
+        values = {**sample.row, **{name: value(sample) for name, value in _ONE.items()}}
+        return self.function(**self._chosen(values, sample.row))
+
+    def batch(self, samples: Sequence[Sample]) -> Any:
+        """Call it with lists, as TRL does."""
+        columns = dict.fromkeys(column for sample in samples for column in sample.row)
+        values: dict[str, Any] = {column: [sample.row.get(column) for sample in samples] for column in columns}
+        values |= {name: [value(sample) for sample in samples] for name, value in _MANY.items()}
+        logged: dict[str, float] = {}
+        values |= {"log_metric": logged.__setitem__, "log_extra": _ignore, "trainer_state": samples[0].progress}
+        return _WithMetrics(self.function(**self._chosen(values, columns)), logged).results()
+
+    def verl(self, sample: Sample) -> Any:
+        """Call it as verl's reward manager does."""
+        return self.function(**self._chosen({name: value(sample) for name, value in _VERL.items()}, sample.row))
+
+    def verl_batch(self, samples: Sequence[Sample]) -> Any:
+        """Call it as verl's batched reward manager does."""
+        values = {many: [_VERL[one](sample) for sample in samples] for many, one in _VERL_MANY.items()}
+        return self.function(**self._chosen(values, ()))
+
+    def easyr1(self, sample: Sample) -> Any:
+        """Call it with one dict, as EasyR1 does with REWARD_TYPE sequential."""
+        return self.function(**self._chosen({"reward_input": _easyr1_input(sample)}, sample.row))
+
+    def easyr1_batch(self, samples: Sequence[Sample]) -> Any:
+        """Call it with a list of dicts, as EasyR1 does with REWARD_TYPE batch."""
+        return self.function(**self._chosen({"reward_inputs": [_easyr1_input(sample) for sample in samples]}, ()))
+
+    def _chosen(self, values: Mapping[str, Any], columns: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+        """Return the arguments that the parameters ask for; own ones go before those of the sample."""
+        arguments = {**values, **self.kwargs}
+        if any(item.kind is item.VAR_KEYWORD for item in self.parameters.values()):
+            chosen = arguments
+        else:
+            chosen = {name: value for name, value in arguments.items() if name in self.parameters}
+        for name, item in self.parameters.items():
+            if item.default is item.empty and item.kind is not item.VAR_KEYWORD and name not in chosen:
+                raise MissingArgument(
+                    f"its parameter {name} is no column of the row and none of its kwargs (columns: "
+                    f"{', '.join(map(str, columns)) or 'none'})"
+                )
+        return chosen
+
+
+@dataclass(frozen=True)
+class _WithMetrics:
+    """Results of a batch beside what the function said to TRL's `log_metric` meanwhile."""
+
+    answer: Any
+    logged: Mapping[str, float]
+
+    def results(self) -> Any:
+        """Return the results, or a coroutine of them, each with the metrics in it."""
+        return self._later() if inspect.isawaitable(self.answer) else self._joined(self.answer)
+
+    async def _later(self) -> Any:
+        return self._joined(await self.answer)
+
+    def _joined(self, answer: Any) -> Any:
+        if not self.logged or not isinstance(answer, list | tuple):
+            return answer
+        return [
+            result if isinstance(result, Mapping) else {"reward": result, "metrics": self.logged} for result in answer
+        ]
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """A coroutine function of a batch, run to its end."""
+
+    call: Callable[[Sequence[Sample]], Awaitable[Any]]
+
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        return event_loop().run_until_complete(self.call(samples))
+
+
+def _easyr1_input(sample: Sample) -> dict[str, Any]:
+    return {
+        **sample.row,
+        "prompt": sample.prompt,
+        "response": sample.completion,
+        "response_length": len(sample.completion_tokens),
+        "ground_truth": _ground_truth(sample),
+    }
+
+
+def _ground_truth(sample: Sample) -> Any:
+    """Return the right answer from where verl, EasyR1 or a plain row keeps it."""
+    verl = sample.row.get("reward_model")
+    if isinstance(verl, Mapping) and "ground_truth" in verl:
+        return verl["ground_truth"]
+    return sample.row.get("ground_truth", sample.row.get("answer"))
+
+
+def _is_conversation(sample: Sample) -> bool:
+    prompt = sample.row.get("prompt")
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
+
+
+def _ignore(*_: object) -> None:
+    """Take the place of TRL's `log_extra`."""

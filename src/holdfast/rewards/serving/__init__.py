@@ -1,0 +1,1 @@
+"""Serving rewards in worker processes, or in this one."""

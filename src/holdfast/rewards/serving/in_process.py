@@ -1,0 +1,161 @@
+"""Rewards that a Python caller passes as live functions: called in this process, one after the other.
+
+What a function is given and may return is the same as in a file. What a process of its own would add is not here:
+nothing ends a function that hangs, and what it prints, keeps or breaks is its caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+
+from holdfast.config.sections.reward import Reward, RewardPoolConfig
+from holdfast.errors import ConfigError
+from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored
+from holdfast.rewards.combine import combine
+from holdfast.rewards.functions.signatures import (
+    BatchedCall,
+    Bound,
+    Concurrent,
+    Each,
+    Many,
+    MissingArgument,
+    bind,
+    event_loop,
+)
+from holdfast.rewards.outcome import outcome_of, outcome_of_exception
+
+T = TypeVar("T")
+_FAULTS = (Exception, SystemExit, asyncio.CancelledError)
+"""What a function can raise without anybody else having meant it; Ctrl-C is the caller's."""
+
+
+class RewardsHere:
+    """Scores samples by functions of this process, under the policies of the `rewards` section.
+
+    The sections give the functions their names and weights, in the same order.
+    """
+
+    def __init__(
+        self, functions: Sequence[Callable[..., object]], sections: Sequence[Reward], config: RewardPoolConfig
+    ) -> None:
+        """Recognise the signatures.
+
+        Raises:
+            ConfigError: A function cannot be called by the names of its parameters.
+        """
+        assert len(functions) == len(sections)
+        self._sections, self._config = tuple(sections), config
+        try:
+            self._bound = [
+                _bind(function, section.label) for function, section in zip(functions, sections, strict=True)
+            ]
+        except CannotStart as error:
+            raise ConfigError(str(error)) from error
+        self.columns = {section.label: bound.columns for section, bound in zip(sections, self._bound, strict=True)}
+        """Columns of the row without which a function cannot be called, by the reward's name."""
+
+    def score(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Return the reward of each sample, in their order."""
+        lines = _outside_a_running_loop(
+            lambda: [
+                self._outcomes(bound, section.label, samples)
+                for bound, section in zip(self._bound, self._sections, strict=True)
+            ]
+        )
+        return [
+            combine(sample, outcomes, self._sections, self._config)
+            for sample, *outcomes in zip(samples, *lines, strict=True)
+        ]
+
+    def _outcomes(self, bound: Bound, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
+        size = self._config.batch_size
+        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        match bound:
+            case Each(call):
+                return [_each(call, name, sample) for sample in samples]
+            case BatchedCall(call):
+                return [outcome for part in parts for outcome in _batch(call, name, part)]
+            case Concurrent(call):
+                return [outcome for part in parts for outcome in _concurrent(call, name, part)]
+
+
+def _bind(function: Callable[..., object], name: str) -> Bound:
+    if not callable(function):
+        raise CannotStart(f"reward {name} is {function!r}, which cannot be called. Pass a function.")
+    if inspect.isclass(function):
+        raise CannotStart(f"reward {name} is the class {function.__name__}. Pass an object of it; its __call__ scores.")
+    return bind(function, {}, name)
+
+
+def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> SampleOutcome:
+    with _randomness_of(name, sample):
+        try:
+            return outcome_of(call(sample))
+        except _FAULTS as error:  # the border to a user's function
+            return _failed(error)
+
+
+def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
+    """Call a function with several samples; if that fails, with one after the other, so that the guilty one fails."""
+    with _randomness_of(name, samples[0]):
+        try:
+            results = call(samples)
+            results = results if isinstance(results, list | tuple) else np.asarray(results).tolist()
+            if not isinstance(results, list | tuple) or len(results) != len(samples):
+                raise TypeError(f"a batched reward returns a list of {len(samples)}, not {results!r:.80}")  # noqa: TRY301
+            return [outcome_of(result) for result in results]
+        except _FAULTS as error:
+            if len(samples) == 1:
+                return [_failed(error)]
+    return [outcome for sample in samples for outcome in _batch(call, name, [sample])]
+
+
+def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
+    async def one(sample: Sample) -> SampleOutcome:
+        try:
+            return outcome_of(await call(sample))
+        except _FAULTS as error:
+            return _failed(error)
+
+    async def together() -> list[SampleOutcome]:
+        return list(await asyncio.gather(*(one(sample) for sample in samples)))
+
+    with _randomness_of(name, samples[0]):
+        return event_loop().run_until_complete(together())
+
+
+def _failed(error: BaseException) -> SampleOutcome:
+    if isinstance(error, MissingArgument):
+        return SampleOutcome(fault="error", message=f"cannot be called: {error}")
+    return outcome_of_exception(error)
+
+
+@contextmanager
+def _randomness_of(name: str, sample: Sample) -> Iterator[None]:
+    """Let a function that draws numbers draw the same after a restart, and leave the run's own generators alone."""
+    state, array_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that users draw from
+    random.seed(f"{name}:{sample.sample_id}")
+    np.random.seed(sample.sample_id % 2**32)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(array_state)  # noqa: NPY002
+
+
+def _outside_a_running_loop(call: Callable[[], T]) -> T:
+    """Call in a thread where this one runs an event loop, as a notebook's does: a second loop could not run here."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
