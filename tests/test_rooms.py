@@ -24,7 +24,7 @@ ROOMS = {
         rows
         content
         tokens
-        batches
+        batches survey
     """,
     "rewards": """
         base

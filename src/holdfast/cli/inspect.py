@@ -83,7 +83,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         raise DataError(f"{source.name} has no row {row}.{row_range}")
     tokenizer = load_tokenizer(config.model, loaded.base)
     console = Console(highlight=False, soft_wrap=True)
-    images = _images(config, tokenizer, loaded.base)
+    images = images_of(config, tokenizer, loaded.base)
     if isinstance(config, GRPOConfig):
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
@@ -143,7 +143,7 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
         yield f"{counted}: the prompt leaves no room for rollout.max_new_tokens in data.max_length"
 
 
-def _images(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
+def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
     """Return what turns images into tokens, without building a model."""
     from holdfast.models.build.model import configured
     from holdfast.models.source.origin import locate

@@ -235,6 +235,18 @@ def data_preview(
     preview(run, overrides or [], row)
 
 
+@data_app.command("check")
+def data_check(
+    run: RunFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - typer's way
+) -> None:
+    """Read all rows as the run will, before any weight; exit 1 if it would stop at one of them."""
+    from holdfast.cli.data_check import check_data
+
+    raise typer.Exit(check_data(run, overrides or [], as_json=as_json))
+
+
 @model_app.command("parameters")
 def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
     """Print every parameter's name, shape, and whether it is trained."""

@@ -75,12 +75,13 @@ def prompt_tokeniser(
             columns: dict[str, Any] = dict(row)
             inputs = joined_inputs(laid)
             prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions)
-            return Tokenised((prompt,), {"without_chat_template": 1} if skips_template else {})
+            counts = {"without_chat_template": 1} if skips_template else {}
+            return Tokenised((prompt,), counts, lengths=(tokens.size,))
         if config.overlong == "refuse":
             raise DataError(
                 f"{name}: its prompt has {tokens.size} tokens, and data.max_length={config.max_length} less "
                 f"rollout.max_new_tokens leaves room for {longest}. Raise data.max_length, or set data.overlong: drop."
             )
-        return Tokenised((), {"overlong_dropped": 1})
+        return Tokenised((), {"overlong_dropped": 1}, lengths=(tokens.size,))
 
     return tokenise

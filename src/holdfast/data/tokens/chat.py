@@ -55,6 +55,8 @@ class Tokenised(Generic[S]):
     template does not write (`reasoning_dropped`). Only what happened is listed."""
     head: int = 0
     """First tokens that all sequences have in common, and none of which is trained."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the row's sequences before any was cut, split or left out for its length."""
 
 
 class Opening(NamedTuple):
@@ -119,12 +121,10 @@ class RowTokeniser:
         """
         where = row_name or f"Row {sample_id} of {source}"
         counts: Counter[str] = Counter()
-        stretches = [
-            piece
-            for stretch in self.stretches(row, row_format, where, counts)
-            for piece in cut_to_length(stretch, self._text, where, counts)
-        ]
-        return Tokenised(tuple(self.example(stretch, sample_id, source) for stretch in stretches), dict(counts))
+        whole = self.stretches(row, row_format, where, counts)
+        stretches = [piece for stretch in whole for piece in cut_to_length(stretch, self._text, where, counts)]
+        examples = tuple(self.example(stretch, sample_id, source) for stretch in stretches)
+        return Tokenised(examples, dict(counts), lengths=tuple(len(stretch.tokens) for stretch in whole))
 
     def example(self, stretch: Stretch, sample_id: int, source: str) -> Example:
         """Return a sequence with its images and positions, numbered."""

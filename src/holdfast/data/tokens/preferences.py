@@ -26,6 +26,9 @@ TokeniseRow = Callable[[Row, int, str, str], Tokenised[Example]]
 """(row, sample id, source name, the row's name for messages) -> its sequences"""
 
 
+_ALIKE = "its chosen and its rejected answer are the same"
+
+
 class _Unusable(Exception):  # noqa: N818 - it says what a row is
     """A row whose answers cannot be compared; the arguments are what it is counted as, and a sentence."""
 
@@ -46,17 +49,17 @@ class PairTokeniser:
         """
         counts: Counter[str] = Counter()
         try:
-            sides = self._sides(row, name, counts)
+            whole = self._sides(row, name, counts)
+            sides = self._cut(whole, name, counts)
         except _Unusable as found:
             return _left_out(found, self.config, name)
         examples = tuple(self.rows.example(side, sample_id, source) for side in sides)
-        return Tokenised(examples, dict(counts), _common_head(sides) if sides else 0)
+        return Tokenised(examples, dict(counts), _common_head(sides) if sides else 0, _lengths(whole))
 
     def _sides(self, row: Row, name: str, counts: Counter[str]) -> list[Stretch]:
         answers, shape = answer_rows(row, name, prompt_is_rendered=self.config.format is not None)
-        alike = "its chosen and its rejected answer are the same"
         if row["chosen"] == row["rejected"]:
-            raise _Unusable("alike_dropped", alike)
+            raise _Unusable("alike_dropped", _ALIKE)
         for side, answer in answers.items():
             _refuse_empty(answer, side)
         sides = [
@@ -65,9 +68,12 @@ class PairTokeniser:
         if shape == "text":
             sides = _with_common_prompt(sides, name)
         _refuse_no_prompt(sides[0], name)
+        return sides
+
+    def _cut(self, sides: list[Stretch], name: str, counts: Counter[str]) -> list[Stretch]:
         cut = _fitted(sides, self.config, name, counts)
         if cut and cut[0].tokens == cut[1].tokens:
-            raise _Unusable("alike_dropped", f"{alike} within data.max_length={self.config.max_length}")
+            raise _Unusable("alike_dropped", f"{_ALIKE} within data.max_length={self.config.max_length}")
         return cut
 
 
@@ -95,7 +101,11 @@ class LabelTokeniser:
         _refuse_image_in_answer(side, name)
         examples = [self.rows.example(cut, sample_id, source) for cut in _fitted([side], self.config, name, counts)]
         carried = [replace(each, per_token={"desirable": np.full(each.tokens.size, desirable)}) for each in examples]
-        return Tokenised(tuple(carried), dict(counts))
+        return Tokenised(tuple(carried), dict(counts), lengths=_lengths([side]))
+
+
+def _lengths(sides: Sequence[Stretch]) -> tuple[int, ...]:
+    return tuple(len(side.tokens) for side in sides)
 
 
 def preferred_only(tokenise: TokeniseRow) -> TokeniseRow:

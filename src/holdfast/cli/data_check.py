@@ -1,0 +1,218 @@
+"""`holdfast data check`: every row of a run, read as the run will read it, before any weight is."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from holdfast.cli.inspect import images_of
+from holdfast.config.sections.reward import MathConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.errors import DataError
+
+if TYPE_CHECKING:
+    from holdfast.config.verbs.training import TrainingConfig
+    from holdfast.data.batches.candidates import Tokenise
+    from holdfast.data.rows.rows import Row, Source
+    from holdfast.data.survey import Survey
+    from holdfast.training.build.rows import Accept
+    from holdfast.training.policy.rewards import RewardScorer
+
+_AT_ONCE = 1000
+"""Right answers that are tried together."""
+_SHOWN = 3
+
+
+def check_data(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print what all rows come to; return 1 where a run would stop at one of them, or could not score it.
+
+    Raises:
+        UserError: There is nothing to read, or no row could be: a file, a template or the tokenizer is wrong.
+    """
+    loaded = load_run(path, overrides)
+    with ExitStack() as processes:
+        reports = list(_reports(loaded.config, loaded.base, processes))
+    if as_json:
+        typer.echo(json.dumps({"sets": [report.as_plain() for report in reports]}, indent=2))
+    else:
+        for report in reports:
+            for line in report.lines():
+                typer.echo(line)
+    return int(any(report.is_wrong for report in reports))
+
+
+@dataclass
+class Report:
+    """What one set of rows comes to."""
+
+    name: str
+    """`training`, or that of an evaluation set."""
+    survey: Survey
+    room_for: int | None
+    """Tokens that a policy writes after each of its prompts; None where rows are no prompts."""
+    unreadable: dict[str, list[str]] = field(default_factory=dict)
+    """By reward: right answers that it cannot read."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a run stops at one of the rows, or cannot score what completes it."""
+        return self.survey.mistaken_rows > 0 or any(self.unreadable.values())
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        unreadable = {label: len(answers) for label, answers in self.unreadable.items()}
+        return {"set": self.name, **self.survey.as_plain(), "unreadable_answers": unreadable}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        from holdfast.data.survey import report_lines
+
+        lines = report_lines(self.survey, prompts=self.room_for is not None, room_for=self.room_for or 0)
+        yield f"{self.name}, {next(lines)}"
+        yield from lines
+        for label, answers in self.unreadable.items():
+            if answers:
+                examples = ", ".join(f"{answer!r:.60}" for answer in answers[:_SHOWN])
+                yield f"  {len(answers):,} right answers that reward {label} cannot read, such as {examples}"
+
+
+def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterator[Report]:
+    from holdfast.data.survey import Survey
+    from holdfast.models.source.origin import load_tokenizer
+    from holdfast.training.build.rows import filter_of, open_data, row_filter
+
+    data = open_data(config, base)
+    tokenizer = load_tokenizer(config.model, base)
+    images = images_of(config, tokenizer, base)
+    accept = row_filter(config, base)
+    written = config.rollout.max_new_tokens if isinstance(config, GRPOConfig) else None
+    answers = _Answers.of(config, base, processes)
+    every: list[tuple[str, Source, Mapping[str, Any], Accept | None]] = [
+        *(("training", source, data.formats, accept) for source in data.training),
+        *(
+            (f"evaluation {name}", source, {source.name: data.evaluation_formats[name]}, filter_of(source, accept))
+            for name, source in data.evaluation.items()
+        ),
+    ]
+    for name, source, formats, taken in every:
+        report = Report(name, Survey(source.name, config.data.max_length - (written or 0)), written)
+        tokenise = _tokenise(config, tokenizer, base, images, dict(formats))
+        for label, row in _rows(source, report.survey):
+            if taken is not None and not taken(row):
+                report.survey.leave_out()
+            elif _count(report.survey, tokenise, row, label, refused=config.data.overlong == "refuse"):
+                answers.add(row, report.unreadable)
+        answers.finish(report.unreadable)
+        yield report
+
+
+def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
+    """Yield all rows that can be read, each with its name for messages; the others are counted."""
+    from holdfast.data.rows.reading import EndOfStream, RowReader
+    from holdfast.training.build.rows import in_order
+
+    reader = RowReader([source], in_order(source))
+    for draw in count() if source.size is None else range(source.size):
+        try:
+            _, name, row = reader.read(draw)
+        except EndOfStream:
+            return
+        except DataError as error:
+            if source.size is None:
+                raise
+            survey.add_mistake(str(error))
+            continue
+        yield name, row
+
+
+def _count(survey: Survey, tokenise: Tokenise[Any], row: Row, name: str, *, refused: bool) -> bool:
+    """Add a row to the survey; return whether a run can use it."""
+    from holdfast.data.batches.candidates import broken_text_named
+
+    try:
+        with broken_text_named(row, name):
+            tokenised = tokenise(row, survey.rows, survey.source, name)
+    except DataError as error:
+        survey.add_mistake(str(error))
+        return False
+    longest = max(tokenised.lengths, default=0)
+    survey.add(tokenised, mistake="" if not refused or longest <= survey.max_length else (
+        f"{name} has {longest} tokens, more than {survey.max_length}, and data.overlong is refuse."
+    ))  # fmt: skip
+    return True
+
+
+def _tokenise(
+    config: TrainingConfig, tokenizer: Any, base: Path, images: Any, formats: dict[str, Any]
+) -> Tokenise[Any]:
+    """Return what turns rows into what a run of this verb reads; rows that would be refused for length are measured."""
+    from holdfast.data.batches.prompts import prompt_tokeniser
+    from holdfast.data.tokens.chat import RowTokeniser
+    from holdfast.training.build.rows import preference_tokeniser, row_tokeniser
+
+    if config.data.overlong == "refuse":
+        config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
+    if isinstance(config, GRPOConfig):
+        longest = config.data.max_length - config.rollout.max_new_tokens
+        rows = RowTokeniser(tokenizer, config.data, base, images)
+        return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
+    if isinstance(config, DPOConfig):
+        return preference_tokeniser(tokenizer, config, base, images)
+    return row_tokeniser(tokenizer, config.data, base, formats, images)
+
+
+@dataclass
+class _Answers:
+    """Right answers, tried on the rewards that have to read them, in processes that can be killed."""
+
+    columns: Mapping[str, str]
+    """By the name of the reward."""
+    scorer: RewardScorer | None
+    waiting: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: TrainingConfig, base: Path, processes: ExitStack) -> _Answers:
+        """Start the processes, if there is a reward to try.
+
+        Raises:
+            ConfigError: A reward cannot work here.
+        """
+        from holdfast.training.policy.rewards import RewardScorer
+
+        if not isinstance(config, GRPOConfig):
+            return cls({}, None)
+        rewards = [each for each in config.reward if isinstance(each, MathConfig)]
+        if not rewards:
+            return cls({}, None)
+        logs = Path(processes.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-answers-")))
+        section = config.rewards.model_copy(update={"workers": 1})
+        scorer = RewardScorer(rewards, section, base, {}, logs)
+        processes.callback(scorer.close)
+        scorer.start()
+        return cls({each.label: each.column for each in rewards}, scorer)
+
+    def add(self, row: Row, unreadable: dict[str, list[str]]) -> None:
+        """Take a row's answers; try them once there are enough."""
+        for label, column in self.columns.items():
+            waiting = self.waiting.setdefault(label, [])
+            waiting.append(str(row[column]) if row.get(column) is not None else "")
+            if len(waiting) >= _AT_ONCE:
+                self.finish(unreadable)
+
+    def finish(self, unreadable: dict[str, list[str]]) -> None:
+        """Try what waits."""
+        for label, answers in self.waiting.items():
+            assert self.scorer is not None
+            bad = set(self.scorer.unreadable(label, list(dict.fromkeys(answers))))
+            unreadable.setdefault(label, []).extend(answer for answer in answers if answer in bad)
+        self.waiting.clear()

@@ -1,0 +1,204 @@
+"""What all rows of a source come to: lengths, what is cut or trains nothing, what stands twice, what is broken.
+
+Lengths and fingerprints are kept as plain numbers, so a million rows take 16 MB.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.data.tokens.chat import S, Tokenised
+
+_SHOWN = 5
+"""Mistakes that are shown in full."""
+_BARS, _WIDEST = 12, 40
+_ROUND = 64
+"""A suggested length is a multiple of this many tokens."""
+_CUT = ("truncated", "split", "overlong_dropped")
+
+
+@dataclass
+class Survey:
+    """The rows of one source, counted one after the other."""
+
+    source: str
+    max_length: int
+    """Tokens a sequence may have, or a prompt."""
+    rows: int = 0
+    filtered: int = 0
+    """Rows that `data.filter` leaves out."""
+    sequences: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """As `Tokenised.counts`."""
+    mistakes: list[str] = field(default_factory=list)
+    """The first ones in full."""
+    mistaken_rows: int = 0
+    _lengths: array[int] = field(default_factory=lambda: array("I"))
+    """Before anything is cut."""
+    _fingerprints: array[int] = field(default_factory=lambda: array("Q"))
+    """Of each row's prompt, or of all its tokens."""
+
+    def add(self, tokenised: Tokenised[S], mistake: str = "") -> None:
+        """Count what one row gives, and what is wrong with it if something is."""
+        self.rows += 1
+        if mistake:
+            self._note(mistake)
+        self.counts.update(tokenised.counts)
+        self._lengths.extend(tokenised.lengths)
+        self.sequences += len(tokenised.examples)
+        self.tokens += sum(example.tokens.size for example in tokenised.examples)
+        self.trained_tokens += sum(example.trained_tokens for example in tokenised.examples)
+        if tokenised.examples:
+            text = b"".join(example.tokens.tobytes() for example in tokenised.examples)
+            self._fingerprints.append(xxhash.xxh3_64_intdigest(text))
+
+    def leave_out(self) -> None:
+        """Count a row that the filter does not take."""
+        self.rows += 1
+        self.filtered += 1
+
+    def add_mistake(self, text: str) -> None:
+        """Count a row that a run would be refused for."""
+        self.rows += 1
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        self.mistaken_rows += 1
+        if len(self.mistakes) < _SHOWN:
+            self.mistakes.append(text)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[sequences before cutting] tokens, in the order of rows."""
+        return np.asarray(self._lengths, dtype=np.int64)
+
+    @property
+    def cut(self) -> int:
+        """Sequences that are longer than allowed."""
+        return sum(self.counts[name] for name in _CUT)
+
+    @property
+    def duplicates(self) -> int:
+        """Rows that say what an earlier row says."""
+        return len(self._fingerprints) - np.unique(np.asarray(self._fingerprints, dtype=np.uint64)).size
+
+    def length_for(self, share: float) -> int:
+        """Return the shortest length, a multiple of 64 tokens, that so many of all sequences fit in."""
+        if not self._lengths:
+            return _ROUND
+        longest = float(np.quantile(self.lengths, share, method="inverted_cdf"))
+        return int(-(-longest // _ROUND) * _ROUND)
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """Return up to 12 bars as (shortest, longest, sequences), of equal width and from the shortest on."""
+        lengths = self.lengths
+        if not lengths.size:
+            return []
+        low, high = int(lengths.min()), int(lengths.max())
+        width = -(-(high - low + 1) // _BARS)
+        numbers = np.bincount((lengths - low) // width)
+        starts = (low + place * width for place in range(numbers.size))
+        return [(start, min(start + width - 1, high), int(n)) for start, n in zip(starts, numbers, strict=True)]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        quantiles = {} if not self._lengths else {
+            name: int(np.quantile(self.lengths, share, method="inverted_cdf")) for name, share in _QUANTILES.items()
+        }  # fmt: skip
+        return {
+            "source": self.source,
+            "rows": self.rows,
+            "filtered": self.filtered,
+            "mistaken_rows": self.mistaken_rows,
+            "mistakes": self.mistakes,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
+            "max_length": self.max_length,
+            "cut": self.cut,
+            "counts": dict(self.counts),
+            "duplicates": self.duplicates,
+            "lengths": quantiles,
+            "histogram": self.histogram(),
+            "length_for_99_percent": self.length_for(0.99),
+            "length_for_all": self.length_for(1.0),
+        }
+
+
+_QUANTILES: Mapping[str, float] = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+
+_SAYS = {
+    "truncated": "longer than {limit} tokens and lose their end",
+    "split": "longer than {limit} tokens and are split",
+    "overlong_dropped": "longer than {limit} tokens and are left out",
+    "untrained": "sequences left out since no token of them is trained",
+    "no_end_of_turn": "answers that the chat template does not close",
+    "split_by_turn": "conversations that the chat template writes as one sequence per turn",
+    "reasoning_dropped": "rows whose reasoning the chat template does not write",
+    "without_chat_template": "prompts of plain text, which skip the tokenizer's chat template",
+    "alike_dropped": "rows left out since their two answers are the same",
+    "empty_dropped": "rows left out since an answer is empty",
+}
+"""What a count of `Tokenised` says, behind its number."""
+
+
+def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0) -> Iterator[str]:
+    """Yield the lines of a survey.
+
+    Args:
+        survey: Of one source.
+        prompts: Whether its sequences are prompts that a policy continues.
+        room_for: Tokens that are written after a prompt.
+    """
+    what = "prompts" if prompts else "sequences"
+    trained = "" if prompts else f", {survey.trained_tokens:,} of them trained"
+    yield f"{survey.source}: {_rows(survey.rows)}, {survey.sequences:,} {what} of {survey.tokens:,} tokens{trained}"
+    if survey.filtered:
+        yield f"  {_rows(survey.filtered)} left out by data.filter"
+    bars = survey.histogram()
+    if bars:
+        yield "  tokens: " + ", ".join(f"{name} {value:,}" for name, value in survey.as_plain()["lengths"].items())
+        yield from (f"  {bar}" for bar in _bars(bars))
+    total = max(len(survey.lengths), 1)
+    for name, number in survey.counts.items():
+        words = _SAYS.get(name, name).format(limit=survey.max_length)
+        yield f"  {number:,} ({number / total:.1%}): {words}"
+    if survey.cut:
+        most, every = survey.length_for(0.99) + room_for, survey.length_for(1.0) + room_for
+        yield f"  data.max_length: {most} fits 99 % of them, {every} all"
+    if survey.duplicates:
+        alike = "the prompt" if prompts else "all tokens"
+        yield f"  {_rows(survey.duplicates)} with {alike} of an earlier one"
+    if survey.mistaken_rows:
+        yield from _mistakes(survey)
+
+
+def _mistakes(survey: Survey) -> Iterator[str]:
+    yield f"  {_rows(survey.mistaken_rows)} that a run stops at:"
+    yield from (f"    {mistake}" for mistake in survey.mistakes)
+    if survey.mistaken_rows > len(survey.mistakes):
+        yield f"    and {survey.mistaken_rows - len(survey.mistakes):,} more"
+
+
+def _rows(number: int) -> str:
+    return f"{number:,} row" if number == 1 else f"{number:,} rows"
+
+
+def _bars(histogram: list[tuple[int, int, int]]) -> Iterator[str]:
+    single = all(low == high for low, high, _ in histogram)
+    most = max(number for _, _, number in histogram)
+    digits = len(str(histogram[-1][1]))
+    for low, high, number in histogram:
+        bar = "#" * -(-number * _WIDEST // most)
+        span = f"{low:>{digits}}" if single else f"{low:>{digits}} to {high:>{digits}}"
+        yield f"{span}  {bar:<{_WIDEST}}  {number:,}"

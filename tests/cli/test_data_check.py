@@ -1,0 +1,140 @@
+"""`holdfast data check`: all rows of a run, counted as a run would read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import write_rows, write_run
+from tests.cli.warm import Done, WarmPython
+
+
+def check(warm: WarmPython, folder: Path, *arguments: str) -> Done:
+    return warm.run("-m", "holdfast.cli.main", "data", "check", "run.yaml", *arguments, cwd=folder)
+
+
+def checked(warm: WarmPython, folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    done = check(warm, folder, "--json")
+    assert done.err == "", done.err
+    return done.code, json.loads(done.out)["sets"]
+
+
+def test_rows_without_a_mistake_are_counted(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    """Each row is `add N=`, its number and the end: 6 + 1 + 1 characters, two more for 10 and 11."""
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        "training, rows: 12 rows, 12 sequences of 100 tokens, 26 of them trained",
+        "  tokens: median 8, 90 % 10, 99 % 10, longest 10",
+        "   8  ########################################  10",
+        "   9                                            0",
+        "  10  ########                                  2",
+    ]
+
+
+def test_one_of_each_mistake_is_named_with_its_row(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    good = {"prompt": "add 1=", "completion": "1"}
+    write_rows(tmp_path / "rows.jsonl", [
+        good, {"prompt": "add 2="}, {"prompt": None, "completion": "3"}, good, {"prompt": "a" * 40, "completion": "4"},
+        {"prompt": "add 5=", "completion": "5" * 40}, {"prompt": "add 6=", "completion": "6", "x": 1},
+    ])  # fmt: skip
+    tree["data"]["overlong"] = "truncate"
+    write_run(tmp_path / "run.yaml", tree)
+
+    code, (training,) = checked(warm, tmp_path)
+
+    assert code == 1
+    assert training["mistaken_rows"] == 2
+    assert [text[:10] for text in training["mistakes"]] == ["rows row 1", "rows row 2"]
+    assert training["counts"] == {"truncated": 2, "untrained": 1}
+    assert (training["rows"], training["sequences"], training["cut"], training["duplicates"]) == (7, 4, 2, 1)
+    assert training["lengths"] == {"median": 8, "90 %": 47, "99 %": 47, "longest": 47}
+    assert (training["length_for_99_percent"], training["length_for_all"]) == (64, 64)
+    assert training["tokens"] == 8 + 8 + 32 + 8
+    assert training["trained_tokens"] == 2 + 2 + 26 + 2
+
+
+def test_a_run_that_refuses_long_rows_is_shown_how_long_they_are(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * length, "completion": "b"} for length in (5, 70, 200)])
+    tree["data"]["overlong"] = "refuse"
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    assert done.code == 1
+    assert "    rows row 1 has 72 tokens, more than 32, and data.overlong is refuse." in done.out.splitlines()
+    assert "  data.max_length: 256 fits 99 % of them, 256 all" in done.out.splitlines()
+
+
+def test_a_set_split_off_is_named_by_rows_of_the_file(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    rows = [{"prompt": f"add {n}=", "completion": str(n)} for n in range(11)]
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "no answer"}])
+    tree["data"]["validation_split"] = 0.5
+    write_run(tmp_path / "run.yaml", tree)
+
+    code, sets = checked(warm, tmp_path)
+
+    assert code == 1
+    assert [each["set"] for each in sets] == ["training", "evaluation validation"]
+    assert sum(each["rows"] for each in sets) == 12
+    (mistake,) = [text for each in sets for text in each["mistakes"]]
+    assert mistake.startswith("rows row 11")
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "bradley_terry"])
+def test_pairs_and_labels_are_measured_before_they_are_cut(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], kind: str
+) -> None:
+    pair = {"prompt": "ab", "chosen": "c" * 50, "rejected": "d"}
+    label = {"prompt": "ab", "completion": "c" * 50, "label": True}
+    write_rows(tmp_path / "rows.jsonl", [label if kind == "kto" else pair] * 3)
+    tree["preference"] = {"loss": kind}
+    tree["data"]["overlong"] = "truncate"
+    write_run(tmp_path / "run.yaml", tree)
+
+    code, (training,) = checked(warm, tmp_path)
+
+    assert code == 0
+    assert training["counts"] == {"truncated": 3}
+    assert training["lengths"]["longest"] == 53
+    assert training["lengths"]["median"] == (53 if kind == "kto" else 4)
+    assert training["duplicates"] == 2
+
+
+def test_prompts_leave_room_and_answers_can_be_read(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    answers = ["1", r"\frac{1}{2}", "", "4", "5"]
+    rows = [{"prompt": "a" * (2 + 7 * place), "answer": answer} for place, answer in enumerate(answers)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    tree |= {"rollout": {"max_new_tokens": 8}, "reward": [{"kind": "math"}]}
+    tree["data"]["overlong"] = "drop"
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    lines = done.out.splitlines()
+    assert done.code == 1, done.err
+    assert lines[0] == "training, rows: 5 rows, 4 prompts of 50 tokens"
+    assert "  1 (20.0%): longer than 24 tokens and are left out" in lines
+    assert "  data.max_length: 72 fits 99 % of them, 72 all" in lines
+    assert lines[-1] == "  1 right answers that reward math cannot read, such as ''"
+
+
+def test_rows_that_are_not_there_are_a_mistake_of_the_file(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    (tmp_path / "rows.jsonl").unlink()
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    assert done.code == 2
+    assert "rows.jsonl" in done.err
+    assert "Traceback" not in done.err
