@@ -38,7 +38,7 @@ def test_help_answers_in_half_a_second_of_processor_time(holdfast: Command) -> N
     ("arguments", "said"),
     [
         (["stf"], "No such command 'stf'"),
-        (["sft"], "Missing argument 'RUN.yaml'"),
+        (["sft"], "takes a file, `holdfast sft RUN.yaml`"),
         (["sft", "--fast", "run.yaml"], "No such option: --fast"),
         (["config", "shw"], "No such command 'shw'"),
         (["data", "preview", "run.yaml", "--row", "-1"], "Invalid value for '--row'"),

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,28 @@ class Report:
             if answers:
                 examples = ", ".join(f"{answer!r:.60}" for answer in answers[:_SHOWN])
                 yield f"  {len(answers):,} right answers that reward {label} cannot read, such as {examples}"
+
+
+def survey_of(config: TrainingConfig, base: Path, rows: int) -> Survey:
+    """Return what the first rows of the first training source come to, before any is cut.
+
+    Raises:
+        UserError: One of them cannot be read.
+    """
+    from holdfast.data.rows.rows import open_source
+    from holdfast.data.survey import Survey
+    from holdfast.models.source.origin import load_tokenizer
+    from holdfast.training.build.rows import task_rows
+
+    section = config.data.all_sources()[0]
+    source = open_source(section, base, task_rows(config))
+    tokenizer = load_tokenizer(config.model, base)
+    images = images_of(config, tokenizer, base)
+    tokenise = _tokenise(config, tokenizer, base, images, {source.name: section.rows})
+    survey = Survey(source.name, config.data.max_length)
+    for number, row in enumerate(islice(source.scan(0), rows)):
+        survey.add(tokenise(row, number, source.name, f"{source.name} row {number}"))
+    return survey
 
 
 def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterator[Report]:

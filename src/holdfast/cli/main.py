@@ -50,36 +50,60 @@ Overrides = Annotated[
 ]
 
 
+OptionalRunFile = Annotated[
+    Path | None, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)
+]
+Model = Annotated[
+    str | None, typer.Option("--model", help="With --data, instead of a file: what `holdfast init` would write.")
+]
+Rows = Annotated[str | None, typer.Option("--data", help="Rows: a file, a directory, or a name on the hub.")]
+
+
+@app.command("init")
+def init_run(
+    verb: Annotated[
+        str | None, typer.Argument(metavar="[sft|dpo|reward|grpo]", help="Default: what the rows are for.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model's directory, or its name on the hub.")] = None,
+    data: Rows = None,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
+) -> None:
+    """Write a first configuration from what a model and the first rows show, with the reasons."""
+    from holdfast.cli.first_file import write_first_file
+
+    write_first_file(verb, model, data, output)
+
+
 @app.command()
-def sft(run: RunFile, overrides: Overrides = None) -> None:
+def sft(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Supervised fine-tuning."""
     from holdfast.cli.train import train
 
-    raise typer.Exit(train("sft", run, overrides or []))
+    raise typer.Exit(train("sft", run, overrides or [], model, data))
 
 
 @app.command()
-def dpo(run: RunFile, overrides: Overrides = None) -> None:
+def dpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Training on preferences between answers: DPO and its kin."""
     from holdfast.cli.train import train
 
-    raise typer.Exit(train("dpo", run, overrides or []))
+    raise typer.Exit(train("dpo", run, overrides or [], model, data))
 
 
 @app.command()
-def reward(run: RunFile, overrides: Overrides = None) -> None:
+def reward(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Training of a reward model on preferences between answers."""
     from holdfast.cli.train import train
 
-    raise typer.Exit(train("reward", run, overrides or []))
+    raise typer.Exit(train("reward", run, overrides or [], model, data))
 
 
 @app.command()
-def grpo(run: RunFile, overrides: Overrides = None) -> None:
+def grpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
     from holdfast.cli.train import train
 
-    raise typer.Exit(train("grpo", run, overrides or []))
+    raise typer.Exit(train("grpo", run, overrides or [], model, data))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.cli.worker import work
-from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, load_config
+from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
@@ -18,9 +18,28 @@ from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
 from holdfast.training.directory import run_directory
 
 
-def train(verb: str, path: Path, overrides: Sequence[str]) -> int:
-    """Run a verb and return its exit code."""
-    return start(verb, _load(verb, path, overrides))
+def train(
+    verb: str, path: Path | None, overrides: Sequence[str], model: str | None = None, data: str | None = None
+) -> int:
+    """Run a verb, on a file or on what `holdfast init` would write for a model and rows; return its exit code.
+
+    Raises:
+        ConfigError: There is neither, or both.
+    """
+    if model is None and data is None and path is not None:
+        return start(verb, _load(verb, path, overrides))
+    # Without a file the first override stands in its place.
+    values = [*([] if path is None else [str(path)]), *overrides]
+    if model is None or data is None or any("=" not in value for value in values):
+        raise ConfigError(
+            f"`holdfast {verb}` takes a file, `holdfast {verb} RUN.yaml`, or a model and rows instead of one: "
+            f"`holdfast {verb} --model MODEL --data ROWS.jsonl steps=100`."
+        )
+    from holdfast.cli.first_file import suggest
+
+    tree = suggest(verb, model, data, Path.cwd(), verb).tree
+    del tree["verb"]
+    return start(verb, LoadedConfig(from_mapping(tree, ROOTS[verb], "the suggestion", values), Path.cwd()))
 
 
 def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:

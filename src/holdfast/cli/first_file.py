@@ -1,0 +1,324 @@
+"""`holdfast init`: a first configuration, from what a model and the first rows show."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from holdfast.config.load import from_mapping
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.roots import ROOTS
+from holdfast.config.yaml12 import to_yaml
+from holdfast.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from holdfast.config.verbs.training import TrainingConfig
+    from holdfast.data.rows.rows import Row
+    from holdfast.data.survey import Survey
+
+VERBS = ("sft", "dpo", "reward", "grpo")
+_LOOKED_AT = 500
+"""Rows that lengths are taken from."""
+_MANY = 200
+"""Rows from which on some are held out."""
+_LARGE = 1_000_000_000
+_ROOM, _MICRO_BATCH = 256, 4096
+"""Tokens a policy writes at most, where the model has positions for them; tokens of one forward pass."""
+_BYTES_PER_WEIGHT = 16
+"""Weight, gradient and two moments of AdamW in float32."""
+
+_RATES = {
+    "sft": {"small": 2e-4, "large": 2e-5, "adapters": 2e-4},
+    "dpo": {"small": 1e-5, "large": 1e-6, "adapters": 1e-5},
+    "reward": {"small": 1e-4, "large": 1e-5, "adapters": 1e-4},
+    "grpo": {"small": 1e-5, "large": 1e-6, "adapters": 2e-5},
+}
+"""Peak learning rates by verb; large: from 0.1B weights on."""
+
+_CALLED = {
+    "prompt": ("prompt", "question", "problem", "instruction", "query", "input"),
+    "completion": ("completion", "response", "answer", "output", "solution", "target"),
+    "chosen": ("chosen", "preferred", "accepted"),
+    "rejected": ("rejected", "dispreferred"),
+    "label": ("label",),
+    "messages": ("messages", "conversation", "dialogue"),
+    "text": ("text", "content"),
+    "gold": ("answer", "ground_truth", "solution", "gold", "target", "output", "completion", "response"),
+}
+"""Our columns, and what files call them; the first name that is there counts."""
+_NUMBER = re.compile(r"(?s).*####\s*-?[\d.,]+\s*|\s*-?[\d.,]+\s*|.*\\boxed\{.*|.*\$.*")
+"""An answer that mathematics can be asked about: a number, one behind ####, LaTeX."""
+
+
+@dataclass
+class Draft:
+    """A configuration in the making."""
+
+    tree: dict[str, Any]
+    reasons: dict[str, str] = field(default_factory=dict)
+    """By dotted key: why it has its value."""
+
+    def put(self, key: str, value: Any, reason: str) -> None:
+        """Set a key, and say why."""
+        *sections, name = key.split(".")
+        place = self.tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+        self.reasons[key] = reason
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was decided and why."""
+        for key, reason in self.reasons.items():
+            value: Any = self.tree
+            for name in key.split("."):
+                value = value[name]
+            yield f"{key} = {value}: {reason}"
+
+
+def write_first_file(verb: str | None, model: str | None, data: str | None, target: Path) -> None:
+    """Write a run's YAML; what a terminal can answer is asked there, and nowhere else.
+
+    Raises:
+        UserError: Something is missing or cannot be read, or the file is there already; nothing is written then.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} is there already. Name another file with --output, or remove it.")
+    model = model or _asked("A model's directory or its name on the hub", "--model")
+    data = data or _asked("A file of rows, a directory of them or a name on the hub", "--data")
+    draft = suggest(verb, model, data, Path.cwd(), target.stem)
+    target.write_text(written(draft), encoding="utf-8")
+    for line in draft.lines():
+        typer.echo(line)
+    chosen = draft.tree["verb"]
+    typer.echo(f"wrote {target}. Look at all rows with `holdfast data check {target}`, start with:")
+    typer.echo(f"  holdfast {chosen} {target}")
+
+
+def _asked(what: str, option: str) -> str:
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{what} is needed: name it with {option}.")
+    return str(typer.prompt(what))
+
+
+def written(draft: Draft) -> str:
+    """Return the YAML: every key that was decided stands below its reason."""
+    tree = {key: value for key, value in draft.tree.items() if key != "verb"}
+    lines = [f"# holdfast {draft.tree['verb']} THIS_FILE"]
+    path: list[str] = []
+    for line in to_yaml(tree).splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        path = [*path[: len(indent) // 2], line.strip().partition(":")[0]]
+        reason = draft.reasons.get(".".join(path))
+        lines += [f"{indent}# {reason}", line] if reason else [line]
+    return "\n".join(lines) + "\n"
+
+
+def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> Draft:
+    """Return a configuration for rows and a model.
+
+    Raises:
+        UserError: The rows or the model cannot be read, or these rows are not for this verb.
+    """
+    if verb is not None and verb not in VERBS:
+        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(VERBS)}.")
+    rows = _first_rows(data, base)
+    columns = list(rows[0])
+    verb = verb or _verb_for(columns)
+    draft = Draft({"verb": verb, "run": {"name": name}, "model": {"path": model}, "data": {"path": data}})
+    _choose_columns(draft, verb, columns)
+    if verb == "grpo":
+        _choose_reward(draft, columns, rows)
+    weights = _count_weights(model, base)
+    _choose_method(draft, verb, weights)
+    _choose_length(draft, verb, base, len(rows))
+    _choose_steps(draft, verb, len(rows))
+    return draft
+
+
+def _first_rows(data: str, base: Path) -> list[Row]:
+    """Return the first rows, and whether there are more: one more than is looked at.
+
+    Raises:
+        DataError: There are none.
+    """
+    from holdfast.config.sections.data import SourceConfig
+    from holdfast.data.rows.rows import open_source
+
+    rows = list(islice(open_source(SourceConfig(path=data), base).scan(0), _LOOKED_AT))
+    if not rows:
+        raise DataError(f"{data} has no rows, so nothing can be learned from them about a run.")
+    return rows
+
+
+def _column(columns: Sequence[str], ours: str, without: Iterable[str] = ()) -> str | None:
+    """Return what the file calls one of our columns; None if it has no such column."""
+    lower = {column.lower(): column for column in columns if column not in without}
+    return next((lower[name] for name in _CALLED[ours] if name in lower), None)
+
+
+def _verb_for(columns: Sequence[str]) -> str:
+    there = {ours for ours in _CALLED if _column(columns, ours)}
+    return "dpo" if {"chosen", "rejected"} <= there or {"label", "completion"} <= there else "sft"
+
+
+def _choose_columns(draft: Draft, verb: str, columns: Sequence[str]) -> None:
+    """Say which columns of the file are ours, where they are called otherwise.
+
+    Raises:
+        DataError: Columns that the verb needs are not there.
+    """
+    names = _needed(verb, columns)
+    columns_of_file = {ours: _column(columns, ours) for ours in names}
+    missing = [ours for ours, theirs in columns_of_file.items() if theirs is None]
+    if missing:
+        raise DataError(
+            f"Rows for `holdfast {verb}` need {' and '.join(names)}; there are the columns {', '.join(columns)}. Write "
+            f"a file by hand and name them, as in data.columns={{{missing[0]}: {columns[0]}}}."
+        )
+    renamed = {ours: theirs for ours, theirs in columns_of_file.items() if theirs != ours}
+    if verb == "dpo":
+        labelled = "label" in names
+        reason = "rows have one answer and a label each, not pairs" if labelled else "rows have two answers each"
+        draft.put("preference.loss", "kto" if labelled else "dpo", reason)
+    if verb == "reward":
+        draft.put("preference.loss", "bradley_terry", "the answer that is preferred is to score higher")
+    if renamed:
+        draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}")
+
+
+def _needed(verb: str, columns: Sequence[str]) -> list[str]:
+    """Return which of our columns a verb reads, as far as the file's columns leave a choice."""
+    there = {ours for ours in _CALLED if _column(columns, ours)}
+    prompt = sorted(there & {"prompt"})
+    match verb:
+        case "grpo":
+            return ["messages"] if "messages" in there and not prompt else ["prompt"]
+        case "dpo" if "label" in there and not {"chosen", "rejected"} <= there:
+            return ["prompt", "completion", "label"]
+        case "dpo" | "reward":
+            return [*prompt, "chosen", "rejected"]
+    if "messages" in there:
+        return ["messages"]
+    return ["text"] if "text" in there and not prompt else ["prompt", "completion"]
+
+
+def _choose_reward(draft: Draft, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Choose what scores completions.
+
+    Raises:
+        DataError: No column says what is right.
+    """
+    taken = draft.tree["data"].get("columns", {}).values()
+    gold = _column(columns, "gold", without=["prompt", "messages", *taken])
+    if gold is None:
+        raise DataError(
+            f"Nothing in the columns {', '.join(columns)} says which completion is right. Write a reward function and "
+            "name it in a file by hand: reward: [my_reward.py:score]."
+        )
+    answers = [str(row[gold]) for row in rows if row.get(gold) is not None]
+    mathematical = sum(_NUMBER.fullmatch(answer) is not None for answer in answers)
+    share = mathematical / max(len(answers), 1)
+    kind = "math" if share > 0.5 else "exact"
+    words = "the final answer is compared as mathematics" if kind == "math" else "the completion must be the answer"
+    draft.put("reward", [{"kind": kind, "column": gold}], f"{share:.0%} of {gold} are numbers or formulas: {words}")
+    draft.put("rollout.group_size", 8, "completions of each prompt, compared with each other")
+
+
+def _count_weights(model: str, base: Path) -> int:
+    """Return how many weights a model has, from its configuration alone.
+
+    Raises:
+        ModelError: It is not there, or nothing that can be trained.
+    """
+    from holdfast.models.build.model import configured
+    from holdfast.models.source.skeleton import maker, on_meta
+
+    config, _ = configured(ModelConfig(path=model), base)
+    skeleton = on_meta(maker(config, trust_remote_code=False, scorer=False), config)
+    return sum(parameter.numel() for parameter in skeleton.parameters())
+
+
+def _choose_method(draft: Draft, verb: str, weights: int) -> None:
+    """Choose what is trained, at which rate, in which dtype."""
+    memory, where = _memory_bytes()
+    size = f"{weights / 1e9:.1f}B" if weights >= _LARGE / 10 else f"{weights / 1e6:.2f}M"
+    needed = weights * _BYTES_PER_WEIGHT
+    adapters = needed > 0.7 * memory
+    if adapters:
+        reason = f"{size} weights with AdamW take {needed / 2**30:.0f} GiB, and {where} {memory / 2**30:.0f} GiB"
+        draft.put("model.lora", {"rank": 16}, f"adapters: {reason}")
+    kind = "adapters" if adapters else "large" if weights >= _LARGE / 10 else "small"
+    of = "adapters" if adapters else f"{size} weights"
+    draft.put("optim.lr", _RATES[verb][kind], f"a usual rate for {of}; the first key to vary")
+
+
+def _memory_bytes() -> tuple[int, str]:
+    """Return the memory of all devices, and what it is of."""
+    import psutil
+    import torch
+
+    if not torch.cuda.is_available():
+        return psutil.virtual_memory().total, "this machine has"
+    devices = range(torch.cuda.device_count())
+    total = sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    return total, f"the {len(devices)} GPUs here have"
+
+
+def _choose_length(draft: Draft, verb: str, base: Path, rows: int) -> None:
+    """Choose lengths by the first rows, tokenised as the run will do it.
+
+    Raises:
+        UserError: They cannot be.
+    """
+    survey, positions = _survey(draft.tree, verb, base)
+    room = 0
+    if verb == "grpo":
+        room = _ROOM if positions is None else min(_ROOM, positions // 2)
+        draft.put("rollout.max_new_tokens", room, "longest completion")
+        draft.put("data.overlong", "drop", "a prompt that leaves no room is left out")
+    fits = survey.length_for(0.99)
+    shown = f"{rows} rows" if rows < _LOOKED_AT else f"the first {rows} rows"
+    reason = f"99 % of {shown} fit in {fits} tokens, the longest has {int(survey.lengths.max())}"
+    reason += f"; {room} more are written" if room else ""
+    length = fits + room if positions is None else min(fits + room, positions)
+    reason += f"; the model has positions for {positions}" if length < fits + room else ""
+    draft.put("data.max_length", length, reason)
+    if length > _MICRO_BATCH:
+        draft.put("data.tokens_per_micro_batch", length, "one forward pass takes the longest row")
+
+
+def _choose_steps(draft: Draft, verb: str, rows: int) -> None:
+    """Choose how many rows an update takes, and how many updates there are."""
+    largest = 8 if verb == "grpo" else 32
+    draft.put("data.batch_size", max(1, min(largest, rows // 4)), "rows of one update, over all ranks")
+    if verb == "grpo":
+        draft.put("steps", 200, "updates; the reward should rise within the first fifty")
+        return
+    if rows >= _MANY:
+        draft.put("data.validation_split", 0.05, "one row in twenty is measured and not trained on")
+        draft.put("evaluation.every_steps", 100, "and at the end")
+    draft.put("epochs", 1 if rows >= _LOOKED_AT else 3, "passes over the rows")
+
+
+def _survey(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int | None]:
+    """Return what the first rows come to, and how many positions the model has."""
+    from holdfast.cli.data_check import survey_of
+    from holdfast.models.build.model import configured
+
+    config = _checked(tree, verb)
+    raw, _ = configured(config.model, base)
+    longest = getattr(raw.get_text_config(), "max_position_embeddings", None)
+    return survey_of(config, base, _LOOKED_AT), longest
+
+
+def _checked(tree: Mapping[str, Any], verb: str) -> TrainingConfig:
+    values = {key: value for key, value in tree.items() if key != "verb"}
+    return from_mapping({"steps": 1, **values}, ROOTS[verb], "the suggestion")

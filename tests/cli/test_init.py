@@ -1,0 +1,146 @@
+"""`holdfast init`: a first file from a model and the first rows, and a run without any file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from holdfast.data.tasks.characters import character_tokenizer
+from tests.cli.conftest import write_rows
+from tests.cli.warm import Done, WarmPython
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a model of 24,736 weights for 128 positions."""
+    place = tmp_path_factory.mktemp("small-model")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def holdfast(warm: WarmPython, folder: Path, *arguments: object) -> Done:
+    return warm.run("-m", "holdfast.cli.main", *map(str, arguments), cwd=folder)
+
+
+def initialised(warm: WarmPython, folder: Path, model: Path, rows: list[dict[str, Any]], *verb: str) -> dict[str, Any]:
+    write_rows(folder / "rows.jsonl", rows)
+    done = holdfast(warm, folder, "init", *verb, "--model", model, "--data", "rows.jsonl")
+    assert done.code == 0, done.err
+    text = (folder / "run.yaml").read_text()
+    assert len(text.splitlines()) <= 40
+    tree = yaml.safe_load(text)
+    assert isinstance(tree, dict)
+    return tree
+
+
+SHAPES: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
+    "question and answer": ([{"question": f"add {n}", "answer": str(n)} for n in range(40)], [], "sft"),
+    "prompt and completion": ([{"prompt": f"add {n}", "completion": str(n)} for n in range(40)], [], "sft"),
+    "text": ([{"text": f"add {n} and so on"} for n in range(40)], [], "sft"),
+    "messages": ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(n)}]}
+                  for n in range(40)], ["train"], "sft"),
+    "pairs": ([{"prompt": f"add {n}", "chosen": str(n), "rejected": "x"} for n in range(40)], [], "dpo"),
+    "pairs without a prompt": ([{"chosen": f"add {n}={n}", "rejected": f"add {n}=x"} for n in range(40)], [], "dpo"),
+    "labels": ([{"prompt": f"add {n}", "completion": str(n), "label": n % 2 == 0} for n in range(40)], [], "dpo"),
+    "pairs for a reward model": ([{"prompt": f"a {n}", "chosen": str(n), "rejected": "x"} for n in range(40)],
+                                 ["reward"], "reward"),
+    "numbers for a policy": ([{"question": f"add {n}", "answer": str(n)} for n in range(40)], ["grpo"], "grpo"),
+    "words for a policy": ([{"problem": f"say {n}", "solution": "word"} for n in range(40)], ["grpo"], "grpo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, model: Path, shape: str) -> None:
+    rows, asked, verb = SHAPES[shape]
+    initialised(warm, tmp_path, model, rows, *(word for word in asked if word != "train"))
+
+    done = holdfast(warm, tmp_path, verb, "run.yaml", "dry_run=true", "launch.device=cpu", "launch.ranks=1")
+
+    assert done.code == 0, done.err
+    assert (tmp_path / "run.yaml").read_text().startswith(f"# holdfast {verb} ")
+
+
+def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+    """A row has as many tokens as characters and an end: 12 + 60 + 1 in one of 300 rows, 12 + 3 + 1 in the others."""
+    rows = [{"question": f"count {n:06}", "answer": "7" * (60 if n == 5 else 3)} for n in range(300)]
+
+    tree = initialised(warm, tmp_path, model, rows)
+
+    assert tree["data"] == {
+        "path": "rows.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "max_length": 64,
+        "batch_size": 32, "validation_split": 0.05,
+    }  # fmt: skip
+    text = (tmp_path / "run.yaml").read_text()
+    assert "# 99 % of 300 rows fit in 64 tokens, the longest has 73\n  max_length: 64\n" in text
+    assert tree["optim"]["lr"] == 2e-4
+    assert tree["epochs"] == 3
+
+
+def test_a_policy_gets_a_reward_and_room_to_write(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+    rows = [{"question": f"count {n:06}", "answer": f"we count\n#### {n}"} for n in range(40)]
+
+    tree = initialised(warm, tmp_path, model, rows, "grpo")
+
+    assert tree["reward"] == [{"kind": "math", "column": "answer"}]
+    assert tree["rollout"] == {"group_size": 8, "max_new_tokens": 64}
+    assert tree["data"]["max_length"] == 128
+    assert tree["data"]["columns"] == {"prompt": "question"}
+
+
+def test_a_run_needs_no_file(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(40)])
+
+    done = holdfast(
+        warm, tmp_path, "sft", "--model", model, "--data", "rows.jsonl", "steps=2", "epochs=null", "launch.ranks=1",
+        "launch.device=cpu",
+    )  # fmt: skip
+
+    assert done.code == 0, done.err
+    assert "done after step 2. The run is in runs/sft" in done.out
+    assert not (tmp_path / "run.yaml").exists()
+
+
+REFUSED = [
+    (["init", "--data", "rows.jsonl"], "name it with --model"),
+    (["init", "paint", "--model", "m", "--data", "rows.jsonl"], "There is no first file for 'paint'; there are sft"),
+    (["init", "dpo", "--model", "m", "--data", "rows.jsonl"], "Rows for `holdfast dpo` need prompt and chosen and rej"),
+    (["init", "--model", "m", "--data", "rows.jsonl"], "m is no directory here"),
+    (["init", "--model", "m", "--data", "empty.jsonl"], "empty has no rows"),
+    (["init", "--model", "m", "--data", "rows.jsonl", "--output", "there.yaml"], "there.yaml is there already"),
+    (["sft", "--model", "m"], "takes a file, `holdfast sft RUN.yaml`, or a model and rows"),
+    (["sft"], "takes a file, `holdfast sft RUN.yaml`, or a model and rows"),
+    (["sft", "run.yaml", "--model", "m", "--data", "rows.jsonl"], "takes a file, `holdfast sft RUN.yaml`, or a model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
+def test_what_is_missing_or_not_for_the_verb_is_one_paragraph(
+    warm: WarmPython, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "there.yaml").write_text("mine\n")
+
+    done = holdfast(warm, tmp_path, *arguments)
+
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert (tmp_path / "there.yaml").read_text() == "mine\n"
+    assert not (tmp_path / "run.yaml").exists()
