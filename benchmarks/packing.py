@@ -17,12 +17,11 @@ import numpy as np
 from measure import Meter, alternate, heading, resident_mib
 
 from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.assembly import plan_packs
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.planning import plan_packs
 from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import RowReader
+from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.types import Example

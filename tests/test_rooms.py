@@ -15,7 +15,6 @@ ROOMS = {
     "config": """
         base paths versions yaml12
         sections tree
-        explain
         load
         verbs
     """,
@@ -28,7 +27,7 @@ ROOMS = {
     """,
     "rewards": """
         base
-        combine outcome
+        combine
         processes
         functions
         code

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from holdfast.config.load import Draft, LoadedConfig, check, read_config
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.scorer import ScorerConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError

@@ -11,8 +11,7 @@ from holdfast.data.batches.candidates import CandidateReader, Tokenise
 from holdfast.data.batches.packing import unpack
 from holdfast.data.batches.ranks import Alone, Ranks
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import RowReader
+from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import Row, Source
 from holdfast.types import MiniBatch
 from tests.batching.sources import as_tokens

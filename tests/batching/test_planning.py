@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.batches.planning import best_fit_decreasing, plan_packs
+from holdfast.data.batches.assembly import best_fit_decreasing, plan_packs
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 RANKS = st.integers(1, 5)

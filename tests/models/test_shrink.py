@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.models.check.boundaries import boundaries_of
-from holdfast.models.check.shrink import shrink
-from holdfast.models.layers.layer_kinds import one_of_each
+from holdfast.models.check.shrink import one_of_each, shrink
 from holdfast.models.source.skeleton import maker, on_meta
 
 GEMMA4 = {

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from holdfast.config.sections.policy import KLConfig, KLEstimator
-from holdfast.objectives.base import Tokens
-from holdfast.objectives.ratios import LIMIT, bounded_exp, sum_to_go
+from holdfast.objectives.base import LIMIT, Tokens, bounded_exp, sum_to_go
 
 _STEEPEST = 2.6108686381498756
 """Where k3 turns into a line, in nats of d: its value is 10 there. One token of probability 0 must not outweigh a

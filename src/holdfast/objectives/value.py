@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.objectives.base import Tokens, ratio
-from holdfast.objectives.ratios import carried
+from holdfast.objectives.base import Tokens, carried, ratio
 from holdfast.types import Scores
 
 

@@ -19,8 +19,7 @@ from pydantic import ConfigDict, Field
 from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import CandidateReader, Candidates
-from holdfast.data.batches.cutting import Rest, cut_windows
+from holdfast.data.batches.candidates import CandidateReader, Candidates, Rest, cut_windows
 from holdfast.data.batches.ranks import Ranks
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import rank_patterns
 from holdfast.models.adapters.live import (

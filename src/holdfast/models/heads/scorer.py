@@ -20,8 +20,7 @@ from holdfast.errors import ModelError
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.weights.conversion import Header
-from holdfast.models.weights.loading import WeightGroup, WeightSource
-from holdfast.models.weights.random_start import RandomSource
+from holdfast.models.weights.loading import RandomSource, WeightGroup, WeightSource
 from holdfast.objectives.base import Objective, scored_tokens
 from holdfast.types import Batch, LossSum, Scores
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.sections.router import AutoRouterLoss, NoRouterLoss, RouterLossConfig
+from holdfast.config.sections.model import AutoRouterLoss, NoRouterLoss, RouterLossConfig
 from holdfast.data.batches.packing import places
 from holdfast.errors import ModelError
 from holdfast.types import Batch

@@ -1,17 +1,24 @@
-"""Where a model's tensors come from: files or a live module (or `random_start`); handed out group by group.
+"""Where a model's tensors come from: files, a live module or a random start; handed out group by group.
 
 Each group yields only the rows that are asked for, so a rank reads its shards and holds at most one converted tensor.
+
+A random start is the same for every number of ranks: each part of the model (a block, an embedding) is drawn whole,
+from a seed of its own, by transformers' initialisers. A part holds everything below it, since some initialisers draw
+the tensors of the modules inside theirs (GPT-2 scales its output projections, Mamba sets its time steps).
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 from holdfast.models.weights.conversion import Conversion, Header
 from holdfast.models.weights.safetensors_files import StoredTensors
@@ -127,3 +134,102 @@ class _LiveGroup:
     def load(self, rows: Rows) -> dict[str, Tensor]:
         tensor = self.tensor.detach().cpu()
         return {self.name: tensor[rows[self.name]] if tensor.ndim else tensor}
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """The tensors of a random start."""
+
+    model: Any
+    """A transformers model on the meta device."""
+    seed: int
+
+    def groups(self) -> Iterator[_Part]:
+        """Yield the parts, each parameter in one of them."""
+        seen: set[int] = set()
+        for path, module, owner, whole in _parts("", self.model, self.model):
+            parameters = dict(module.named_parameters(recurse=whole))
+            own = {name: value for name, value in parameters.items() if id(value) not in seen}
+            seen |= {id(value) for value in own.values()}
+            if own:
+                headers = {name: Header(tuple(value.shape), torch.float32) for name, value in own.items()}
+                yield _Part(module, owner, canonical_name(path), whole, headers, self.seed)
+
+
+def _parts(path: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, nn.Module, Any, bool]]:
+    """Yield (path, module, the model whose initialiser serves it, whether all below belongs to the part)."""
+    owner = _owner(module, owner)
+    if not any(isinstance(part, nn.ModuleList) for part in module.modules()):
+        yield path, module, owner, True
+        return
+    yield path, module, owner, False
+    for name, child in module.named_children():
+        below = f"{path}.{name}".lstrip(".")
+        if isinstance(module, nn.ModuleList):
+            yield below, child, owner, True
+        else:
+            yield from _parts(below, child, owner)
+
+
+def _owner(module: nn.Module, owner: Any) -> Any:
+    from transformers import PreTrainedModel
+
+    return module if isinstance(module, PreTrainedModel) else owner
+
+
+@dataclass(frozen=True)
+class _Part:
+    module: nn.Module
+    owner: Any
+    path: str
+    whole: bool
+    headers: Mapping[str, Header]
+    seed: int
+
+    @property
+    def targets(self) -> Mapping[str, Header]:
+        return {self._full(name): header for name, header in self.headers.items()}
+
+    def load(self, rows: Rows) -> dict[str, Tensor]:
+        """Draw the part in float32 and cut the wanted rows.
+
+        Raises:
+            ModelError: The architecture leaves a tensor undrawn.
+        """
+        twin = copy.deepcopy(self.module) if self.whole else copy.copy(self.module)
+        for module in twin.modules() if self.whole else [twin]:
+            _empty(module)
+        digest = hashlib.sha256(f"{self.seed}:{self.path}".encode()).digest()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:7], "little"))
+            _initialise(twin, self.owner, below=self.whole)
+        drawn = {self._full(name): twin.get_parameter(name).detach() for name in self.headers}
+        undrawn = [name for name, value in drawn.items() if torch.isnan(value).any()]
+        if undrawn:
+            raise ModelError(
+                f"{type(self.owner).__name__} does not initialise {', '.join(undrawn)}; a random start is not "
+                "possible. Save a model with transformers and set model.path."
+            )
+        return {name: drawn[name][part] if drawn[name].ndim else drawn[name] for name, part in rows.items()}
+
+    def _full(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+def _initialise(module: nn.Module, owner: Any, *, below: bool) -> None:
+    """Run transformers' initialiser, children first, as `PreTrainedModel.initialize_weights` does."""
+    for child in module.children() if below else ():
+        _initialise(child, _owner(child, owner), below=True)
+    owner._init_weights(module)  # noqa: SLF001 - it has no public name
+
+
+def _empty(module: nn.Module) -> None:
+    """Give a copied module parameters of its own: NaN on the CPU, so that one that is left undrawn shows."""
+    module._parameters = {
+        name: None if value is None else nn.Parameter(torch.full(value.shape, float("nan")), requires_grad=False)
+        for name, value in module._parameters.items()
+    }
+    module._buffers = {
+        name: None if value is None else torch.zeros(value.shape, dtype=value.dtype)
+        for name, value in module._buffers.items()
+    }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from holdfast.rewards.base import CannotStart, Sample
+from holdfast.rewards.base import CannotStart, Sample, describe_error
 from holdfast.rewards.functions.answers import (
     Answer,
     Quantity,
@@ -28,7 +28,6 @@ from holdfast.rewards.functions.answers import (
     same_number,
 )
 from holdfast.rewards.functions.rules import cell
-from holdfast.rewards.outcome import describe_error
 
 __all__ = ["MathReward", "final_answer"]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored
+from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored, outcome_of, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
@@ -30,7 +30,6 @@ from holdfast.rewards.functions.signatures import (
     bind,
     event_loop,
 )
-from holdfast.rewards.outcome import outcome_of, outcome_of_exception
 
 T = TypeVar("T")
 _FAULTS = (Exception, SystemExit, asyncio.CancelledError)

@@ -17,8 +17,7 @@ from holdfast.data.batches.candidates import CandidateReader, Tokenise
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.batches.ranks import Ranks
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import HeldOut, RowReader
+from holdfast.data.rows.reading import DrawOrder, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows
 from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.data.tokens.vision import ImageSide

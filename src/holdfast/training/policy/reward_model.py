@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.config.verbs.critic import RewardScoring, reward_scoring
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.reward_scoring import RewardScoring, reward_scoring
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ConfigError, ModelError, PlanError
@@ -35,7 +35,7 @@ from holdfast.models.heads.reward_model import (
     scores_of,
 )
 from holdfast.models.heads.scorer import place_of_score
-from holdfast.models.layers.positions import positions_of
+from holdfast.models.layers.family import positions_of
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy
