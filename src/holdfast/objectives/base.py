@@ -53,23 +53,19 @@ class Objective(Protocol):
     @property
     def separable(self) -> bool:
         """Whether a token's term depends on no other token's score, so that the head can form gradients at once."""
-        ...
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the terms use the entropy of the policy."""
-        ...
 
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
         """Return the loss of each token, unweighted and differentiable in `logprobs` (and `entropy`).
 
         All tensors are [n]: a chunk of the scored tokens if `separable`, all of them otherwise.
         """
-        ...
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
         """Return detached metrics as [2] tensors (total, denominator); the same names on every rank."""
-        ...
 
 
 def ratio(total: Tensor, denominator: Tensor | float) -> Tensor:

@@ -30,7 +30,6 @@ class Comparison(Objective, Protocol):
     @property
     def needs_teacher_logprobs(self) -> bool:
         """Whether it reads the column `teacher_logprobs`; else it asks the teacher itself."""
-        ...
 
 
 class Divergence(NamedTuple):

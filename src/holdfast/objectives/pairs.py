@@ -109,11 +109,9 @@ class PairLoss(Protocol):
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return [P] losses, differentiable."""
-        ...
 
     def rewards(self, answers: Answers) -> Tensor:
         """Return [P]: the reward that the loss implies for an answer, for metrics."""
-        ...
 
 
 def _log_ratios(answers: Answers, lengths: Lengths) -> Tensor:
@@ -197,15 +195,10 @@ class APODown(_Compared):
 
 
 @dataclass(frozen=True)
-class SimPO:
-    """Likelihood that the chosen answer wins by a margin, by log-probability per token (arXiv:2405.14734, eq. 6)."""
+class _Alone:
+    """What losses without a reference have in common."""
 
     beta: float
-    gamma: float
-
-    def losses(self, pairs: Pairs) -> Tensor:
-        """Return [P]: -log sigmoid(beta (m_chosen - m_rejected) - gamma)."""
-        return -logsigmoid(self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.gamma)
 
     def rewards(self, answers: Answers) -> Tensor:
         """Return beta m."""
@@ -213,22 +206,27 @@ class SimPO:
 
 
 @dataclass(frozen=True)
-class ORPO:
+class SimPO(_Alone):
+    """Likelihood that the chosen answer wins by a margin, by log-probability per token (arXiv:2405.14734, eq. 6)."""
+
+    gamma: float
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: -log sigmoid(beta (m_chosen - m_rejected) - gamma)."""
+        return -logsigmoid(self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.gamma)
+
+
+@dataclass(frozen=True)
+class ORPO(_Alone):
     """Likelihood of the chosen answer, and the odds by which it wins (Hong et al., arXiv:2403.07691, eqs. 4 to 7).
 
     Both parts are per pair: the likelihood is the mean over the chosen answer's tokens, and not over a batch's.
     """
 
-    beta: float
-
     def losses(self, pairs: Pairs) -> Tensor:
         """Return [P]: -m_chosen - beta log sigmoid(log odds_chosen - log odds_rejected)."""
         difference = _log_odds(pairs.chosen.mean_logps) - _log_odds(pairs.rejected.mean_logps)
         return -pairs.chosen.mean_logps - self.beta * logsigmoid(difference)
-
-    def rewards(self, answers: Answers) -> Tensor:
-        """Return beta m."""
-        return self.beta * answers.mean_logps
 
 
 @dataclass(frozen=True)

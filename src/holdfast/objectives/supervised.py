@@ -28,22 +28,15 @@ class NegativeLogLikelihood:
 
 
 @dataclass(frozen=True)
-class DynamicFineTuning:
+class DynamicFineTuning(NegativeLogLikelihood):
     """-sg(p) log p: the gradient of -p, which stops rare tokens from dominating.
 
     Wu et al., "On the Generalization of SFT" (arXiv:2508.05629), eq. 9; sg is the stopped gradient.
     """
 
-    separable: bool = True
-    needs_entropy: bool = False
-
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
         """Return [n] terms, each between 0 and 1/e."""
         return -logprobs.detach().exp() * logprobs
-
-    def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
-        """Return `nll` beside the loss, since the two have different scales."""
-        return supervised_sums(scores, tokens)
 
 
 def supervised_sums(scores: Scores, tokens: Tokens) -> dict[str, Tensor]:

@@ -33,15 +33,12 @@ class Surrogate(Protocol):
     @property
     def needs_whole_sequences(self) -> bool:
         """Whether a token's term depends on other tokens of its sequence."""
-        ...
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms to be minimised, unweighted."""
-        ...
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
         """Return detached metrics as [2] tensors (total, denominator); the same names for every batch."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,7 @@ class GSPO:
 
 
 @dataclass(frozen=True)
-class GSPOToken:
+class GSPOToken(GSPO):
     """GSPO's value with token gradients: the ratio is sg(s) policy / sg(policy).
 
     Zheng et al. (arXiv:2507.18071), eqs. 13 and 14. With one advantage per sequence its `sequence_mean` has the
@@ -202,17 +199,9 @@ class GSPOToken:
     where the mean of log r lies beyond +-20 nats, the ratio is e^20 or e^-20, and the gradient is 0.
     """
 
-    low: float = 3e-4
-    high: float = 4e-4
-    needs_whole_sequences: bool = True
-
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms."""
         of_sequence = sequence_mean(actions.log_ratio.detach(), actions.tokens)
         # A sum, and bounded as one: a factor of its own would bring the gradient of a bounded ratio back.
         own = actions.logprobs - actions.logprobs.detach()
         return clipped(bounded_exp(of_sequence + own), actions.advantages, self.low, self.high)
-
-    def sums(self, actions: Actions) -> dict[str, Tensor]:
-        """Return the clipped shares, in tokens."""
-        return GSPO(self.low, self.high).sums(actions)

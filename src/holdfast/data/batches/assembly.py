@@ -22,18 +22,8 @@ from holdfast.data.batches.ranks import Ranks
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
 
-
-@dataclass(frozen=True)
-class PackPlan:
-    """Units (indices into the mini-batch) of every micro-batch of every rank."""
-
-    packs: tuple[tuple[tuple[int, ...], ...], ...]
-    """[rank][micro-batch] -> indices, shortest unit first"""
-
-    @property
-    def micro_batches(self) -> int:
-        """Forward passes per rank."""
-        return len(self.packs[0])
+Packs = tuple[tuple[tuple[int, ...], ...], ...]
+"""[rank][micro-batch] -> indices of units, shortest first."""
 
 
 class Unit(NamedTuple):
@@ -96,7 +86,7 @@ def taken_apart(unit: Unit, lengths: Sequence[int]) -> list[Unit]:
 
 def plan_packs(
     lengths: Sequence[int], *, budget: int, ranks: int, padded: bool = False, attention_share: float = 1 / 16384
-) -> PackPlan:
+) -> Packs:
     """Assign units to packs of at most `budget` tokens, balanced over ranks.
 
     Args:
@@ -123,7 +113,7 @@ def plan_packs(
         work = [sum(costs[unit] for unit in units) for units in bins]
     idle = count - len(bins)
     packs = [tuple(sorted(units, key=lambda unit: (lengths[unit], unit))) for units in bins] + [()] * idle
-    return PackPlan(_deal(packs, work + [0.0] * idle, ranks))
+    return _deal(packs, work + [0.0] * idle, ranks)
 
 
 def _room_for_all(lengths: Sequence[int], padded: bool) -> int:
@@ -205,9 +195,7 @@ def _narrowest(lengths: Sequence[int], budget: int, count: int) -> list[list[int
     return best
 
 
-def _deal(
-    packs: Sequence[tuple[int, ...]], work: Sequence[float], ranks: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _deal(packs: Sequence[tuple[int, ...]], work: Sequence[float], ranks: int) -> Packs:
     """Give packs of like work to the ranks of one micro-batch, so that nobody waits, and even out the totals."""
     ordered = sorted(range(len(packs)), key=lambda pack: (-work[pack], packs[pack]))
     load = [0.0] * ranks
@@ -292,14 +280,14 @@ def _plan(
     """Return the units of every micro-batch of every rank."""
     units = _units(sequences, draws, budget, layout)
     rows = max((len(unit.members) for unit in units), default=1) if layout.padded else 1
-    plan = plan_packs(
+    packs = plan_packs(
         [max(sequences[index].tokens for index in unit.members) if layout.padded else unit.tokens for unit in units],
         budget=budget // rows,
         ranks=ranks,
         padded=layout.padded,
         attention_share=layout.attention_share,
     )
-    return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in plan.packs]
+    return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in packs]
 
 
 def _units(sequences: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:

@@ -14,20 +14,16 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int:
         """This rank, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     def gather(self, item: T) -> list[T]:
         """Return every rank's item, by rank."""
-        ...
 
     def swap(self, outgoing: Sequence[T]) -> list[T]:
         """Send outgoing[r] to rank r and return what every rank sent here, by rank."""
-        ...
 
 
 class Alone:

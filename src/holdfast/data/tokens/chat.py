@@ -29,9 +29,8 @@ from holdfast.data.content.lengths import Stretch, cut_to_length, example_of
 from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat_mask import Masked, mask_conversation
-from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.data.tokens.chat_template import ChatTemplate, PromptFormat, TemplateRefuses, template_text
 from holdfast.data.tokens.row_images import RowImages
-from holdfast.data.tokens.template_file import PromptFormat, template_text
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.types import Example, Prompt

@@ -143,11 +143,11 @@ class AdapterSource:
             in_base |= stored
             adapters = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
             layers = {name: self.packed[name] for name in group.targets if name in self.packed}
-            derived = _Derived(group, adapters, layers, self.storage) if adapters or layers else group
-            yield derived if self.stored is None or not stored else _Stored(derived, stored, self.stored)
+            derived = _derived(group, adapters, layers, self.storage) if adapters or layers else group
+            yield derived if self.stored is None or not stored else _partly_stored(derived, stored, self.stored)
         for name, header in self.headers.items():
             if name not in in_base:
-                yield _Start(name, header, self.seed, self.stored)
+                yield _start(name, header, self.seed, self.stored)
 
 
 def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> None:
@@ -182,80 +182,63 @@ def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str
         )
 
 
-@dataclass(frozen=True)
-class _Derived:
-    """Tensors of the base, and what is made of their rows: each rank makes its own."""
+def _derived(
+    group: WeightGroup, adapters: Mapping[str, Adapter], layers: Mapping[str, FourBitLinear], storage: torch.dtype
+) -> WeightGroup:
+    """Return tensors of the base with what is made of their rows: each rank makes its own.
 
-    group: WeightGroup
-    adapters: Mapping[str, Adapter]
-    """By the matrices whose lengths their magnitudes start at."""
-    packed: Mapping[str, FourBitLinear]
-    storage: torch.dtype
+    Args:
+        group: Of the base.
+        adapters: By the matrices whose lengths their magnitudes start at.
+        layers: By the matrices that they keep in 4 bits.
+        storage: Dtype of frozen matrices.
+    """
+    targets = dict(group.targets)
+    magnitudes = {name: str(adapter.magnitude) for name, adapter in adapters.items()}
+    for name, adapter in adapters.items():
+        shape = targets[name].shape
+        targets[magnitudes[name]] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        whole = dict(self.group.targets)
-        for name, adapter in self.adapters.items():
-            assert adapter.magnitude is not None
-            shape = whole[name].shape
-            whole[adapter.magnitude] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
-        return whole
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        loaded = self.group.load({name: part for name, part in rows.items() if name in self.group.targets})
-        for name, adapter in self.adapters.items():
-            assert adapter.magnitude is not None
-            # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
-            wide = torch.promote_types(self.storage, torch.float32)
+    def load(rows: Rows) -> dict[str, Tensor]:
+        loaded = group.load({name: part for name, part in rows.items() if name in group.targets})
+        # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
+        wide = torch.promote_types(storage, torch.float32)
+        for name, adapter in adapters.items():
             if adapter.transposed:  # a length runs over all rows
-                (whole,) = self.group.load({name: slice(0, self.group.targets[name].shape[0])}).values()
-                loaded[adapter.magnitude] = lengths(whole.to(self.storage).to(wide).mT)[rows[adapter.magnitude]]
+                (whole,) = group.load({name: slice(0, group.targets[name].shape[0])}).values()
+                loaded[magnitudes[name]] = lengths(whole.to(storage).to(wide).mT)[rows[magnitudes[name]]]
             else:
-                loaded[adapter.magnitude] = lengths(loaded[name].to(self.storage).to(wide))
-        for name, layer in self.packed.items():
-            loaded[name] = packed(loaded[name], layer.kind)
-        return loaded
+                loaded[magnitudes[name]] = lengths(loaded[name].to(storage).to(wide))
+        return loaded | {name: packed(loaded[name], layer.kind) for name, layer in layers.items()}
+
+    return WeightGroup(targets, load)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Tensors of the base, some of them from the file of the adapters instead."""
+def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> WeightGroup:
+    """Return tensors of the base, some of them from the file of the adapters instead."""
 
-    group: WeightGroup
-    names: Set[str]
-    stored: AdapterFile
+    def load(rows: Rows) -> dict[str, Tensor]:
+        own = {name: stored.read(PEFT_PREFIX + name, rows[name]) for name in names & set(rows)}
+        return group.load(rows) | own
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        return self.group.targets
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        loaded = self.group.load(rows)
-        return loaded | {name: self.stored.read(PEFT_PREFIX + name, rows[name]) for name in self.names & set(rows)}
+    return WeightGroup(group.targets, load)
 
 
-@dataclass(frozen=True)
-class _Start:
-    name: str
-    header: Header
-    seed: int
-    stored: AdapterFile | None
+def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> WeightGroup:
+    """Return a tensor of an adapter as it begins."""
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        return {self.name: self.header}
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        part = rows[self.name]
-        if self.stored is not None:
-            return {self.name: self.stored.read(PEFT_PREFIX + self.name, part)}
-        if ".lora_B." in self.name:
-            return {self.name: torch.zeros(self.header.shape)[part]}
-        digest = hashlib.sha256(f"{self.seed}:{self.name}".encode()).digest()
+    def load(rows: Rows) -> dict[str, Tensor]:
+        part = rows[name]
+        if stored is not None:
+            return {name: stored.read(PEFT_PREFIX + name, part)}
+        if ".lora_B." in name:
+            return {name: torch.zeros(header.shape)[part]}
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        bound = 1.0 / math.sqrt(self.header.shape[1])
-        drawn = torch.empty(self.header.shape).uniform_(-bound, bound, generator=generator)
-        return {self.name: drawn[part]}
+        bound = 1.0 / math.sqrt(header.shape[1])
+        return {name: torch.empty(header.shape).uniform_(-bound, bound, generator=generator)[part]}
+
+    return WeightGroup({name: header}, load)
 
 
 def peft_settings(

@@ -37,10 +37,12 @@ from holdfast.models.source.configuration import (
     follow_tokenizer,
     keep_routers_still,
     make_trainable,
+    maker,
+    on_meta,
+    reference_buffers,
     refusals,
 )
 from holdfast.models.source.origin import load_tokenizer, locate, read_config, read_end_tokens
-from holdfast.models.source.skeleton import maker, on_meta, reference_buffers
 from holdfast.models.source.vision import follow_compute_dtype, load_image_processor, set_attention
 from holdfast.models.weights.conversion import Header, plan_incoming
 from holdfast.models.weights.loading import LiveSource, RandomSource, StoredSource, WeightSource

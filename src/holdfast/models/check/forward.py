@@ -121,7 +121,7 @@ def check_forward(
 
 def _words(sides: Sides, result: CheckResult) -> str:
     name = sides.policy.family.name
-    if not _within(result.difference, TOLERANCE, sides.dtype) or not _within(result.leak, LEAK_TOLERANCE, sides.dtype):
+    if not _agrees_on_short_texts(result, sides.dtype):
         return (
             f"Log-probabilities of {name} differ from transformers' own by {result.difference * result.spread:.2e} "
             f"(between documents: {result.leak * result.spread:.2e}; a token's logits spread by {result.spread:.2e}). "
@@ -141,13 +141,12 @@ def use_padding(policy: PolicyModel) -> None:
     policy.language_model.set_attn_implementation(upstream_attention(policy.language_model))  # type: ignore[operator]
 
 
-def _within(value: float, limits: dict[torch.dtype, float], dtype: torch.dtype) -> bool:
-    return value <= limits[dtype]
-
-
 def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
-    agrees = _within(result.difference, TOLERANCE, dtype) and _within(result.beyond, TOLERANCE, dtype)
-    return agrees and _within(result.leak, LEAK_TOLERANCE, dtype)
+    return _agrees_on_short_texts(result, dtype) and result.beyond <= TOLERANCE[dtype]
+
+
+def _agrees_on_short_texts(result: CheckResult, dtype: torch.dtype) -> bool:
+    return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
 
 
 def _spread_of_logits(sides: Sides) -> float | None:

@@ -26,9 +26,8 @@ class Family:
     name: str
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    packs: bool = True
-    """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
     why_not_packed: str = ""
+    """Why its layers cannot be told where documents end, as recurrent and convolutional ones cannot; "" if they can."""
     image_token_id: int | None = None
     """The token that features of images take the place of, where images of the family are known."""
     video_token_id: int | None = None
@@ -68,30 +67,23 @@ def family_of(model: nn.Module) -> Family:
     softcap = getattr(text, "final_logit_softcapping", None)
     if getattr(text, "logits_soft_cap", None):  # RecurrentGemma
         softcap = text.logits_soft_cap
-    reason = _why_not_packed(model, text)
     return Family(
         name=str(config.model_type),
         logit_scale=scale,
         logit_softcap=None if softcap is None else float(softcap),
-        packs=not reason,
-        why_not_packed=reason,
-        image_token_id=int(config.image_token_id) if str(config.model_type) in VISION_FAMILIES else None,
-        video_token_id=_video_token(config),
-        image_tokens=_image_tokens(config),
+        why_not_packed=_why_not_packed(model, text),
+        **_image_fields(config),
     )
 
 
-def _video_token(config: Any) -> int | None:
+def _image_fields(config: Any) -> dict[str, Any]:
+    """Return what a family that sees has besides."""
     vision = VISION_FAMILIES.get(str(config.model_type))
-    token = None if vision is None else video_token(vision, config)
-    return None if token is None else int(token)
-
-
-def _image_tokens(config: Any) -> tuple[str, int] | None:
-    vision = VISION_FAMILIES.get(str(config.model_type))
-    if vision is None or vision.packs or vision.token_types is None:
-        return None
-    return vision.token_types, int(config.image_token_id)
+    if vision is None:
+        return {}
+    image, video = int(config.image_token_id), video_token(vision, config)
+    marks = None if vision.packs or vision.token_types is None else (vision.token_types, image)
+    return {"image_token_id": image, "video_token_id": None if video is None else int(video), "image_tokens": marks}
 
 
 def _why_not_packed(model: Any, text: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ _ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 
-_EDGE, _PIECE = 2**20, 2**24
-"""Bytes at either end of a weights file that stood for all of it in marks of earlier versions; bytes read at once."""
+_EDGE = 2**20
+"""Bytes at either end of a weights file that stood for all of it in marks of earlier versions."""
 
 _READ: dict[tuple[tuple[str, int, int, int], ...], str] = {}
 """Marks of files that this process read or was told of, by path, size, time of change and inode."""
@@ -73,11 +74,8 @@ def _edges_hash(file: Path) -> str:
 
 
 def _whole_hash(file: Path) -> str:
-    state = xxhash.xxh3_128()
     with open_regular(file) as opened:
-        while piece := opened.read(_PIECE):
-            state.update(piece)
-    return str(state.hexdigest())
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
 
 
 def _hash(data: bytes) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,17 +28,14 @@ Rows = Mapping[str, slice]
 """Tensor name to the rows (of dimension 0) that are wanted."""
 
 
-class WeightGroup(Protocol):
+@dataclass(frozen=True)
+class WeightGroup:
     """Tensors that come into being together."""
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        """What the group yields, whole."""
-        ...
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        """Return the wanted rows of each tensor named in `rows`, on the CPU."""
-        ...
+    targets: Mapping[str, Header]
+    """What the group yields, whole."""
+    load: Callable[[Rows], dict[str, Tensor]]
+    """Returns the wanted rows of each tensor named in its argument, on the CPU."""
 
 
 class WeightSource(Protocol):
@@ -45,47 +43,43 @@ class WeightSource(Protocol):
 
     def groups(self) -> Iterator[WeightGroup]:
         """Yield the groups, in an order that every rank shares."""
-        ...
 
 
 @dataclass(frozen=True)
-class StoredGroup:
-    """Tensors converted from a directory's files."""
+class StoredSource:
+    """A directory, through transformers' conversion mapping."""
 
     stored: StoredTensors
-    conversion: Conversion
+    conversions: tuple[Conversion, ...]
     grow_rows: Mapping[str, int]
     """Names of embeddings to the rows they shall have (resize_vocab)."""
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        """Shapes after growing."""
-        return {
-            name: Header(
-                (self.grow_rows.get(name, header.shape[0] if header.shape else 0), *header.shape[1:]), header.dtype
-            )
-            if header.shape
-            else header
-            for name, header in self.conversion.targets.items()
-        }
+    def groups(self) -> Iterator[WeightGroup]:
+        """Yield conversions file by file as far as their order allows."""
+        for conversion in self.conversions:
+            targets = {name: self._grown_header(name, header) for name, header in conversion.targets.items()}
+            yield WeightGroup(targets, partial(self._load, conversion))
 
-    def load(self, rows: Rows) -> dict[str, Tensor]:
+    def _grown_header(self, name: str, header: Header) -> Header:
+        rows = self.grow_rows.get(name)
+        return header if rows is None or not header.shape else Header((rows, *header.shape[1:]), header.dtype)
+
+    def _load(self, conversion: Conversion, rows: Rows) -> dict[str, Tensor]:
         """Read and convert; of a tensor that is only renamed or stacked, no more than the wanted rows are read."""
-        (name,) = self.conversion.targets if len(self.conversion.targets) == 1 else (None,)
-        if name is not None and self.conversion.renames_only and name not in self.grow_rows:
-            part = rows[name]
-            is_scalar = not self.conversion.targets[name].shape
-            return {name: self.stored.read(self.conversion.sources[0], None if is_scalar else part)}
-        if name is not None and self.conversion.rows is not None:
-            return {name: self._stacked(name, self.conversion.rows, rows[name])}
-        converted = self.conversion.run({source: self.stored.read(source) for source in self.conversion.sources})
+        (name,) = conversion.targets if len(conversion.targets) == 1 else (None,)
+        if name is not None and conversion.renames_only and name not in self.grow_rows:
+            is_scalar = not conversion.targets[name].shape
+            return {name: self.stored.read(conversion.sources[0], None if is_scalar else rows[name])}
+        if name is not None and conversion.rows is not None:
+            return {name: self._stacked(name, conversion, conversion.rows[rows[name]])}
+        converted = conversion.run({source: self.stored.read(source) for source in conversion.sources})
         return {target: self._grown(target, converted[target])[part] for target, part in rows.items()}
 
-    def _stacked(self, name: str, sources: Sequence[Sequence[str]], rows: slice) -> Tensor:
-        header = self.conversion.targets[name]
-        tensor = torch.empty(len(sources[rows]), *header.shape[1:], dtype=header.dtype)
-        for row, members in zip(tensor, sources[rows], strict=True):
-            row.copy_(self.conversion.run({source: self.stored.read(source) for source in members})[name][0])
+    def _stacked(self, name: str, conversion: Conversion, sources: Sequence[Sequence[str]]) -> Tensor:
+        header = conversion.targets[name]
+        tensor = torch.empty(len(sources), *header.shape[1:], dtype=header.dtype)
+        for row, members in zip(tensor, sources, strict=True):
+            row.copy_(conversion.run({source: self.stored.read(source) for source in members})[name][0])
         return tensor
 
     def _grown(self, name: str, tensor: Tensor) -> Tensor:
@@ -97,20 +91,6 @@ class StoredGroup:
 
 
 @dataclass(frozen=True)
-class StoredSource:
-    """A directory, through transformers' conversion mapping."""
-
-    stored: StoredTensors
-    conversions: tuple[Conversion, ...]
-    grow_rows: Mapping[str, int]
-
-    def groups(self) -> Iterator[WeightGroup]:
-        """Yield conversions file by file as far as their order allows."""
-        for conversion in self.conversions:
-            yield StoredGroup(self.stored, conversion, self.grow_rows)
-
-
-@dataclass(frozen=True)
 class LiveSource:
     """A module that the caller has in memory."""
 
@@ -119,21 +99,13 @@ class LiveSource:
     def groups(self) -> Iterator[WeightGroup]:
         """Yield one group per tensor."""
         for name, tensor in self.module.state_dict().items():
-            yield _LiveGroup(canonical_name(name), tensor)
+            targets = {canonical_name(name): Header(tuple(tensor.shape), tensor.dtype)}
+            yield WeightGroup(targets, partial(_live_rows, tensor))
 
 
-@dataclass(frozen=True)
-class _LiveGroup:
-    name: str
-    tensor: Tensor
-
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        return {self.name: Header(tuple(self.tensor.shape), self.tensor.dtype)}
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        tensor = self.tensor.detach().cpu()
-        return {self.name: tensor[rows[self.name]] if tensor.ndim else tensor}
+def _live_rows(tensor: Tensor, rows: Rows) -> dict[str, Tensor]:
+    whole = tensor.detach().cpu()
+    return {name: whole[part] if whole.ndim else whole for name, part in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -144,7 +116,7 @@ class RandomSource:
     """A transformers model on the meta device."""
     seed: int
 
-    def groups(self) -> Iterator[_Part]:
+    def groups(self) -> Iterator[WeightGroup]:
         """Yield the parts, each parameter in one of them."""
         seen: set[int] = set()
         for path, module, owner, whole in _parts("", self.model, self.model):
@@ -152,8 +124,9 @@ class RandomSource:
             own = {name: value for name, value in parameters.items() if id(value) not in seen}
             seen |= {id(value) for value in own.values()}
             if own:
-                headers = {name: Header(tuple(value.shape), torch.float32) for name, value in own.items()}
-                yield _Part(module, owner, canonical_name(path), whole, headers, self.seed)
+                part = _Part(module, owner, canonical_name(path), whole, tuple(own), self.seed)
+                headers = {part.full(name): Header(tuple(value.shape), torch.float32) for name, value in own.items()}
+                yield WeightGroup(headers, part.load)
 
 
 def _parts(path: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, nn.Module, Any, bool]]:
@@ -183,12 +156,8 @@ class _Part:
     owner: Any
     path: str
     whole: bool
-    headers: Mapping[str, Header]
+    names: tuple[str, ...]
     seed: int
-
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        return {self._full(name): header for name, header in self.headers.items()}
 
     def load(self, rows: Rows) -> dict[str, Tensor]:
         """Draw the part in float32 and cut the wanted rows.
@@ -203,7 +172,7 @@ class _Part:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
             _initialise(twin, self.owner, below=self.whole)
-        drawn = {self._full(name): twin.get_parameter(name).detach() for name in self.headers}
+        drawn = {self.full(name): twin.get_parameter(name).detach() for name in self.names}
         undrawn = [name for name, value in drawn.items() if torch.isnan(value).any()]
         if undrawn:
             raise ModelError(
@@ -212,7 +181,7 @@ class _Part:
             )
         return {name: drawn[name][part] if drawn[name].ndim else drawn[name] for name, part in rows.items()}
 
-    def _full(self, name: str) -> str:
+    def full(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
 

@@ -23,8 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[3]))
 
 from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E402
-from holdfast.rewards.processes import lifetime  # noqa: E402
-from holdfast.rewards.processes.confinement import confine, hide  # noqa: E402
+from holdfast.rewards.processes import kernel  # noqa: E402
 
 _SWEEP_SECONDS = 2.0
 _MOST_FILE_BYTES = 1 << 24
@@ -45,8 +44,8 @@ def main() -> None:
         finally:
             os._exit(0)  # threads and exit handlers of the code are not waited for
     theirs.close()
-    lifetime.adopt_orphans()
-    hide()
+    kernel.adopt_orphans()
+    kernel.hide()
     order = json.load(sys.stdin)
     _silence()
     signal.signal(signal.SIGALRM, lambda *_: _end(answer, 0))
@@ -68,10 +67,10 @@ def _silence() -> None:
 
 def _end(answer: int, passed: int) -> None:
     """Kill the code with all that it started, answer, and go."""
-    while strays := lifetime.children():
+    while strays := kernel.children():
         for pid in strays:
-            lifetime.kill_with_group(pid)
-        if len(lifetime.reap(strays, _SWEEP_SECONDS)) < len(strays):
+            kernel.kill_with_group(pid)
+        if len(kernel.reap(strays, _SWEEP_SECONDS)) < len(strays):
             break
     os.write(answer, str(passed).encode())
     os._exit(0)
@@ -119,8 +118,8 @@ def _names(code: CodeType) -> set[str]:
 def serve_code(channel: int) -> None:
     """Take an order from the channel, run its code, send the names that it made, and answer until the judge is gone."""
     os.setsid()
-    lifetime.die_with_parent()
-    confine()
+    kernel.die_with_parent()
+    kernel.confine()
     peer = Peer(channel, ACTS)
     order = peer.receive()
     if order is None:

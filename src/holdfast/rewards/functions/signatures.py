@@ -129,7 +129,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
             f"also demands {columns[0]}. Give {columns[0]} a default, or name it in kwargs."
         )
     if sign in many:
-        return BatchedCall(_Awaited(many[sign]) if is_async else many[sign], columns)
+        return BatchedCall(_awaited(many[sign]) if is_async else many[sign], columns)
     return (Concurrent if is_async else Each)(one.get(sign, call.one), columns)
 
 
@@ -190,7 +190,7 @@ class _Call:
         values |= {name: [value(sample) for sample in samples] for name, value in _MANY.items()}
         logged: dict[str, float] = {}
         values |= {"log_metric": logged.__setitem__, "log_extra": _ignore, "trainer_state": samples[0].progress}
-        return _WithMetrics(self.function(**self._chosen(values, columns)), logged).results()
+        return _with_metrics(self.function(**self._chosen(values, columns)), logged)
 
     def verl(self, sample: Sample) -> Any:
         """Call it as verl's reward manager does."""
@@ -225,36 +225,22 @@ class _Call:
         return chosen
 
 
-@dataclass(frozen=True)
-class _WithMetrics:
-    """Results of a batch beside what the function said to TRL's `log_metric` meanwhile."""
-
-    answer: Any
-    logged: Mapping[str, float]
-
-    def results(self) -> Any:
-        """Return the results, or a coroutine of them, each with the metrics in it."""
-        return self._later() if inspect.isawaitable(self.answer) else self._joined(self.answer)
-
-    async def _later(self) -> Any:
-        return self._joined(await self.answer)
-
-    def _joined(self, answer: Any) -> Any:
-        if not self.logged or not isinstance(answer, list | tuple):
-            return answer
-        return [
-            result if isinstance(result, Mapping) else {"reward": result, "metrics": self.logged} for result in answer
-        ]
+def _with_metrics(answer: Any, logged: Mapping[str, float]) -> Any:
+    """Return the results of a batch, or a coroutine of them, each with what the function said to TRL's `log_metric`."""
+    if inspect.isawaitable(answer):
+        return _later_with_metrics(answer, logged)
+    if not logged or not isinstance(answer, list | tuple):
+        return answer
+    return [result if isinstance(result, Mapping) else {"reward": result, "metrics": logged} for result in answer]
 
 
-@dataclass(frozen=True)
-class _Awaited:
-    """A coroutine function of a batch, run to its end."""
+async def _later_with_metrics(answer: Awaitable[Any], logged: Mapping[str, float]) -> Any:
+    return _with_metrics(await answer, logged)
 
-    call: Callable[[Sequence[Sample]], Awaitable[Any]]
 
-    def __call__(self, samples: Sequence[Sample]) -> Any:
-        return event_loop().run_until_complete(self.call(samples))
+def _awaited(call: Callable[[Sequence[Sample]], Awaitable[Any]]) -> Many:
+    """Run a coroutine function of a batch to its end."""
+    return lambda samples: event_loop().run_until_complete(call(samples))
 
 
 def _easyr1_input(sample: Sample) -> dict[str, Any]:

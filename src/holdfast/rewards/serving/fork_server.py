@@ -31,7 +31,7 @@ from holdfast.rewards.functions.signatures import (
     One,
     event_loop,
 )
-from holdfast.rewards.processes import framing, lifetime
+from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.processes.framing import MessageReader
 from holdfast.rewards.scorers import ReadyReward
 
@@ -211,7 +211,7 @@ def _live(channel: int, scorers: Sequence[ReadyReward], supervisor: int) -> None
     status = 1
     try:
         os.setsid()
-        lifetime.die_with_parent()
+        kernel.die_with_parent()
         if os.getppid() == supervisor:
             for number in IGNORED:
                 signal.signal(number, signal.SIG_DFL)

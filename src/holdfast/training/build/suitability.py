@@ -28,8 +28,7 @@ from holdfast.models.check.shrink import shrink
 from holdfast.models.layers.attention import register_attention
 from holdfast.models.layers.family import family_of
 from holdfast.models.layers.rotary import rotary_boundaries
-from holdfast.models.source.configuration import refusals
-from holdfast.models.source.skeleton import maker, on_meta
+from holdfast.models.source.configuration import maker, on_meta, refusals
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy, check_positions, image_side_of

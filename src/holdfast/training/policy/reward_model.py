@@ -25,16 +25,16 @@ from holdfast.files import size_words
 from holdfast.models.build.model import Blueprint
 from holdfast.models.build.stored_scorer import stored_scorer
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.heads.reward_model import (
+from holdfast.models.heads.scorer import (
     Reading,
     RewardModel,
     TextScorer,
     TextTokens,
     batches_of,
     bytes_of,
+    place_of_score,
     scores_of,
 )
-from holdfast.models.heads.scorer import place_of_score
 from holdfast.models.layers.family import positions_of
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World

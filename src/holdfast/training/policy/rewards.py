@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Reward, RewardPoolConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.heads.reward_model import Reading, TextScorer
+from holdfast.models.heads.scorer import Reading, TextScorer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
