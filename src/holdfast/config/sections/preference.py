@@ -145,18 +145,7 @@ BuiltInPairLoss = (
     | SimPOLossConfig
     | ORPOLossConfig
 )
-PreferenceLoss = Annotated[
-    DPOLossConfig
-    | RobustLossConfig
-    | IPOLossConfig
-    | APOZeroLossConfig
-    | APODownLossConfig
-    | SimPOLossConfig
-    | ORPOLossConfig
-    | KTOLossConfig
-    | UserLossConfig,
-    ByKind("dpo"),
-]
+PreferenceLoss = Annotated[BuiltInPairLoss | KTOLossConfig | UserLossConfig, ByKind("dpo")]
 
 
 class PreferenceConfig(Section):
