@@ -13,7 +13,7 @@ from tests.test_layers import SOURCE, imports, parts
 
 ROOMS = {
     "config": """
-        base paths versions yaml12
+        base versions yaml12
         sections tree
         load
         verbs

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.data.batches.candidates import Candidates, Known, Rest, cut_windows, pieces_of
-from holdfast.data.batches.ranks import Alone
 from tests.batching.examples import example
+from tests.batching.streams import Alone
 
 
 def documents(lengths: list[int], *, parts: list[int] | None = None) -> list[Known]:

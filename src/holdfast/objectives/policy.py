@@ -42,7 +42,7 @@ from holdfast.objectives.base import (
     sequence_mean,
     sequence_sum,
 )
-from holdfast.objectives.kl import kl_terms, kl_total, shaped_advantages
+from holdfast.objectives.regularisers import kl_terms, kl_total, shaped_advantages
 from holdfast.objectives.surrogates import CISPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce, Surrogate
 from holdfast.types import Scores
 

@@ -82,6 +82,10 @@ def is_number(value: float) -> bool:
     return abs(value) <= LARGEST
 
 
+class MissingArgument(LookupError):
+    """A parameter that no column, no value of the sample and no own argument fills."""
+
+
 class CannotStart(Exception):  # noqa: N818 - the name says what happened
     """A reward cannot work in this environment; the message is a paragraph for the user."""
 
@@ -114,6 +118,8 @@ def outcome_of(result: object) -> SampleOutcome:
 
 def outcome_of_exception(error: BaseException) -> SampleOutcome:
     """Return the outcome of a call that raised: what, and in which line of whose file."""
+    if isinstance(error, MissingArgument):
+        return _error(f"cannot be called: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line that is not in a library: the one its author knows.
     own = [each for each in frames if not each.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in each.filename]

@@ -24,18 +24,3 @@ class Ranks(Protocol):
 
     def swap(self, outgoing: Sequence[T]) -> list[T]:
         """Send outgoing[r] to rank r and return what every rank sent here, by rank."""
-
-
-class Alone:
-    """The ranks of a run of a single process."""
-
-    rank = 0
-    size = 1
-
-    def gather(self, item: T) -> list[T]:
-        """Return the item itself."""
-        return [item]
-
-    def swap(self, outgoing: Sequence[T]) -> list[T]:
-        """Return what was sent to itself."""
-        return list(outgoing)

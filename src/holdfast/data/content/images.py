@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from holdfast.config.paths import expanded
 from holdfast.data.content.formats import Conversation, Message, PlainText, PromptCompletion
 from holdfast.data.content.videos import Video, video_of
 from holdfast.data.rows.rows import Row, Source
 from holdfast.errors import DataError
+from holdfast.files import expanded
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """Stands for one image or video in the text of a row that has a column of them."""

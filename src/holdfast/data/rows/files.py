@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.config.paths import expanded
 from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES, choose_split
 from holdfast.data.rows.json_rows import JSON_SUFFIXES
 from holdfast.errors import DataError
-from holdfast.files import REGULAR, file_kind
+from holdfast.files import REGULAR, expanded, file_kind
 
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
 

@@ -349,11 +349,9 @@ class _BlockStream:
             between = (block - self._at[1] - 1) * size
             deque(islice(self._iterator, between), maxlen=0)
         else:
-            self._iterator = _numbered(self._source, block * size)
+            source, start = self._source, block * size
+            is_split = isinstance(source, HeldOut)
+            self._iterator = source.numbered(start) if is_split else enumerate(source.scan(start), start=start)
         self._rows = list(islice(self._iterator, size))
         self._permutation = self._order.within_block(self._index, epoch, block, len(self._rows))
         self._at = (epoch, block)
-
-
-def _numbered(source: Source, start: int) -> Iterator[tuple[int, Row]]:
-    return source.numbered(start) if isinstance(source, HeldOut) else enumerate(source.scan(start), start=start)

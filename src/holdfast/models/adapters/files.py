@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.paths import expanded
 from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
-from holdfast.files import read_json
+from holdfast.files import expanded, read_json
 from holdfast.models.adapters.live import Adapter, adapters_of, lengths, whole_modules
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from holdfast.models.heads.policy import PolicyModel, predictors
-from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, chunk_tokens, logits_of
+from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, WithGradients, chunk_tokens, logits_of
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
 from holdfast.objectives.divergences import Distillation, generalised_jsd
 from holdfast.objectives.supervised import supervised_sums
@@ -109,7 +109,7 @@ def distilled(  # noqa: PLR0913 - both sides of a comparison
     made = _Comparison(hidden, head, spec, targets, weights, loss, entropy=entropy)
     with torch.no_grad():
         ask(made.look)
-    total: Tensor = _WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
+    total: Tensor = WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
     return total, Scores(made.logprobs, made.is_top, made.entropy), made.sums()
 
 
@@ -242,25 +242,3 @@ def _wide(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> tuple[Tensor, He
     dtype = torch.float32 if spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
     bias = None if head.bias is None else head.bias.detach().to(dtype)
     return hidden.detach().to(dtype), HeadWeights(head.weight.detach().to(dtype), bias)
-
-
-class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients by hidden states, weight and bias are known already."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
-        ctx: Any,
-        hidden: Tensor,  # noqa: ARG004
-        weight: Tensor,  # noqa: ARG004
-        bias: Tensor | None,  # noqa: ARG004
-        loss: Tensor,
-        gradients: list[Tensor | None],
-    ) -> Tensor:
-        ctx.parts = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
-        parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
-        ctx.parts = ()
-        return (*parts, None, None)

@@ -9,10 +9,9 @@ from typing import Any
 
 import xxhash
 
-from holdfast.config.paths import expanded
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.files import REGULAR, file_kind, open_regular, read_json
+from holdfast.files import REGULAR, expanded, file_kind, open_regular, read_json
 from holdfast.models.source.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from holdfast.rewards.base import CannotStart, Sample
+from holdfast.rewards.base import CannotStart, MissingArgument, Sample
 
 if TYPE_CHECKING:
     import asyncio
@@ -68,10 +68,6 @@ _GIVEN: Mapping[str, Collection[str]] = {
 """What a form fills by name, by the parameter that tells it."""
 _WITHOUT_COLUMNS = {"reward_inputs", "solution_strs", "reward_input", "solution_str"}
 """Forms that fill nothing else."""
-
-
-class MissingArgument(LookupError):
-    """A parameter that no column, no value of the sample and no own argument fills."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,19 @@ from selectors import BaseSelector
 from typing import Any
 
 from holdfast.escaping import escaped_paragraph
-from holdfast.rewards.base import Sample, SampleOutcome, describe_error, outcome_of, outcome_of_exception
+from holdfast.rewards.base import (
+    MissingArgument,
+    Sample,
+    SampleOutcome,
+    describe_error,
+    outcome_of,
+    outcome_of_exception,
+)
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
     Concurrent,
     Each,
     Many,
-    MissingArgument,
     One,
     event_loop,
 )
@@ -114,12 +120,11 @@ class _Task:
         event_loop().run_until_complete(together())
 
     def _failed(self, error: BaseException) -> SampleOutcome:
-        if isinstance(error, MissingArgument):
-            return SampleOutcome(fault="error", message=f"cannot be called: {error}")
-        # A full disk, what the user's code closed or replaced, or an exception that cannot even be formatted.
-        with contextlib.suppress(Exception):
-            lines = "".join(traceback.format_exception(error))
-            print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
+        if not isinstance(error, MissingArgument):
+            # A full disk, what the user's code closed or replaced, or an exception that cannot even be formatted.
+            with contextlib.suppress(Exception):
+                lines = "".join(traceback.format_exception(error))
+                print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
         return outcome_of_exception(error)
 
     def _send(self, place: int, outcome: SampleOutcome) -> None:
