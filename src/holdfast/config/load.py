@@ -233,10 +233,10 @@ def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> Loade
     Raises:
         ConfigError: The file, an override or the tree is wrong; the message lists every mistake.
     """
-    return LoadedConfig(check(read_config(path, overrides, root), root), path.resolve().parent)
+    return LoadedConfig(check_draft(read_draft(path, overrides, root), root), path.resolve().parent)
 
 
-def read_config(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
+def read_draft(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
     """Read a run's YAML and apply overrides, without checking the tree.
 
     Raises:
@@ -263,10 +263,10 @@ def from_mapping(
     draft = Draft(Document(source, dict(values)))
     for override in overrides:
         _apply(draft, override, root)
-    return check(draft, root)
+    return check_draft(draft, root)
 
 
-def check(draft: Draft, root: type[Root]) -> Root:
+def check_draft(draft: Draft, root: type[Root]) -> Root:
     """Validate a draft against a root.
 
     Raises:

@@ -31,7 +31,7 @@ from holdfast.data.rows.files import (
     files_of_split,
     find_local,
     is_hub_name,
-    places,
+    local_places,
     split_off,
 )
 from holdfast.data.rows.json_rows import JsonRows, scan_json
@@ -268,7 +268,7 @@ def from_rows(
 
 
 def _from_hub(path: str, split: str | None, source: SourceConfig, base: Path) -> ArrowRows | HubStream:
-    tried = "no such file or directory: " + ", ".join(str(place) for place in places(path, base))
+    tried = "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
     if not is_hub_name(path):
         raise DataError(f"data.path={path} is not there ({tried}). A relative path starts here or beside the YAML.")
     return open_hub(path, split or "train", source, tried)

@@ -186,10 +186,10 @@ def check_answer(row: Mapping[str, Any], completion: str) -> bool:
     """Say whether a completion answers the row's prompt; countdown accepts any right expression."""
     if "numbers" not in row:
         return bool(completion == row["answer"])
-    return reaches(completion, row["numbers"], row["target"])
+    return reaches_target(completion, row["numbers"], row["target"])
 
 
-def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
+def reaches_target(expression: str, numbers: Sequence[int], target: int) -> bool:
     """Say whether `a+b-c` uses each of the numbers once and equals the target."""
     if re.fullmatch(r"[0-9]+([+-][0-9]+)*", expression) is None:
         return False

@@ -14,7 +14,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.data.content.formats import Conversation
-from holdfast.data.rows.files import places
+from holdfast.data.rows.files import local_places
 from holdfast.errors import DataError
 from holdfast.files import read_text
 
@@ -62,7 +62,7 @@ def read_template(path: str, base: Path, key: str) -> str:
     Raises:
         DataError: There is no such file; `key` says which option named it.
     """
-    tried = places(path, base)
+    tried = local_places(path, base)
     for place in tried:
         if place.is_file():
             try:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from holdfast.rewards.base import CannotStart, Sample, describe_error
 from holdfast.rewards.functions.answers import (
-    Answer,
+    MarkedAnswer,
     Quantity,
     decimal_places,
     final_answer,
@@ -118,7 +118,7 @@ class MathReward:
         expressions = self._parse(_as_latex(text)) if text else []
         return Gold(text, None, expressions, _places_of(expressions)) if expressions else None
 
-    def _expressions(self, answer: Answer) -> list[Any]:
+    def _expressions(self, answer: MarkedAnswer) -> list[Any]:
         """Return what math-verify reads in an answer: LaTeX, or in prose the last piece of LaTeX or number."""
         text = plain_answer(answer.text)
         number = quantity(text)
@@ -143,7 +143,7 @@ class MathReward:
         return [] if is_too_deep(text) else self.parse(text, parsing_timeout=None)
 
 
-def _same_text(gold: Gold, answer: Answer) -> bool | None:
+def _same_text(gold: Gold, answer: MarkedAnswer) -> bool | None:
     """Compare what needs no algebra: two numbers, and numerals with a base; None where it is needed."""
     text = plain_answer(answer.text)
     if gold.number is not None:
