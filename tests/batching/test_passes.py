@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.ranks import Ranks
+from holdfast.data.batches.candidates import Ranks
 from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError

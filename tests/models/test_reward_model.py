@@ -19,7 +19,7 @@ from holdfast.config.sections.reward import (
     RewardPoolConfig,
 )
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ConfigError, ModelError
 from holdfast.models.heads.scorer import RewardModel, TextScorer
 from holdfast.parallel.collectives import RankGroup

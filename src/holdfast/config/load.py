@@ -96,7 +96,8 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "missing":
             return "required, and missing"
         case "union_tag_invalid":
-            return _no_such_kind(first["ctx"]["tag"], _words(first["ctx"]["expected_tags"]))
+            kinds = first["ctx"]["expected_tags"].split("'")[1::2]  # of pydantic's `'a', 'b' or 'c'`
+            return _no_such_kind(first["ctx"]["tag"], kinds)
         case "value_error":
             return str(first["ctx"]["error"])
         case "too_short":
@@ -114,11 +115,6 @@ def _wrong_value(items: Sequence[Any]) -> str:
     """Say what a value should have been; of a key with alternatives, all of them."""
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
     return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
-
-
-def _words(expected: str) -> list[str]:
-    """Return the words in pydantic's `'a', 'b' or 'c'`."""
-    return expected.split("'")[1::2]
 
 
 def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> str:

@@ -8,6 +8,7 @@ such sums; the difference to the reference is taken token by token, so that it i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,17 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from holdfast.config.sections.preference import (
-    APODownLossConfig,
-    APOZeroLossConfig,
-    BuiltInPairLoss,
-    DPOLossConfig,
-    IPOLossConfig,
-    Lengths,
-    ORPOLossConfig,
-    RobustLossConfig,
-    SimPOLossConfig,
-)
+from holdfast.config.sections.preference import BuiltInPairLoss, Lengths
 from holdfast.objectives.base import Tokens
 
 
@@ -255,20 +246,18 @@ def _log_odds(mean_logps: Tensor) -> Tensor:
     return bounded - (-torch.expm1(bounded)).log()
 
 
+_BY_KIND: Mapping[str, Callable[..., PairLoss]] = {
+    "dpo": DPO,
+    "robust": Robust,
+    "ipo": IPO,
+    "apo_zero": APOZero,
+    "apo_down": APODown,
+    "simpo": SimPO,
+    "orpo": ORPO,
+}
+"""What each takes is called as in its section."""
+
+
 def pair_loss_of(config: BuiltInPairLoss) -> PairLoss:
     """Return the loss that a section names."""
-    match config:
-        case DPOLossConfig():
-            return DPO(config.beta, config.lengths, config.label_smoothing)
-        case RobustLossConfig():
-            return Robust(config.beta, label_smoothing=config.label_smoothing)
-        case IPOLossConfig():
-            return IPO(config.beta, config.lengths)
-        case APOZeroLossConfig():
-            return APOZero(config.beta)
-        case APODownLossConfig():
-            return APODown(config.beta)
-        case SimPOLossConfig():
-            return SimPO(config.beta, config.gamma)
-        case ORPOLossConfig():
-            return ORPO(config.beta)
+    return _BY_KIND[config.kind](**config.model_dump(exclude={"kind", "weight"}))

@@ -57,7 +57,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             from holdfast.rewards.functions.judge import Judge
 
             judge = Judge.of(section, name)
-            bound, own_seconds = Concurrent(judge), judge.seconds
+            bound, own_seconds = Concurrent(judge), judge.endpoint.longest_seconds
         case "code":
             from holdfast.rewards.code.reward import CodeReward
             from holdfast.rewards.processes.folders import remove_abandoned

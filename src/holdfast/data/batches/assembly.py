@@ -16,9 +16,8 @@ import torch
 import xxhash
 
 from holdfast.config.sections.data import DataConfig
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.packing import CommonStart, pack
-from holdfast.data.batches.ranks import Ranks
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
 

@@ -1,6 +1,7 @@
 """Read candidate rows, each on one rank, and tell every rank what they hold.
 
-With `packing: wrapped` their stream is cut into windows of equal length; what is left over starts the next update.
+Ranks gather small facts and swap sequences; the collectives stand above, over gloo. With `packing: wrapped` the stream
+of candidates is cut into windows of equal length; what is left over starts the next update.
 """
 
 from __future__ import annotations
@@ -10,14 +11,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from holdfast.data.batches.ranks import Ranks
 from holdfast.data.rows.reading import EndOfStream, RowReader
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import S, Tokenised
 from holdfast.errors import DataError, UserError
 from holdfast.types import Example
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Collectives among the ranks that share a mini-batch; every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def gather(self, item: T) -> list[T]:
+        """Return every rank's item, by rank."""
+
+    def swap(self, outgoing: Sequence[T]) -> list[T]:
+        """Send outgoing[r] to rank r and return what every rank sent here, by rank."""
+
 
 Tokenise = Callable[[Row, int, str, str], Tokenised[S]]
 """(row, sample id, source name, the row's name for messages) -> its sequences"""

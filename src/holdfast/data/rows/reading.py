@@ -350,8 +350,10 @@ class _BlockStream:
             deque(islice(self._iterator, between), maxlen=0)
         else:
             source, start = self._source, block * size
-            is_split = isinstance(source, HeldOut)
-            self._iterator = source.numbered(start) if is_split else enumerate(source.scan(start), start=start)
+            if isinstance(source, HeldOut):
+                self._iterator = source.numbered(start)
+            else:
+                self._iterator = enumerate(source.scan(start), start=start)
         self._rows = list(islice(self._iterator, size))
         self._permutation = self._order.within_block(self._index, epoch, block, len(self._rows))
         self._at = (epoch, block)

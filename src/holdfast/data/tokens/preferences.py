@@ -94,7 +94,8 @@ class LabelTokeniser:
             DataError: As `PairTokeniser`.
         """
         counts: Counter[str] = Counter()
-        desirable, answer = label_of(row, name), labelled_row(row, name)
+        desirable = label_of(row, name)
+        answer = {**row, "completion": _required(row, "completion", name)}
         try:
             _refuse_empty(answer, "completion")
         except _Unusable as found:
@@ -284,15 +285,6 @@ def _alike(answers: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if _are_texts(answers):
         return answers
     return {side: as_messages(value, "assistant", side, name) for side, value in answers.items()}
-
-
-def labelled_row(row: Row, name: str) -> Row:
-    """Return a labelled row as a prompt and its completion.
-
-    Raises:
-        DataError: A column is missing.
-    """
-    return {**row, "completion": _required(row, "completion", name)}
 
 
 def label_of(row: Row, name: str) -> bool:

@@ -105,11 +105,6 @@ def is_transposed(layer: nn.Module) -> bool:
     return isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
 
 
-def has_transposed(model: nn.Module, paths: Sequence[str]) -> bool:
-    """Whether the matrix of some of a model's layers is [in, out]."""
-    return any(is_transposed(model.get_submodule(path)) for path in paths)
-
-
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield path and module of each of peft's layers."""
     for path, module in model.named_modules():
@@ -142,7 +137,8 @@ def whole_modules(model: nn.Module) -> dict[str, list[str]] | None:
     modules = _outermost({name.rpartition(".")[0] for name in trained})
     parameters_of = {path: _below(path, named_parameters(model)) for path in modules}
     covered = {name for names in parameters_of.values() for name in names}
-    apart = any(_below(path, (*_tied(model), *_stored_buffers(model))) for path in modules)
+    tied = [name for first, others in tied_names(model).items() for name in (first, *others)]
+    apart = any(_below(path, (*tied, *_stored_buffers(model))) for path in modules)
     return None if covered != trained or apart else parameters_of
 
 
@@ -157,10 +153,6 @@ def _outermost(paths: set[str]) -> list[str]:
 
 def _below(path: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(f"{path}.")]
-
-
-def _tied(model: nn.Module) -> list[str]:
-    return [name for first, others in tied_names(model).items() for name in (first, *others)]
 
 
 def _stored_buffers(model: nn.Module) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from torch import Tensor
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, WithGradients, chunk_tokens, logits_of
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
-from holdfast.objectives.divergences import Distillation, generalised_jsd
-from holdfast.objectives.supervised import supervised_sums
+from holdfast.objectives.supervised import Distillation, generalised_jsd, supervised_sums
 from holdfast.types import Batch, LossSum, Scores
 
 _BUFFERS = 3
@@ -113,18 +111,6 @@ def distilled(  # noqa: PLR0913 - both sides of a comparison
     return total, Scores(made.logprobs, made.is_top, made.entropy), made.sums()
 
 
-class _Block(NamedTuple):
-    """Rows of a chunk, [r, V] each."""
-
-    student: Tensor
-    """Logits, to be replaced by the loss's derivative."""
-    teacher: Tensor
-    targets: Tensor
-    """[r]"""
-    weights: Tensor
-    """[r]"""
-
-
 class _Comparison:
     """What comes of N tokens, filled chunk by chunk."""
 
@@ -168,15 +154,15 @@ class _Comparison:
             for first in range(start, stop, block):
                 rows = slice(first, min(first + block, stop))
                 here = slice(rows.start - start, rows.stop - start)
-                self._compare(_Block(logits[here], taught[here], self._targets[rows], self._weights[rows]), rows)
+                self._compare(logits[here], taught[here], rows)
             del taught
             if self._wants_gradients:
                 self._add(logits if slope is None else logits.mul_(slope), slice(start, stop))
             del logits, slope  # or two chunks of logits would be alive at once
 
-    def _compare(self, block: _Block, rows: slice) -> None:
-        logits, taught, loss = block.student, block.teacher, self._loss
-        targets = block.targets[:, None]
+    def _compare(self, logits: Tensor, taught: Tensor, rows: slice) -> None:
+        """Compare rows of a chunk, [r, V] logits each; the student's become the loss's derivative."""
+        loss, targets = self._loss, self._targets[rows, None]
         shared = min(logits.shape[1], taught.shape[1])
         taught = taught[:, :shared]
         own = logits.log_softmax(-1)
@@ -198,7 +184,7 @@ class _Comparison:
             torch.exp(own, out=logits).mul_(loss.sft_weight)
             logits.scatter_add_(1, targets, torch.full_like(targets, -loss.sft_weight, dtype=logits.dtype))
         logits[:, :shared].add_(divergence.by_logits, alpha=1.0 / loss.temperature)
-        logits.mul_(block.weights[:, None])
+        logits.mul_(self._weights[rows, None])
 
     def _add(self, by_logits: Tensor, rows: slice) -> None:
         """Add a chunk's part of the gradients, given the loss's derivative by its logits, which is consumed."""

@@ -233,7 +233,7 @@ def _with_template(tokenizer: Any, directory: Path) -> Any:
 
 
 def _built_in(name: str) -> Any:
-    from holdfast.data.tasks.characters import character_tokenizer, picture_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 
     match name:
         case "builtin:characters":

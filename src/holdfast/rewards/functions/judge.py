@@ -36,11 +36,6 @@ class Judge:
         limits = section["timeout_seconds"], section["attempts"], _MOST_ANSWER_BYTES
         return cls(section, Endpoint(section["url"], key, *limits))
 
-    @property
-    def seconds(self) -> float:
-        """Longest time for one sample."""
-        return self.endpoint.longest_seconds
-
     async def __call__(self, sample: Sample) -> float:
         """Score one sample."""
         answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, self._question(sample))

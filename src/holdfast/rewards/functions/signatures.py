@@ -111,12 +111,17 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
     call = _Call(function, dict(kwargs), parameters)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     many: Mapping[str, Many] = {
-        "reward_inputs": call.easyr1_batch,
-        "solution_strs": call.verl_batch,
+        "reward_inputs": lambda samples: call.run({"reward_inputs": [_easyr1_input(sample) for sample in samples]}),
+        "solution_strs": lambda samples: call.run(
+            {plural: [_VERL[name](sample) for sample in samples] for plural, name in _VERL_MANY.items()}
+        ),
         "completions": call.batch,
         "prompts": call.batch,
     }
-    one: Mapping[str, One] = {"reward_input": call.easyr1, "solution_str": call.verl}
+    one: Mapping[str, One] = {
+        "reward_input": lambda sample: call.run({"reward_input": _easyr1_input(sample)}, sample.row),
+        "solution_str": lambda sample: call.run({name: value(sample) for name, value in _VERL.items()}, sample.row),
+    }
     sign = next((sign for sign in (*many, *one) if sign in parameters), "")
     columns = call.demanded(_GIVEN.get(sign, _ONE))
     if sign in _WITHOUT_COLUMNS and columns:
@@ -177,7 +182,7 @@ class _Call:
     def one(self, sample: Sample) -> Any:
         """Call it with one sample."""
         values = {**sample.row, **{name: value(sample) for name, value in _ONE.items()}}
-        return self.function(**self._chosen(values, sample.row))
+        return self.run(values, sample.row)
 
     def batch(self, samples: Sequence[Sample]) -> Any:
         """Call it with lists, as TRL does."""
@@ -185,28 +190,19 @@ class _Call:
         values: dict[str, Any] = {column: [sample.row.get(column) for sample in samples] for column in columns}
         values |= {name: [value(sample) for sample in samples] for name, value in _MANY.items()}
         logged: dict[str, float] = {}
-        values |= {"log_metric": logged.__setitem__, "log_extra": _ignore, "trainer_state": samples[0].progress}
-        return _with_metrics(self.function(**self._chosen(values, columns)), logged)
+        values |= {"log_metric": logged.__setitem__, "log_extra": lambda *_: None, "trainer_state": samples[0].progress}
+        return _with_metrics(self.run(values, columns), logged)
 
-    def verl(self, sample: Sample) -> Any:
-        """Call it as verl's reward manager does."""
-        return self.function(**self._chosen({name: value(sample) for name, value in _VERL.items()}, sample.row))
+    def run(self, values: Mapping[str, Any], columns: Collection[str] = ()) -> Any:
+        """Call it with those of the values that its parameters ask for; own arguments go before them.
 
-    def verl_batch(self, samples: Sequence[Sample]) -> Any:
-        """Call it as verl's batched reward manager does."""
-        values = {many: [_VERL[one](sample) for sample in samples] for many, one in _VERL_MANY.items()}
-        return self.function(**self._chosen(values, ()))
+        Args:
+            values: By name.
+            columns: Of the rows, for the error.
 
-    def easyr1(self, sample: Sample) -> Any:
-        """Call it with one dict, as EasyR1 does with REWARD_TYPE sequential."""
-        return self.function(**self._chosen({"reward_input": _easyr1_input(sample)}, sample.row))
-
-    def easyr1_batch(self, samples: Sequence[Sample]) -> Any:
-        """Call it with a list of dicts, as EasyR1 does with REWARD_TYPE batch."""
-        return self.function(**self._chosen({"reward_inputs": [_easyr1_input(sample) for sample in samples]}, ()))
-
-    def _chosen(self, values: Mapping[str, Any], columns: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-        """Return the arguments that the parameters ask for; own ones go before those of the sample."""
+        Raises:
+            MissingArgument: Nothing fills a parameter.
+        """
         arguments = {**values, **self.kwargs}
         if any(item.kind is item.VAR_KEYWORD for item in self.parameters.values()):
             chosen = arguments
@@ -218,7 +214,7 @@ class _Call:
                     f"its parameter {name} is no column of the row and none of its kwargs (columns: "
                     f"{', '.join(map(str, columns)) or 'none'})"
                 )
-        return chosen
+        return self.function(**chosen)
 
 
 def _with_metrics(answer: Any, logged: Mapping[str, float]) -> Any:
@@ -260,7 +256,3 @@ def _ground_truth(sample: Sample) -> Any:
 def _is_conversation(sample: Sample) -> bool:
     prompt = sample.row.get("prompt")
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
-
-
-def _ignore(*_: object) -> None:
-    """Take the place of TRL's `log_extra`."""

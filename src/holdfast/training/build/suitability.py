@@ -17,7 +17,7 @@ from torch import nn
 
 from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError, UserError
 from holdfast.models.adapters.live import adapters_of

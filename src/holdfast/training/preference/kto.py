@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
 from holdfast.data.batches.packing import to_device, unpack
-from holdfast.data.batches.ranks import Ranks
 from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
