@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast.config.base import EXPORTED, kind_of, kinds_of
+from holdfast.config.base import EXPORTED, kinds_of
 from holdfast.config.tree import all_keys, key_path, section_at
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
@@ -122,7 +122,7 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     name = str(path[-1])
     section, choice = section_at(root, path[:-1], document.values)
     assert section is not None, "pydantic finds unknown keys in sections only"
-    kinds = [str(kind_of(member)) for member in choice.sections if name in member.model_fields]
+    kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]
     if kinds:
         own = " or ".join(kinds_of(section))
         return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}"

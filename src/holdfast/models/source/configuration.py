@@ -168,46 +168,30 @@ Make = Callable[[Any], Any]
 """A transformers configuration -> a model of random weights."""
 
 
-def _made_like(live: Any, scorer: bool) -> Make:
-    """Return what makes models of the class of one in memory.
-
-    Raises:
-        ModelError: A reward model is wanted, and it is none.
-    """
-    if scorer and not hasattr(live, "score"):
-        raise ModelError(
-            f"A {type(live).__name__} has no layer `score`. Give a model for sequence classification with "
-            "num_labels=1, or name a language model's directory in model.path."
-        )
-    return type(live)._from_config  # type: ignore[no-any-return]  # noqa: SLF001 - what from_config calls
-
-
 def maker(config: Any, trust_remote_code: bool, scorer: bool, live: Any = None) -> Make:
     """Return what makes models of a configuration: that score texts if `scorer`, else that predict tokens.
 
     A model in memory, `live`, has a class already.
 
     Raises:
-        ModelError: transformers has no such model.
+        ModelError: transformers has no such model, or the one in memory scores no texts.
     """
     if live is not None:
-        return _made_like(live, scorer)
+        if scorer and not hasattr(live, "score"):
+            raise ModelError(
+                f"A {type(live).__name__} has no layer `score`. Give a model for sequence classification with "
+                "num_labels=1, or name a language model's directory in model.path."
+            )
+        return type(live)._from_config  # type: ignore[no-any-return]  # noqa: SLF001 - what from_config calls
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    if scorer:
-        return _scorer_maker(config, AutoModelForSequenceClassification)
-    if trust_remote_code and hasattr(config, "auto_map"):
+    if trust_remote_code and not scorer and hasattr(config, "auto_map"):
         return partial(AutoModelForCausalLM.from_config, trust_remote_code=True)
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+    for auto in [AutoModelForSequenceClassification] if scorer else [AutoModelForImageTextToText, AutoModelForCausalLM]:
         if type(config) in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
             return auto.from_config  # type: ignore[no-any-return]
-    raise ModelError(f"transformers has no language model for model_type {config.model_type!r}.")
-
-
-def _scorer_maker(config: Any, auto: Any) -> Make:
-    if type(config) not in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
-        raise ModelError(f"transformers has no model for sequence classification of model_type {config.model_type!r}.")
-    return auto.from_config  # type: ignore[no-any-return]
+    what = "model for sequence classification of" if scorer else "language model for"
+    raise ModelError(f"transformers has no {what} model_type {config.model_type!r}.")
 
 
 def on_meta(make: Make, config: Any) -> Any:
