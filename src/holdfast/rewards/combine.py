@@ -48,7 +48,8 @@ def combine(
     parts, metrics = _told(judged, values)
     if not faults:
         return Scored(total, parts, metrics)
-    reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[0], fault[1], config)))
+    severity = list(_DROPS)
+    reward, outcome = max(faults, key=lambda fault: severity.index(_policy(fault[0], fault[1], config).kind))
     cited = repr(sample.completion[:_SHOWN])
     message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
     drop = _DROPS[_policy(reward, outcome, config).kind]
@@ -103,7 +104,3 @@ def _of_timeout(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig
 
 def _fixed(policy: FaultPolicy) -> float | None:
     return policy.value if isinstance(policy, FixedValue) else None
-
-
-def _severity(policy: FaultPolicy) -> int:
-    return list(_DROPS).index(policy.kind)

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.rewards.base import CannotStart, describe_error
-from holdfast.rewards.functions.rules import template_columns
-from holdfast.rewards.functions.signatures import Bound, Concurrent, Each
+from holdfast.rewards.functions.rules import rule, template_columns
+from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
 
 _GRACE_SECONDS = 5.0
 """Beyond a reward's own limits, for starting and ending what it runs."""
@@ -44,9 +44,6 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
     bound: Bound
     match section["kind"]:
         case "path":
-            from holdfast.rewards.functions.signatures import bind
-            from holdfast.rewards.scorers import load_callable
-
             function, wants_kwargs = load_callable(section["path"], base, name, section["kwargs"])
             bound = bind(function, section["kwargs"] if wants_kwargs else {}, name)
         case "math":
@@ -66,8 +63,6 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             remove_abandoned()
             bound, own_seconds = Each(code), code.timeout_seconds
         case _:
-            from holdfast.rewards.functions.rules import rule
-
             bound = Each(rule(section))
     longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
     return ReadyReward(name, bound, longest, bound.columns or template_columns(section))

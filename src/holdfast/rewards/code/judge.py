@@ -86,13 +86,13 @@ def _count(order: dict[str, Any], peer: Peer) -> int:
         return 0
     names = {name: peer.decode(value) for name, value in message["names"].items() if not name.startswith("__")}
     # What judges stays the judge's own: built-in functions, and modules.
-    shadows = {name for name, value in names.items() if hasattr(builtins, name) or _poses_as_module(name, value)}
+    shadows = {
+        name
+        for name, value in names.items()
+        if hasattr(builtins, name) or (name in MODULES and isinstance(value, Remote))
+    }
     namespace = {name: value for name, value in names.items() if name not in shadows}
     return sum(_passes(test, namespace, names, shadows) for test in order["tests"])
-
-
-def _poses_as_module(name: str, value: Any) -> bool:
-    return name in MODULES and isinstance(value, Remote)
 
 
 def _passes(test: str, namespace: dict[str, Any], names: dict[str, Any], shadows: set[str]) -> bool:

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,8 +28,6 @@ from holdfast.rewards.functions.answers import (
 )
 from holdfast.rewards.functions.rules import cell
 
-__all__ = ["MathReward", "final_answer"]
-
 _PIECE_OF_LATEX = re.compile(r"\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _NUMERAL = re.compile(r"([0-9A-Za-z]+)(?:_\{?([0-9]+)\}?)?")
 _GOLDS_KEPT = 1024
@@ -47,20 +44,14 @@ class Gold(NamedTuple):
     """Decimal places that are compared where a side is a decimal number."""
 
 
-@dataclass(frozen=True)
 class MathReward:
     """1 where the final answer of a completion equals the gold one, 0 where it does not; None for a gold that cannot
     be read, since no completion could be right.
     """
 
-    column: str
-    parse: Callable[..., list[Any]]
-    verify: Callable[..., bool]
-    read_gold: Callable[[str], Gold | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Keep the golds read: a group shares one."""
-        object.__setattr__(self, "read_gold", lru_cache(_GOLDS_KEPT)(self._read_gold))
+    def __init__(self, column: str, parse: Callable[..., list[Any]], verify: Callable[..., bool]) -> None:
+        self.column, self.parse, self.verify = column, parse, verify
+        self.read_gold = lru_cache(_GOLDS_KEPT)(self._read_gold)  # a group shares one
 
     @classmethod
     def checked(cls, column: str, name: str) -> MathReward:
