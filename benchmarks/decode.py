@@ -65,7 +65,7 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
 
     from holdfast.config.sections.model import ModelConfig
     from holdfast.config.sections.rollout import SamplingConfig
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.models.build.model import blueprint
     from holdfast.models.names import named_parameters
     from holdfast.rollout.engine import Request, generate
@@ -107,7 +107,7 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
 def transformers(device: str) -> None:
     import torch
 
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     shape, tokenizer = shape_on(device), character_tokenizer()
     language_model = endless(device).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
@@ -137,7 +137,7 @@ def rank_of_rollouts(device: str) -> None:
     """Sample as one rank of a policy's run, or as all of it."""
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.grpo import GRPOConfig
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.rollout.sampling import mixed
     from holdfast.training.build.begin import Live

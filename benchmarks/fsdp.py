@@ -91,7 +91,7 @@ def bare(world: Any) -> tuple[Callable[[], object], Any]:
 
     from holdfast.data.batches.packing import pack
     from holdfast.data.batches.weights import Share
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.models.heads.policy import PolicyModel
     from holdfast.models.layers.attention import PACKED, register_attention
     from holdfast.models.layers.family import family_of

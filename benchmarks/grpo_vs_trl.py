@@ -156,7 +156,7 @@ class Watch:
 def holdfast(shape: Shape, device: str) -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.grpo import GRPOConfig
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.grpo import grpo_step
     from holdfast.rewards.base import Sample, Scored
@@ -213,7 +213,7 @@ def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     if fast_head:
         import gpu_like_head

@@ -21,7 +21,7 @@ WARM_UP, LIMIT = 2, 0.014
 def main() -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
     from holdfast.training.build.begin import Live, build_run

@@ -17,14 +17,13 @@ import numpy as np
 from measure import Meter, alternate, heading, resident_mib
 
 from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.assembly import plan_packs
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.planning import plan_packs
-from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import RowReader
+from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
+from holdfast.parallel.collectives import RankGroup
 from holdfast.types import Example
 
 LONGEST, BUDGET, BATCH = 2048, 16_384, {"best_fit": 512, "wrapped": 64}
@@ -61,7 +60,7 @@ def serve(packing: str, documents: int, median: float) -> dict[str, float]:
     config = DataConfig(
         path="documents", packing=packing, max_length=LONGEST, tokens_per_micro_batch=BUDGET, batch_size=BATCH[packing]
     )
-    ranks = Alone()
+    ranks = RankGroup()
     reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, ranks)
     stream = SampleStream(reader, config, ranks, limits=StreamLimits(passes=1))
     tokens = fill = step = 0

@@ -171,7 +171,7 @@ class Watch:
 def holdfast(device: str) -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
     from holdfast.training.build.begin import Live, build_run
@@ -209,7 +209,7 @@ def bare(_: str) -> None:
 
     from holdfast.data.batches.packing import pack
     from holdfast.data.batches.weights import Share
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.models.heads.policy import PolicyModel
     from holdfast.models.layers.attention import PACKED, register_attention
     from holdfast.models.layers.family import family_of
@@ -247,7 +247,7 @@ def trl(device: str, *, packing: bool, fast_head: bool) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     if fast_head:
         import gpu_like_head

@@ -13,9 +13,8 @@ from tests.test_layers import SOURCE, imports, parts
 
 ROOMS = {
     "config": """
-        base paths versions yaml12
+        base versions yaml12
         sections tree
-        explain
         load
         verbs
     """,
@@ -28,7 +27,7 @@ ROOMS = {
     """,
     "rewards": """
         base
-        combine outcome
+        combine
         processes
         functions
         code

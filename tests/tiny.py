@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,

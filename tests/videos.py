@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.data.tasks.characters import VISION, character_tokenizer, picture_tokenizer
+from holdfast.data.tasks.synthetic import VISION, character_tokenizer, picture_tokenizer
 from holdfast.types import Example
 from tests.vision import PROCESSORS, config_values, picture, vision_model
 

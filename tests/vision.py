@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from holdfast.data.tasks.characters import character_tokenizer, picture_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 from tests.tiny import COMMON
 
 PATCH = 4

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
-from holdfast.config.base import kind_of, kinds_of
+from holdfast.config.base import kinds_of
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
 
@@ -111,7 +111,7 @@ def value_text(value: object) -> str:
             return {None: "null", True: "true", False: "false"}[value]
         case BaseModel():
             written = value.model_dump(exclude_unset=True)
-            kind = kind_of(type(value))
+            kind = getattr(value, "kind", None)
             return value_text({"kind": kind, **written} if kind and written else kind or written)
         case dict():
             return "{" + ", ".join(f"{key}: {value_text(item)}" for key, item in value.items()) + "}"

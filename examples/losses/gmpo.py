@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from holdfast.objectives.base import bounded_exp, sequence_mean
 from holdfast.objectives.policy import PolicyGradient
-from holdfast.objectives.ratios import bounded_exp, sequence_mean
 from holdfast.objectives.surrogates import Actions, clip_sums
 
 

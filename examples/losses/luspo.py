@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from holdfast.objectives.clip import GSPO
+from holdfast.objectives.base import sequence_lengths
 from holdfast.objectives.policy import PolicyGradient
-from holdfast.objectives.ratios import sequence_lengths
-from holdfast.objectives.surrogates import Actions
+from holdfast.objectives.surrogates import GSPO, Actions
 
 
 @dataclass(frozen=True)

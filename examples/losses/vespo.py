@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.objectives.base import ratio
+from holdfast.objectives.base import ratio, sequence_sum
 from holdfast.objectives.policy import PolicyGradient
-from holdfast.objectives.ratios import sequence_sum
 from holdfast.objectives.surrogates import Actions
 
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.config.load import Draft, LoadedConfig, check, read_config
+from holdfast.config.load import Draft, LoadedConfig, check_draft, read_draft
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.scorer import ScorerConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import Document
 from holdfast.errors import ConfigError
@@ -206,7 +205,7 @@ def _checked(
 ) -> LoadedConfig[Root]:
     """Check the tree with live objects in the place of what it names."""
     if isinstance(config, str | Path):
-        draft, base = read_config(Path(config), [], root), Path(config).resolve().parent
+        draft, base = read_draft(Path(config), [], root), Path(config).resolve().parent
     else:
         draft, base = Draft(Document("config", dict(config))), Path.cwd()
     values = draft.document.values
@@ -217,7 +216,7 @@ def _checked(
         values["model"] = _live_model(values.get("model"), live)
     elif live.tokenizer is not None:
         values["model"] = _without(values.get("model"), ()) | {"tokenizer": GIVEN}
-    return LoadedConfig(check(draft, root), base)
+    return LoadedConfig(check_draft(draft, root), base)
 
 
 def _live_rewards(rewards: Rewards | None) -> tuple[tuple[Callable[..., object], ...], list[dict[str, str]]]:

@@ -44,6 +44,14 @@ class NotRegular(OSError):  # noqa: N818 - the name says what is wrong
         return f"{self.filename}: {self.strerror}"
 
 
+def expanded(path: str) -> Path:
+    """Return a path with `~` or `~name` replaced by that home; as it is where nobody has that name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def file_kind(path: Path, within: Path | None = None) -> str:
     """Return what stands at a path, in words; `REGULAR` for a file or a link to one.
 

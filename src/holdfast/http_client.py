@@ -74,7 +74,7 @@ class Endpoint:
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         body = None if content is None else json.dumps(content).encode()
-        status, received = self._ranks(method, urlsplit(self.url.rstrip("/") + path), body, headers)
+        status, received = self._exchange(method, urlsplit(self.url.rstrip("/") + path), body, headers)
         if status in _TRIED_AGAIN or status >= 500:
             raise EndpointUnwell(f"answers {status} {cut(received)}")
         if status != 200:
@@ -86,7 +86,9 @@ class Endpoint:
         except ValueError as error:
             raise EndpointRefuses(f"answers what is no JSON: {cut(received)}") from error
 
-    def _ranks(self, method: str, place: SplitResult, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+    def _exchange(
+        self, method: str, place: SplitResult, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout_seconds
         late = f"gave no whole answer within {self.timeout_seconds:g} s"
         kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection

@@ -13,7 +13,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.packing import unpack
 from holdfast.data.batches.stream import SampleStream
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.rows import open_data, row_tokeniser, training_stream

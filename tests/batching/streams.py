@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout
-from holdfast.data.batches.candidates import CandidateReader, Tokenise
+from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise
 from holdfast.data.batches.packing import unpack
-from holdfast.data.batches.ranks import Alone, Ranks
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import RowReader
+from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import Row, Source
 from holdfast.types import MiniBatch
 from tests.batching.sources import as_tokens
+
+T = TypeVar("T")
+
+
+class Alone:
+    """The ranks of a run of a single process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, item: T) -> list[T]:
+        return [item]
+
+    def swap(self, outgoing: Sequence[T]) -> list[T]:
+        return list(outgoing)
 
 
 def stream(

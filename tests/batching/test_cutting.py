@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.candidates import Candidates, Known
-from holdfast.data.batches.cutting import Rest, cut_windows, pieces_of
-from holdfast.data.batches.ranks import Alone
+from holdfast.data.batches.candidates import Candidates, Known, Rest, cut_windows, pieces_of
 from tests.batching.examples import example
+from tests.batching.streams import Alone
 
 
 def documents(lengths: list[int], *, parts: list[int] | None = None) -> list[Known]:

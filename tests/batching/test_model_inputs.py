@@ -12,9 +12,9 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.batches.packing import CommonStart, pack, unpack
-from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.weights import Share
 from holdfast.types import Example
+from tests.batching.streams import Alone
 
 ONE = Share(1.0, 1.0)
 TURNED = np.array([[0, 1, 1, 3], [0, 1, 2, 3], [0, 1, 1, 3]])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.rows.order import DECK, DrawOrder, deck_counts
+from holdfast.data.rows.reading import DECK, DrawOrder, deck_counts
 
 
 def rows(order: DrawOrder, first: int, last: int) -> list[tuple[int, int | None]]:

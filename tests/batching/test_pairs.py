@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.verbs.dpo import PairDataConfig
-from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.assembly import Layout, assemble, plan_units
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.batches.packing import unpack
-from holdfast.data.batches.planning import plan_units
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Example, MiniBatch
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.ranks import Alone, Ranks
+from holdfast.data.batches.candidates import Ranks
 from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
 from tests.batching.sources import indexed, numbered, on_threads, streamed
-from tests.batching.streams import serve, stream
+from tests.batching.streams import Alone, serve, stream
 
 
 @pytest.mark.parametrize(("passes", "rows"), [(1, 10), (2.0, 20), (0.5, 8), (1.5, 18), (0.01, 4), (0.7, 10), (1.1, 14)])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.batches.planning import best_fit_decreasing, plan_packs
+from holdfast.data.batches.assembly import best_fit_decreasing, plan_packs
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 RANKS = st.integers(1, 5)
@@ -30,10 +30,10 @@ def test_every_unit_is_packed_once_within_the_budget_in_as_many_packs_on_every_r
 
     plan = plan_packs(lengths, budget=budget, ranks=ranks, padded=padded)
 
-    packs = [pack for of_rank in plan.packs for pack in of_rank]
+    packs = [pack for of_rank in plan for pack in of_rank]
     assert sorted(unit for pack in packs for unit in pack) == list(range(len(lengths)))
-    assert len(plan.packs) == ranks
-    assert {len(of_rank) for of_rank in plan.packs} == {plan.micro_batches}
+    assert len(plan) == ranks
+    assert {len(of_rank) for of_rank in plan} == {len(plan[0])}
     for pack in packs:
         width = [lengths[unit] for unit in pack]
         assert (len(width) * max(width, default=0) if padded else sum(width)) <= budget
@@ -49,7 +49,7 @@ def test_a_plan_is_a_function_of_lengths_alone(lengths: list[int], ranks: int, p
 
 def test_no_unit_at_all_is_one_idle_pack_for_every_rank() -> None:
     for padded in (True, False):
-        assert plan_packs([], budget=10, ranks=3, padded=padded).packs == (((),), ((),), ((),))
+        assert plan_packs([], budget=10, ranks=3, padded=padded) == (((),), ((),), ((),))
 
 
 def test_a_unit_above_the_budget_is_refused() -> None:
@@ -105,17 +105,17 @@ def test_ranks_share_uneven_lengths_evenly(ranks: int, padded: bool) -> None:
 
     plan = plan_packs(lengths, budget=8192, ranks=ranks, padded=padded)
 
-    tokens = [sum(lengths[unit] for pack in of_rank for unit in pack) for of_rank in plan.packs]
-    cells = [sum(len(pack) * max(map(lengths.__getitem__, pack)) for pack in of_rank) for of_rank in plan.packs]
+    tokens = [sum(lengths[unit] for pack in of_rank for unit in pack) for of_rank in plan]
+    cells = [sum(len(pack) * max(map(lengths.__getitem__, pack)) for pack in of_rank) for of_rank in plan]
     work = cells if padded else tokens
     assert max(work) <= 1.03 * sum(work) / ranks
-    assert plan.micro_batches <= math.ceil(sum(lengths) / 8192 / ranks) + (1 if padded else 0)
+    assert len(plan[0]) <= math.ceil(sum(lengths) / 8192 / ranks) + (1 if padded else 0)
 
 
 def test_who_had_the_larger_pack_gets_the_smaller_one_next() -> None:
     plan = plan_packs([10, 9, 8, 7], budget=10, ranks=2)
 
-    assert plan.packs == (((0,), (3,)), ((1,), (2,)))
+    assert plan == (((0,), (3,)), ((1,), (2,)))
 
 
 def test_packs_that_run_at_the_same_time_are_alike() -> None:
@@ -123,7 +123,7 @@ def test_packs_that_run_at_the_same_time_are_alike() -> None:
 
     plan = plan_packs(lengths, budget=4096, ranks=4)
 
-    for packs in zip(*plan.packs, strict=True):
+    for packs in zip(*plan, strict=True):
         tokens = [sum(lengths[unit] for unit in pack) for pack in packs]
         assert max(tokens) <= 1.1 * sum(tokens) / 4
 
@@ -131,20 +131,20 @@ def test_packs_that_run_at_the_same_time_are_alike() -> None:
 def test_padded_rows_that_fit_one_pack_are_still_shared_out() -> None:
     plan = plan_packs([10] * 8, budget=1000, ranks=4, padded=True)
 
-    assert [len(of_rank[0]) for of_rank in plan.packs] == [2, 2, 2, 2]
+    assert [len(of_rank[0]) for of_rank in plan] == [2, 2, 2, 2]
 
 
 def test_padded_rows_that_fit_one_forward_pass_take_one() -> None:
     plan = plan_packs([40, 10, 10, 10], budget=160, ranks=1, padded=True)
 
-    assert plan.packs == (((1, 2, 3, 0),),)
+    assert plan == (((1, 2, 3, 0),),)
 
 
 def test_the_rank_with_a_long_sequence_gets_fewer_tokens_where_attention_is_dear() -> None:
     lengths = [4000] + [1000] * 12
 
     shared = [
-        sorted(sum(lengths[unit] for unit in of_rank[0]) for of_rank in plan.packs)
+        sorted(sum(lengths[unit] for unit in of_rank[0]) for of_rank in plan)
         for plan in (plan_packs(lengths, budget=16000, ranks=2, attention_share=share) for share in (0.0, 1e-3))
     ]
 

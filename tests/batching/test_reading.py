@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import EndOfStream, HeldOut, RowReader
+from holdfast.data.rows.reading import DrawOrder, EndOfStream, HeldOut, RowReader
 from holdfast.data.rows.rows import Source, from_rows
 from holdfast.errors import DataError
 from tests.batching.sources import Forward, indexed, numbered, streamed

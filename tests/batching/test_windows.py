@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.batches.ranks import Alone
 from holdfast.data.batches.stream import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from tests.batching.sources import Forward, numbered
-from tests.batching.streams import held, stream
+from tests.batching.streams import Alone, held, stream
 
 WRAPPED = {"packing": "wrapped", "max_length": 8, "tokens_per_micro_batch": 16, "batch_size": 3}
 

@@ -17,7 +17,7 @@ from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.save.rehearsal import RehearsalReport, Room, run_rehearsal
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import holdfast
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 
 TINY, CONFIG = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 

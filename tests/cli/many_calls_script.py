@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import holdfast
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 
 TINY = json.loads(sys.argv[1])
 RANK = int(os.environ.get("RANK", "0"))

@@ -114,7 +114,7 @@ def test_a_run_does_not_go_on_with_another_loss_or_another_reference(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     def save(seed: int) -> None:
         import torch

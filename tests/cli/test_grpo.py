@@ -361,7 +361,7 @@ def a_biased_sampler(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def a_tokenizer_without_an_end(folder: Path, tree: dict[str, Any]) -> None:
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None

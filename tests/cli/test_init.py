@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.conftest import write_rows
 from tests.cli.warm import Done, WarmPython
 

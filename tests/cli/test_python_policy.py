@@ -14,8 +14,8 @@ import holdfast
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.objectives.clip import Clip
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.surrogates import Clip
 from tests.cli.conftest import TINY
 from tests.cli.test_python import said
 from tests.cli.warm import WarmPython, run

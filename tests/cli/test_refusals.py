@@ -16,7 +16,7 @@ def missing_shard(folder: Path, tree: dict[str, Any]) -> None:
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
     model.save_pretrained(folder / "model", max_shard_size="4KB")

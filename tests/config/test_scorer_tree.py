@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.dpo import ScorerConfig
 from holdfast.config.verbs.roots import run_from_mapping, verb_of
-from holdfast.config.verbs.scorer import ScorerConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts

@@ -254,7 +254,7 @@ def rows(path: Path, last: str) -> None:
 
 
 def tokenizer(path: Path, template: str) -> None:
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     made: Any = character_tokenizer()
     made.chat_template = template

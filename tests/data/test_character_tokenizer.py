@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.sections.data import SourceConfig, TextConfig
 from holdfast.data.rows.rows import open_source
-from holdfast.data.tasks.characters import CHARACTERS, character_tokenizer
+from holdfast.data.tasks.synthetic import CHARACTERS, character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 
 

@@ -11,9 +11,8 @@ import pytest
 import xxhash
 from PIL import Image
 
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.images import IMAGES_OF_A_ROW, SAMPLED_ROWS, ImageFiles, images_mark
 from holdfast.data.rows.rows import from_rows
-from holdfast.data.tokens.image_fingerprints import IMAGES_OF_A_ROW, SAMPLED_ROWS, images_mark
 from holdfast.errors import DataError
 
 

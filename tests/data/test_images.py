@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.tasks.characters import character_tokenizer, picture_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError

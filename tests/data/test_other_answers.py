@@ -10,10 +10,9 @@ import pytest
 
 from holdfast.config.verbs.dpo import PairDataConfig
 from holdfast.data.batches.other_answers import OtherAnswerTokeniser
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import HeldOut, RowReader, stride
+from holdfast.data.rows.reading import DrawOrder, HeldOut, RowReader, stride
 from holdfast.data.rows.rows import Row, Source, from_rows
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.preferences import LabelTokeniser
 from holdfast.errors import DataError

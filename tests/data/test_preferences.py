@@ -9,8 +9,7 @@ import pytest
 
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.config.verbs.dpo import PairDataConfig
-from holdfast.data.tasks.characters import character_tokenizer
-from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
+from holdfast.data.tasks.synthetic import SyntheticSource, character_tokenizer, check_answer
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, preferred_only
 from holdfast.errors import DataError

@@ -232,7 +232,7 @@ LONG = {"text": "abcdefghij"}
 
 @pytest.fixture(scope="module")
 def letters() -> Any:
-    from holdfast.data.tasks.characters import character_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer
 
     return character_tokenizer()
 

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.config.verbs.dpo import PairDataConfig
 from holdfast.config.verbs.roots import run_from_mapping
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser
 from holdfast.data.tokens.vision import ImageSide

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from holdfast.checkpoint.export.stored import export_stored
 from holdfast.checkpoint.keep import find
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.distributed.critic_cases import BETA, CLIP, GAMMA, HIGH, LAM, LOW, by_hand, live_run, saved, train
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.tiny import COMMON, tiny_directory, tiny_model

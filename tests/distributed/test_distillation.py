@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from tests.distributed.cases import rows_of
 from tests.distributed.distill_cases import abandoned, by_hand, finished, settings, texts_of, train

@@ -21,7 +21,7 @@ from holdfast.checkpoint.export.stored import export_stored, export_stored_adapt
 from holdfast.checkpoint.keep import find
 from holdfast.cli.checkpoint import app
 from holdfast.config.sections.data import DataConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import UserError
 from holdfast.models.names import canonical_name

@@ -14,7 +14,7 @@ import torch
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, build_run

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.distributed import grpo_cases, preference_cases
 from tests.logprob_server import LONGEST, Served, served
 from tests.tiny import tiny_directory, tiny_model

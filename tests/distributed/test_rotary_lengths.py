@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.distributed import cases, critic_cases, distill_cases, grpo_cases, preference_cases, reward_cases
 from tests.distributed import test_sharded_rewards as sharded_rewards
 from tests.distributed.test_critic import RATES, ppo, scorer

@@ -18,9 +18,9 @@ from holdfast.checkpoint.export.stored import export_stored, export_stored_adapt
 from holdfast.checkpoint.keep import find
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.roots import run_from_mapping
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.metrics.sink import read_metrics
-from holdfast.models.heads.reward_model import RewardModel
+from holdfast.models.heads.scorer import RewardModel
 from holdfast.models.names import canonical_name
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters

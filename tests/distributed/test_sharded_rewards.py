@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from holdfast.data.tasks.characters import CHARACTERS, character_tokenizer
+from holdfast.data.tasks.synthetic import CHARACTERS, character_tokenizer
 from holdfast.files import size_words
 from holdfast.metrics.sink import read_metrics
 from holdfast.rewards.base import Sample

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.config.sections.data import DataConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.types import Example
 from tests.distributed.cases import reference, rows_of, settings, train

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.distributed.cases import rows_of
 from tests.distributed.distill_cases import (
     evaluated_twice,

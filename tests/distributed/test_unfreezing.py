@@ -14,7 +14,7 @@ import torch
 
 from holdfast.checkpoint.keep import find
 from holdfast.config.sections.data import DataConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.models.source.vision import FREEZE_PRESETS
 from tests.crash.runs import log_of, run_each, state_differences, values_of

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.shards import materialise

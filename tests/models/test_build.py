@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.config.sections.model import ModelConfig, UnfreezeConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.build.freezing import freeze
 from holdfast.models.build.model import Blueprint, blueprint

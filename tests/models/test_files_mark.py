@@ -12,7 +12,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from holdfast.config.load import from_mapping
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import AdapterFile, check_base

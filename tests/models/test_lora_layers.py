@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
-from holdfast.models.adapters.live import adapters_of
+from holdfast.models.adapters.live import adapters_of, whole_modules
 from holdfast.models.adapters.lora import add_adapters
-from holdfast.models.adapters.whole_modules import whole_modules
 from tests.models.architectures import settings_of
 from tests.tiny import tiny_model
 

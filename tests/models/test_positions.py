@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.models.layers.positions import Positions, positions_of
+from holdfast.models.layers.family import Positions, positions_of
 from tests.tiny import tiny_model
 
 

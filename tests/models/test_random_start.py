@@ -13,7 +13,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.build.model import blueprint
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.weights.random_start import RandomSource
+from holdfast.models.weights.loading import RandomSource
 from holdfast.parallel.shards import materialise
 from tests.models.cases import whole_parameters
 from tests.models.directories import KINDS, config_of

@@ -19,9 +19,9 @@ from holdfast.config.sections.reward import (
     RewardPoolConfig,
 )
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ConfigError, ModelError
-from holdfast.models.heads.reward_model import RewardModel, TextScorer
+from holdfast.models.heads.scorer import RewardModel, TextScorer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World

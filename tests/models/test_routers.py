@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.config.sections.router import (
+from holdfast.config.sections.model import (
     AutoRouterLoss,
     BatchRouterLoss,
     GlobalRouterLoss,

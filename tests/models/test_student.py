@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from holdfast.models.heads.student import distilled
 from holdfast.models.scores import HeadSpec, HeadWeights
-from holdfast.objectives.divergences import Distillation
+from holdfast.objectives.supervised import Distillation
 from tests.models.test_scores import draw, leaves, plain
 from tests.oracle import distillation as oracle
 
@@ -129,7 +129,7 @@ import json, torch
 from pathlib import Path
 from holdfast.models.scores import HeadWeights, HeadSpec
 from holdfast.models.heads.student import distilled
-from holdfast.objectives.divergences import Distillation
+from holdfast.objectives.supervised import Distillation
 
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.models.source.origin import load_tokenizer
 from tests.tiny import tiny_directory
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.build.model import blueprint
 from tests.models.architectures import strong_model

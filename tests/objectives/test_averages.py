@@ -14,8 +14,8 @@ from holdfast.config.sections.data import Average
 from holdfast.data.batches.packing import pack, split_tokens
 from holdfast.data.batches.weights import shares
 from holdfast.objectives.base import scored_tokens
-from holdfast.objectives.clip import GSPO, Clip
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.surrogates import GSPO, Clip
 from holdfast.types import Example
 from tests.oracle.policy import clip_term
 

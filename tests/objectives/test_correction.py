@@ -16,8 +16,8 @@ from holdfast.config.sections.policy import (
     OffPolicyMaskConfig,
     TruncateConfig,
 )
-from holdfast.objectives.clip import Clip
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.surrogates import Clip
 from tests.objectives.cases import draw, means, objective_found, scores_of, tokens_of
 from tests.oracle import policy as oracle
 from tests.oracle.policy import Array, Case

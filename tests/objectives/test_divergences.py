@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from holdfast.objectives.base import Tokens
-from holdfast.objectives.divergences import SampledReverseKL, generalised_jsd
+from holdfast.objectives.supervised import SampledReverseKL, generalised_jsd
 from tests.oracle import distillation as oracle
 
 TOKENS, VOCABULARY = 7, 19

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from holdfast.config.sections.policy import EntropyConfig
-from holdfast.objectives.clip import GSPO, Clip
-from holdfast.objectives.entropy import acting_entropy_coefficient, entropy_threshold, next_entropy_coefficient
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.regularisers import acting_entropy_coefficient, entropy_threshold, next_entropy_coefficient
+from holdfast.objectives.surrogates import GSPO, Clip
 from tests.objectives.cases import draw, means, objective_found, scores_of, tokens_of
 from tests.oracle import policy as oracle
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from holdfast.config.sections.policy import KLConfig, KLEstimator
-from holdfast.objectives.kl import kl_estimate, next_kl_coefficient
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.regularisers import kl_estimate, next_kl_coefficient
 from holdfast.objectives.surrogates import Reinforce
 from tests.objectives.cases import draw, means, objective_found, scores_of, tokens_of
 from tests.oracle import policy as oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.sections.policy import KLConfig
-from holdfast.objectives.kl import next_kl_coefficient
+from holdfast.objectives.regularisers import next_kl_coefficient
 
 
 @pytest.mark.parametrize(("measured", "expected"), [(0.0, 0.025), (10.0, 0.1)])

@@ -16,9 +16,8 @@ from holdfast.config.sections.policy import (
     OffPolicyMaskConfig,
     PolicyObjective,
 )
-from holdfast.objectives.clip import GSPO, Clip, GSPOToken
 from holdfast.objectives.policy import build_policy_objective
-from holdfast.objectives.surrogates import CISPO, SAPO, Reinforce
+from holdfast.objectives.surrogates import CISPO, GSPO, SAPO, Clip, GSPOToken, Reinforce
 
 
 def read(kind: Any, value: Any) -> Any:

@@ -21,8 +21,13 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, register_attention
 from holdfast.models.layers.family import family_of
 from holdfast.objectives.base import Tokens, scored_tokens
-from holdfast.objectives.divergences import BothLikelihoods, SampledReverseKL
-from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood, supervised_sums
+from holdfast.objectives.supervised import (
+    BothLikelihoods,
+    DynamicFineTuning,
+    NegativeLogLikelihood,
+    SampledReverseKL,
+    supervised_sums,
+)
 from holdfast.types import Batch, Example, LossSum, Scores
 from tests.models.architectures import strong_model, twin
 

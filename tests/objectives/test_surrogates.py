@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.objectives.clip import GSPO, Clip, GSPOToken
-from holdfast.objectives.surrogates import CISPO, SAPO, Actions, Reinforce
+from holdfast.objectives.surrogates import CISPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce
 from tests.objectives.cases import actions_of, draw, means, surrogate_found, tokens_of
 from tests.oracle import policy as oracle
 from tests.oracle.policy import Case, Found

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.objectives.base import Tokens
-from holdfast.objectives.value import ValueLoss
+from holdfast.objectives.supervised import ValueLoss
 from holdfast.types import Scores
 from tests.oracle import critic as oracle
 

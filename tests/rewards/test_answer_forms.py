@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.rewards.functions.mathematics import MathReward, final_answer
+from holdfast.rewards.functions.answers import final_answer
+from holdfast.rewards.functions.mathematics import MathReward
 
 NUMBERS = [
     ("18", "18"),

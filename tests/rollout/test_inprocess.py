@@ -12,7 +12,7 @@ import torch
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate

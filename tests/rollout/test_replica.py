@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.models.architectures import strong_model
 from tests.training.cases import evaluate, tree
 

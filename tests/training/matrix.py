@@ -20,7 +20,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
 from holdfast.data.content.vision_families import VISION_FAMILIES
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data.batches.ranks import Alone
 from holdfast.data.rows.rows import Row, Source, from_rows
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.training.build.rows import first_sequences
 from holdfast.types import Example
+from tests.batching.streams import Alone
 
 
 class Rank(Alone):

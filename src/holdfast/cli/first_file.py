@@ -239,7 +239,7 @@ def _count_weights(model: str, base: Path) -> int:
         ModelError: It is not there, or nothing that can be trained.
     """
     from holdfast.models.build.model import configured
-    from holdfast.models.source.skeleton import maker, on_meta
+    from holdfast.models.source.configuration import maker, on_meta
 
     config, _ = configured(ModelConfig(path=model), base)
     skeleton = on_meta(maker(config, trust_remote_code=False, scorer=False), config)

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.config.load import from_mapping
-from holdfast.config.paths import expanded
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
+from holdfast.files import expanded
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -73,7 +73,7 @@ def prepared(config: Any, tokenizer: Any, prompts: Sequence[str], request: Reque
     Raises:
         UserError: A prompt has no tokens or too many, or the chat template refuses it.
     """
-    from holdfast.data.tokens.plain_text import PlainTokeniser
+    from holdfast.data.tokens.chat import PlainTokeniser
 
     plain, ready = PlainTokeniser(tokenizer, append_eos=False), []
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

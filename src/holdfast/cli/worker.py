@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.quiet import hush
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import run_from_mapping
-from holdfast.config.verbs.scorer import ScorerConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.files import NotRegular

@@ -168,12 +168,6 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def kind_of(model: type[BaseModel]) -> str | None:
-    """Return the kind of a member of a tagged union; None for any other section."""
-    field = model.model_fields.get("kind")
-    return None if field is None else str(field.default)
-
-
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     """Return the kinds that a member of a tagged union stands for, its default first; none for any other section."""
     field = model.model_fields.get("kind")

@@ -1,22 +1,201 @@
-"""From a YAML file and overrides to a checked tree; every mistake is reported at once, with file and line.
+"""From a YAML file and overrides to a checked tree; every mistake is reported at once: where, what, and what was meant.
 
 Rules between keys are looked at in sections whose own keys are right, and whose sections below are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast.config.base import EXPORTED
-from holdfast.config.explain import explain
-from holdfast.config.tree import section_at
+from holdfast.config.base import EXPORTED, kinds_of
+from holdfast.config.tree import all_keys, key_path, section_at
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text; put it in quotes",
+    "list_type": "a list, as in [a, b]",
+    "tuple_type": "a list, as in [a, b]",
+    "too_long": "shorter",
+}
+"""What a value should have been, by pydantic's name of the error."""
+
+
+def explain(
+    error: ValidationError, document: Document, root: type[BaseModel], origins: Mapping[KeyPath, str]
+) -> list[tuple[float, str]]:
+    """Return the line in the file and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
+
+    Mistakes of the command line come after all lines.
+
+    Args:
+        error: What pydantic found.
+        document: The file.
+        root: Its root model.
+        origins: Where keys came from that the file does not hold.
+    """
+    grouped: dict[KeyPath, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        grouped.setdefault(key_path(root, item["loc"], document.values), []).append(item)
+    return [
+        _placed(key, text, document, origins)
+        for path, items in grouped.items()
+        for key, text in _described(path, items, document, root)
+    ]
+
+
+def _placed(key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]) -> tuple[float, str]:
+    text = f"{'.'.join(map(str, key))}: {text}"
+    origin = _origin(key, document, origins)
+    if origin is not None:
+        return math.inf, f"{origin}: {text}"
+    return document.line(key), f"{document.where(key)}: {text}"
+
+
+def _origin(key: KeyPath, document: Document, origins: Mapping[KeyPath, str]) -> str | None:
+    """Return the override that set a key, or the one that the section came to be with."""
+    above = next((origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in origins), None)
+    if above is not None or key in document.lines:
+        return above
+    return next((origin for path, origin in origins.items() if path[: len(key)] == key), None)
+
+
+def _described(
+    path: KeyPath, items: Sequence[Any], document: Document, root: type[BaseModel]
+) -> Iterator[tuple[KeyPath, str]]:
+    for item in items:
+        if item["type"] == "rules":
+            for key, text in item["ctx"]["mistakes"]:
+                yield (*path, *(int(part) if part.isdecimal() else part for part in key.split("."))), text
+            return
+    yield path, _describe(path, items, document, root)
+
+
+def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: type[BaseModel]) -> str:
+    first = items[0]
+    match first["type"]:
+        case "extra_forbidden":
+            return _unknown_key(path, document, root)
+        case "missing" if isinstance(first["loc"][-1], int):
+            return f"{_short(first['input'])} has too few values"
+        case "missing":
+            return "required, and missing"
+        case "union_tag_invalid":
+            kinds = first["ctx"]["expected_tags"].split("'")[1::2]  # of pydantic's `'a', 'b' or 'c'`
+            return _no_such_kind(first["ctx"]["tag"], kinds)
+        case "value_error":
+            return str(first["ctx"]["error"])
+        case "too_short":
+            return "this list is empty; name at least one"
+        case "model_type" | "dict_type" if first["input"] is None:
+            return "this section is empty; remove it, or give it keys ({} is a section with its defaults)"
+        case "none_required":
+            return f"{_short(first['input'])} has no use for this command; remove it, or write null"
+        case "model_type" | "dict_type":
+            return f"this is a section with keys of its own, not the value {_short(first['input'])}"
+    return _wrong_value(items)
+
+
+def _wrong_value(items: Sequence[Any]) -> str:
+    """Say what a value should have been; of a key with alternatives, all of them."""
+    expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
+    return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
+
+
+def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> str:
+    """Say which key was meant: of another kind, in another place, or spelled otherwise."""
+    name = str(path[-1])
+    section, choice = section_at(root, path[:-1], document.values)
+    assert section is not None, "pydantic finds unknown keys in sections only"
+    kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]
+    if kinds:
+        own = " or ".join(kinds_of(section))
+        return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}"
+    return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
+
+
+_CALLED_HERE = {
+    "learning_rate": "optim.lr",
+    "warmup": "optim.schedule.warmup_steps",
+    "lr_scheduler_type": "optim.schedule",
+    "max_grad_norm": "optim.clip_norm",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "neftune_noise_alpha": "neftune_alpha",
+    "batch": "data.batch_size",
+    "train_batch_size": "data.batch_size",
+    "per_device_train_batch_size": "data.batch_size",
+    "gradient_accumulation_steps": "data.tokens_per_micro_batch",
+    "max_seq_length": "data.max_length",
+    "gradient_checkpointing": "parallel.recompute",
+    "bf16": "model.dtype",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "logging_steps": "metrics.log_every",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_new_tokens",
+    "reward_funcs": "reward",
+    "sync_ref_model": "reference.sync",
+    "ref_model_sync_steps": "reference.sync.every_steps",
+    "ref_model_mixup_alpha": "reference.sync.mix",
+}
+"""What other systems call a key."""
+
+
+def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
+    if _CALLED_HERE.get(name) in everywhere:
+        return f"unknown key; it is called {_CALLED_HERE[name]} here"
+    above, dot, last = name.rpartition(".")
+    if dot and name in everywhere:
+        return f"dots are for the command line; in a file write {last} inside {above}"
+    elsewhere = _with_last_word(name, everywhere)
+    begun = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
+    if begun:
+        return f"unknown key; did you mean {' or '.join(begun[:3])}?"
+    if elsewhere and not _close(name, siblings, 0.85):
+        return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
+    by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
+    close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.75) or "")
+    return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
+
+
+def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
+    """Return the keys that end so; those under names of the user's (`*`) only if there is no other."""
+    matches = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
+    return [dotted for dotted in matches if "*" not in dotted] or matches
+
+
+def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
+    close = _close(word, kinds, 0.6)
+    meant = f" Did you mean {close}?" if close else ""
+    return f"there is no kind {word!r}.{meant} Kinds: {', '.join(kinds)}"
+
+
+def _close(word: str, candidates: Sequence[str], cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), None)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
 
 EXPORTED_CONFIG = "holdfast.yaml"
 """The run's resolved configuration in an export, so that `holdfast eval EXPORT` needs nothing else."""
@@ -50,10 +229,10 @@ def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> Loade
     Raises:
         ConfigError: The file, an override or the tree is wrong; the message lists every mistake.
     """
-    return LoadedConfig(check(read_config(path, overrides, root), root), path.resolve().parent)
+    return LoadedConfig(check_draft(read_draft(path, overrides, root), root), path.resolve().parent)
 
 
-def read_config(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
+def read_draft(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
     """Read a run's YAML and apply overrides, without checking the tree.
 
     Raises:
@@ -80,10 +259,10 @@ def from_mapping(
     draft = Draft(Document(source, dict(values)))
     for override in overrides:
         _apply(draft, override, root)
-    return check(draft, root)
+    return check_draft(draft, root)
 
 
-def check(draft: Draft, root: type[Root]) -> Root:
+def check_draft(draft: Draft, root: type[Root]) -> Root:
     """Validate a draft against a root.
 
     Raises:

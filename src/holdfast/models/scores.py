@@ -15,7 +15,7 @@ keeps only log-probabilities and computes each chunk again in the backward pass:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -99,8 +99,20 @@ def separable_loss(
         The differentiable sum [] and the detached scores.
     """
     how = _How(spec, temperature, entropy, torch.is_grad_enabled())
-    loss, logprobs, entropies, is_top = _OnePass.apply(hidden, head.weight, head.bias, targets, terms, how)  # type: ignore[no-untyped-call]
-    return loss, Scores(logprobs, is_top, entropies if entropy else None)
+    states, product_head = _prepared(hidden, head, how)
+    gradients, outputs = _HeadGradients(states, product_head, how), _Outputs(states)
+    loss = torch.zeros((), dtype=outputs.dtype, device=hidden.device)
+    with torch.no_grad():
+        for rows in _chunks(states, product_head, how):
+            chunk = _forward_chunk(states[rows], product_head, targets[rows], how)
+            value, by_logprob, by_entropy = _differentiate(terms, chunk, rows)
+            loss += value
+            outputs.keep(rows, chunk)
+            if gradients.wanted:
+                gradients.add(chunk, states[rows], product_head, targets[rows], rows, by_logprob, by_entropy)
+            del chunk  # or two chunks of logits would be alive at once
+    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.as_inputs(hidden, head))  # type: ignore[no-untyped-call]
+    return total, Scores(outputs.logprobs, outputs.is_top, outputs.entropy if entropy else None)
 
 
 class _How(NamedTuple):
@@ -280,34 +292,28 @@ def _chunks(states: Tensor, head: HeadWeights, how: _How) -> Iterator[slice]:
         yield slice(start, min(start + size, states.shape[0]))
 
 
-class _OnePass(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: TokenTerms, how: _How
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        states, head = _prepared(hidden, HeadWeights(weight, bias), how)
-        gradients = _HeadGradients(states, head, how)
-        outputs = _Outputs(states)
-        loss = torch.zeros((), dtype=outputs.dtype, device=hidden.device)
-        for rows in _chunks(states, head, how):
-            with torch.no_grad():
-                chunk = _forward_chunk(states[rows], head, targets[rows], how)
-            value, by_logprob, by_entropy = _differentiate(terms, chunk, rows)
-            loss += value
-            outputs.keep(rows, chunk)
-            if gradients.wanted:
-                with torch.no_grad():
-                    gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprob, by_entropy)
-            del chunk  # or two chunks of logits would be alive at once
-        ctx.parts = gradients.as_inputs(hidden, HeadWeights(weight, bias))
-        ctx.mark_non_differentiable(outputs.logprobs, outputs.entropy, outputs.is_top)
-        return loss, outputs.logprobs, outputs.entropy, outputs.is_top
+class WithGradients(torch.autograd.Function):
+    """A loss whose gradients by hidden states, weight and bias are known already."""
 
     @staticmethod
-    def backward(ctx: Any, by_loss: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
+        ctx: Any,
+        hidden: Tensor,  # noqa: ARG004
+        weight: Tensor,  # noqa: ARG004
+        bias: Tensor | None,  # noqa: ARG004
+        loss: Tensor,
+        gradients: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Return the loss, and note its gradients."""
+        ctx.parts = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
+        """Return the gradients that were noted, times the loss's own."""
         parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
         ctx.parts = ()
-        return (*parts, None, None, None)
+        return (*parts, None, None)
 
 
 class _Recompute(torch.autograd.Function):

@@ -1,4 +1,8 @@
-"""What a loss is: token terms that are summed with weights, and never divided."""
+"""What a loss is: token terms that are summed with weights, and never divided.
+
+Ratios of probabilities are kept finite: a difference of log-probabilities is bounded before it is exponentiated. Losses
+see scored tokens only (`scored_tokens` gathers them), so nothing at a masked position reaches an exponential.
+"""
 
 from __future__ import annotations
 
@@ -49,26 +53,91 @@ class Objective(Protocol):
     @property
     def separable(self) -> bool:
         """Whether a token's term depends on no other token's score, so that the head can form gradients at once."""
-        ...
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the terms use the entropy of the policy."""
-        ...
 
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
         """Return the loss of each token, unweighted and differentiable in `logprobs` (and `entropy`).
 
         All tensors are [n]: a chunk of the scored tokens if `separable`, all of them otherwise.
         """
-        ...
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
         """Return detached metrics as [2] tensors (total, denominator); the same names on every rank."""
-        ...
 
 
 def ratio(total: Tensor, denominator: Tensor | float) -> Tensor:
     """Return a metric as the [2] tensor (total, denominator), in float64 so that long sums keep their digits."""
     total = total.detach().to(torch.float64)
     return torch.stack([total, torch.as_tensor(denominator, dtype=torch.float64, device=total.device)])
+
+
+LIMIT = 20.0
+"""Largest magnitude of a log ratio, in nats: e^20 is 5e8, which float32 still squares."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return exp of a log ratio held within +-20 nats; beyond that its gradient is 0."""
+    return log_ratio.clamp(-LIMIT, LIMIT).exp()
+
+
+def log_ratio_to_proximal(logprobs: Tensor, tokens: Tokens) -> Tensor:
+    """Return [N] log policy - log proximal policy, differentiable in `logprobs`.
+
+    Without proximal log-probabilities the update is the first of its rollout, and the proximal policy is the policy:
+    the result is exactly 0, with gradient 1.
+    """
+    return logprobs - proximal_logprobs(logprobs, tokens)
+
+
+def proximal_logprobs(logprobs: Tensor, tokens: Tokens) -> Tensor:
+    """Return [N] log-probabilities of the trainer before the first update of this rollout, detached."""
+    if "proximal_logprobs" in tokens.per_token:
+        return carried("proximal_logprobs", logprobs, tokens)
+    return logprobs.detach()
+
+
+def carried(name: str, logprobs: Tensor, tokens: Tokens) -> Tensor:
+    """Return [N] values that packing carried along, in the dtype of the log-probabilities.
+
+    A rank without work has a batch that carries nothing; it gets no values.
+
+    Raises:
+        ValueError: There are tokens, but not this value.
+    """
+    if name in tokens.per_token:
+        return tokens.per_token[name].to(logprobs.dtype)
+    if logprobs.numel() == 0:
+        return logprobs.detach()
+    names = ", ".join(sorted(tokens.per_token)) or "nothing"
+    raise ValueError(f"the objective needs {name} of every token; this batch carries {names}")
+
+
+def sequence_sum(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return [N]: for every token the sum over its sequence."""
+    totals = torch.zeros(tokens.sequences, dtype=values.dtype, device=values.device)
+    return totals.index_add(0, tokens.sequence, values)[tokens.sequence]
+
+
+def sequence_lengths(tokens: Tokens, like: Tensor) -> Tensor:
+    """Return [N]: for every token the number of scored tokens of its sequence."""
+    return sequence_sum(torch.ones_like(like), tokens)
+
+
+def sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return [N]: for every token the mean over its sequence."""
+    return sequence_sum(values, tokens) / sequence_lengths(tokens, values)
+
+
+def sum_to_go(values: Tensor, tokens: Tokens) -> Tensor:
+    """Return [N]: for every token the sum over itself and the later tokens of its sequence.
+
+    Sequences follow each other in the order of their indices, as packing lays them.
+    """
+    wide = values.to(torch.float64)
+    to_end = wide.flip(0).cumsum(0).flip(0)
+    totals = torch.zeros(tokens.sequences, dtype=wide.dtype, device=wide.device).index_add(0, tokens.sequence, wide)
+    of_later = totals.flip(0).cumsum(0).flip(0) - totals
+    return (to_end - of_later[tokens.sequence]).to(values.dtype)

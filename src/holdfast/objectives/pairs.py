@@ -1,10 +1,14 @@
 """Losses that compare a chosen answer with a rejected one: a number per pair, differentiable.
 
 Write r for an answer's `log_ratios`, log policy - log reference summed over its tokens, and m for its `mean_logps`.
+
+Sums are float64. A log-probability of a thousand tokens has few digits left in float32, and losses take differences of
+such sums; the difference to the reference is taken token by token, so that it is exactly 0 where both are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,18 +16,73 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from holdfast.config.sections.preference import (
-    APODownLossConfig,
-    APOZeroLossConfig,
-    BuiltInPairLoss,
-    DPOLossConfig,
-    IPOLossConfig,
-    Lengths,
-    ORPOLossConfig,
-    RobustLossConfig,
-    SimPOLossConfig,
-)
-from holdfast.objectives.answers import Answers
+from holdfast.config.sections.preference import BuiltInPairLoss, Lengths
+from holdfast.objectives.base import Tokens
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers side by side, [S] each, float64; differentiable in the policy's log-probabilities."""
+
+    logps: Tensor
+    """Log-probability of the answer under the policy: the sum over its trained tokens."""
+    log_ratios: Tensor
+    """The same less the reference's; `logps` where there is no reference."""
+    lengths: Tensor
+    """Trained tokens."""
+
+    @property
+    def mean_logps(self) -> Tensor:
+        """Log-probability per token: the logarithm of the geometric mean of the tokens' probabilities."""
+        return self.logps / self.lengths
+
+    def every(self, step: int, first: int = 0) -> Answers:
+        """Return the answers first, first + step, first + 2 step and so on."""
+        return Answers(self.logps[first::step], self.log_ratios[first::step], self.lengths[first::step])
+
+
+def answers_of(logprobs: Tensor, tokens: Tokens, *, compared: bool) -> Answers:
+    """Sum up the sequences of a micro-batch.
+
+    Args:
+        logprobs: [N], of the policy.
+        tokens: Their surroundings; with `compared`, they carry `reference_logprobs`.
+        compared: Whether there is a reference.
+
+    Raises:
+        ValueError: There are tokens without `reference_logprobs`.
+    """
+    wide = logprobs.to(torch.float64)
+    total = torch.zeros(tokens.sequences, dtype=torch.float64, device=logprobs.device)
+    logps = total.index_add(0, tokens.sequence, wide)
+    lengths = total.index_add(0, tokens.sequence, torch.ones_like(wide))
+    if not compared:
+        return Answers(logps, logps, lengths)
+    if "reference_logprobs" not in tokens.per_token and wide.numel():
+        raise ValueError("the objective compares with a reference; this batch carries no reference_logprobs")
+    reference = tokens.per_token.get("reference_logprobs", wide.detach()).to(torch.float64)
+    return Answers(logps, total.index_add(0, tokens.sequence, wide - reference), lengths)
+
+
+def first_tokens(tokens: Tokens) -> Tensor:
+    """Return [S]: which scored token is the first of each sequence.
+
+    Sequences follow each other in the order of their indices, as packing lays them, and each has a scored token.
+    """
+    return torch.searchsorted(tokens.sequence, torch.arange(tokens.sequences, device=tokens.sequence.device))
+
+
+def of_sequences(name: str, tokens: Tokens) -> Tensor:
+    """Return [S]: what every token of a sequence carries alike; nothing where nobody carries anything."""
+    values = tokens.per_token.get(name)
+    return tokens.weights.new_zeros(0) if values is None else values[first_tokens(tokens)]
+
+
+def at_first_tokens(values: Tensor, tokens: Tokens, step: int = 1) -> Tensor:
+    """Return [N] terms that are 0 but for the first token of every step-th sequence, which has its value."""
+    places = first_tokens(tokens)[::step]
+    return values.new_zeros(tokens.weights.numel()).index_add(0, places, values)
+
 
 ODDS_MARGIN = 1e-12
 """An answer's probability is held below 1 by this much where odds are taken: at 1 they are infinite."""
@@ -41,11 +100,9 @@ class PairLoss(Protocol):
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return [P] losses, differentiable."""
-        ...
 
     def rewards(self, answers: Answers) -> Tensor:
         """Return [P]: the reward that the loss implies for an answer, for metrics."""
-        ...
 
 
 def _log_ratios(answers: Answers, lengths: Lengths) -> Tensor:
@@ -129,15 +186,10 @@ class APODown(_Compared):
 
 
 @dataclass(frozen=True)
-class SimPO:
-    """Likelihood that the chosen answer wins by a margin, by log-probability per token (arXiv:2405.14734, eq. 6)."""
+class _Alone:
+    """What losses without a reference have in common."""
 
     beta: float
-    gamma: float
-
-    def losses(self, pairs: Pairs) -> Tensor:
-        """Return [P]: -log sigmoid(beta (m_chosen - m_rejected) - gamma)."""
-        return -logsigmoid(self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.gamma)
 
     def rewards(self, answers: Answers) -> Tensor:
         """Return beta m."""
@@ -145,22 +197,27 @@ class SimPO:
 
 
 @dataclass(frozen=True)
-class ORPO:
+class SimPO(_Alone):
+    """Likelihood that the chosen answer wins by a margin, by log-probability per token (arXiv:2405.14734, eq. 6)."""
+
+    gamma: float
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: -log sigmoid(beta (m_chosen - m_rejected) - gamma)."""
+        return -logsigmoid(self.rewards(pairs.chosen) - self.rewards(pairs.rejected) - self.gamma)
+
+
+@dataclass(frozen=True)
+class ORPO(_Alone):
     """Likelihood of the chosen answer, and the odds by which it wins (Hong et al., arXiv:2403.07691, eqs. 4 to 7).
 
     Both parts are per pair: the likelihood is the mean over the chosen answer's tokens, and not over a batch's.
     """
 
-    beta: float
-
     def losses(self, pairs: Pairs) -> Tensor:
         """Return [P]: -m_chosen - beta log sigmoid(log odds_chosen - log odds_rejected)."""
         difference = _log_odds(pairs.chosen.mean_logps) - _log_odds(pairs.rejected.mean_logps)
         return -pairs.chosen.mean_logps - self.beta * logsigmoid(difference)
-
-    def rewards(self, answers: Answers) -> Tensor:
-        """Return beta m."""
-        return self.beta * answers.mean_logps
 
 
 @dataclass(frozen=True)
@@ -189,20 +246,18 @@ def _log_odds(mean_logps: Tensor) -> Tensor:
     return bounded - (-torch.expm1(bounded)).log()
 
 
+_BY_KIND: Mapping[str, Callable[..., PairLoss]] = {
+    "dpo": DPO,
+    "robust": Robust,
+    "ipo": IPO,
+    "apo_zero": APOZero,
+    "apo_down": APODown,
+    "simpo": SimPO,
+    "orpo": ORPO,
+}
+"""What each takes is called as in its section."""
+
+
 def pair_loss_of(config: BuiltInPairLoss) -> PairLoss:
     """Return the loss that a section names."""
-    match config:
-        case DPOLossConfig():
-            return DPO(config.beta, config.lengths, config.label_smoothing)
-        case RobustLossConfig():
-            return Robust(config.beta, label_smoothing=config.label_smoothing)
-        case IPOLossConfig():
-            return IPO(config.beta, config.lengths)
-        case APOZeroLossConfig():
-            return APOZero(config.beta)
-        case APODownLossConfig():
-            return APODown(config.beta)
-        case SimPOLossConfig():
-            return SimPO(config.beta, config.gamma)
-        case ORPOLossConfig():
-            return ORPO(config.beta)
+    return _BY_KIND[config.kind](**config.model_dump(exclude={"kind", "weight"}))

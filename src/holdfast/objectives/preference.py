@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.objectives.answers import Answers, answers_of, at_first_tokens, of_sequences
 from holdfast.objectives.base import Tokens, ratio
-from holdfast.objectives.pairs import PairLoss, Pairs
+from holdfast.objectives.pairs import Answers, PairLoss, Pairs, answers_of, at_first_tokens, of_sequences
 from holdfast.types import Scores
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast.models.adapters.merging import Join, joins_of
+from holdfast.models.adapters.live import Join, joins_of
 from holdfast.models.names import canonical_name
 from holdfast.models.weights.conversion import Conversion, Header
 from holdfast.parallel.shards import sharded_parameters

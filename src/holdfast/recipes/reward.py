@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.config.verbs.scorer import ScorerConfig
+from holdfast.config.verbs.dpo import ScorerConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.dpo import dpo_step
 from holdfast.training.build.begin import Live

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from holdfast.escaping import escaped
 
 LARGEST = 1e30
 """Magnitude above which a reward is no number to compare: its square, and sums of squares, would leave the range."""
@@ -76,5 +82,105 @@ def is_number(value: float) -> bool:
     return abs(value) <= LARGEST
 
 
+class MissingArgument(LookupError):
+    """A parameter that no column, no value of the sample and no own argument fills."""
+
+
 class CannotStart(Exception):  # noqa: N818 - the name says what happened
     """A reward cannot work in this environment; the message is a paragraph for the user."""
+
+
+VALUE_KEYS = ("reward", "overall", "score")
+"""Keys of a dict that hold the reward, the first one present; EasyR1 writes `overall`, verl `score`."""
+_SHOWN = 200
+_LIBRARY, _PACKAGES = str(Path(traceback.__file__).parent), "site-packages"
+
+
+def outcome_of(result: object) -> SampleOutcome:
+    """Return the outcome of a number, None, or a dict of a number with named parts and metrics."""
+    if not isinstance(result, Mapping):
+        return _of_value(result)
+    key = next((key for key in VALUE_KEYS if key in result), None)
+    if key is None:
+        keys = ", ".join(map(str, result)) or "none"
+        return _error(f"returned a dict without the key reward, overall or score (its keys: {keys})")
+    main = _of_value(result[key])
+    metrics = result.get("metrics", {})
+    named = {str(name): value for name, value in result.items() if name not in {key, "metrics"}}
+    return SampleOutcome(
+        main.value,
+        {name: _finite(value) for name, value in named.items() if value is None or _number(value) is not None},
+        _finite_only(metrics) if isinstance(metrics, Mapping) else {},
+        main.fault,
+        main.message,
+    )
+
+
+def outcome_of_exception(error: BaseException) -> SampleOutcome:
+    """Return the outcome of a call that raised: what, and in which line of whose file."""
+    if isinstance(error, MissingArgument):
+        return _error(f"cannot be called: {error}")
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost line that is not in a library: the one its author knows.
+    own = [each for each in frames if not each.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in each.filename]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return _error(f"raised {describe_error(error)}{where}")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception's name and text, cut to a line."""
+    try:
+        text = str(error)
+    except Exception as unprintable:  # noqa: BLE001 - a text that raises is one more thing a user's class can do
+        text = f"(its text raises {type(unprintable).__name__})"
+    text, name = escaped(" ".join(text.split())), escaped(type(error).__name__)
+    return f"{name}: {_cut(text)}" if text else name
+
+
+def _of_value(value: object) -> SampleOutcome:
+    if value is None:
+        return SampleOutcome(fault="none", message="returned None")
+    number = _number(value)
+    if number is None:
+        kind = type(value).__name__
+        shown = f" {_cut(repr(value))}" if isinstance(value, str | bytes) else ""
+        return _error(f"returned a {kind}{shown}; a reward is a number, None or a dict")
+    if not is_number(number):
+        why = ", and rewards lie within +-1e30" if math.isfinite(number) else ""
+        return SampleOutcome(fault="nan", message=f"returned {number}{why}")
+    return SampleOutcome(number)
+
+
+def _number(value: object) -> float | None:
+    """Return a number of Python, NumPy or torch as a float; None for anything else."""
+    if not isinstance(value, numbers.Real):
+        # Scalars of NumPy and torch turn into Python's by `item`; naming their types would import both here.
+        item = None if isinstance(value, str | bytes) else getattr(value, "item", None)
+        try:
+            value = item() if callable(item) else None
+        except (TypeError, ValueError, RuntimeError):  # an array of several
+            return None
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _finite_only(values: Mapping[Any, object]) -> dict[str, float]:
+    finite = {str(name): _finite(value) for name, value in values.items()}
+    return {name: value for name, value in finite.items() if value is not None}
+
+
+def _error(message: str) -> SampleOutcome:
+    return SampleOutcome(fault="error", message=message)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

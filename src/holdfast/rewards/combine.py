@@ -7,7 +7,6 @@ from typing import Literal
 
 from holdfast.config.sections.reward import (
     ByReward,
-    DropGroup,
     DropSample,
     FaultPolicy,
     FixedValue,
@@ -21,8 +20,12 @@ from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
 _SHOWN = 80
 _LONGEST_NAME, _LONGEST_MESSAGE = 200, 1000
 """Characters of what a function calls its parts, and of what it says; no line of ours is megabytes long."""
-_DROPS: tuple[Literal["sample", "group"] | None, ...] = (None, "sample", "group")
-"""By severity."""
+_DROPS: Mapping[str, Literal["sample", "group"] | None] = {
+    "value": None,
+    "drop_sample": "sample",
+    "drop_group": "group",
+}
+"""What a policy leaves out, by its kind, the mildest first."""
 
 
 def combine(
@@ -45,10 +48,11 @@ def combine(
     parts, metrics = _told(judged, values)
     if not faults:
         return Scored(total, parts, metrics)
-    reward, outcome = max(faults, key=lambda fault: _severity(_policy(fault[0], fault[1], config)))
+    severity = list(_DROPS)
+    reward, outcome = max(faults, key=lambda fault: severity.index(_policy(fault[0], fault[1], config).kind))
     cited = repr(sample.completion[:_SHOWN])
     message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
-    drop = _DROPS[_severity(_policy(reward, outcome, config))]
+    drop = _DROPS[_policy(reward, outcome, config).kind]
     return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
 
 
@@ -85,15 +89,9 @@ def _value(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> 
 
 
 def _policy(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> FaultPolicy:
-    match outcome.fault:
-        case "timeout":
-            return _of_timeout(reward, outcome, config)
-        case "nan":
-            return config.on_nan
-        case "none":
-            return config.on_none
-        case _:
-            return config.on_error
+    if outcome.fault == "timeout":
+        return _of_timeout(reward, outcome, config)
+    return {"nan": config.on_nan, "none": config.on_none}.get(outcome.fault or "", config.on_error)
 
 
 def _of_timeout(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> FaultPolicy:
@@ -106,13 +104,3 @@ def _of_timeout(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig
 
 def _fixed(policy: FaultPolicy) -> float | None:
     return policy.value if isinstance(policy, FixedValue) else None
-
-
-def _severity(policy: FaultPolicy) -> int:
-    match policy:
-        case DropGroup():
-            return 2
-        case DropSample():
-            return 1
-        case FixedValue():
-            return 0

@@ -1,14 +1,22 @@
-"""From the sections of the configuration, as plain dicts, to what a worker calls."""
+"""From the sections of the configuration, as plain dicts, to what a worker calls; a user's file is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import importlib.util
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from holdfast.rewards.functions.rules import template_columns
-from holdfast.rewards.functions.signatures import Bound, Concurrent, Each
+from holdfast.rewards.base import CannotStart, describe_error
+from holdfast.rewards.functions.rules import rule, template_columns
+from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
 
 _GRACE_SECONDS = 5.0
 """Beyond a reward's own limits, for starting and ending what it runs."""
@@ -36,9 +44,6 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
     bound: Bound
     match section["kind"]:
         case "path":
-            from holdfast.rewards.functions.load import load_callable
-            from holdfast.rewards.functions.signatures import bind
-
             function, wants_kwargs = load_callable(section["path"], base, name, section["kwargs"])
             bound = bind(function, section["kwargs"] if wants_kwargs else {}, name)
         case "math":
@@ -49,7 +54,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             from holdfast.rewards.functions.judge import Judge
 
             judge = Judge.of(section, name)
-            bound, own_seconds = Concurrent(judge), judge.seconds
+            bound, own_seconds = Concurrent(judge), judge.endpoint.longest_seconds
         case "code":
             from holdfast.rewards.code.reward import CodeReward
             from holdfast.rewards.processes.folders import remove_abandoned
@@ -58,8 +63,79 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             remove_abandoned()
             bound, own_seconds = Each(code), code.timeout_seconds
         case _:
-            from holdfast.rewards.functions.rules import rule
-
             bound = Each(rule(section))
     longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
     return ReadyReward(name, bound, longest, bound.columns or template_columns(section))
+
+
+def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
+    """Import `file.py:function`, looked up beside the YAML, then from the current directory.
+
+    Returns:
+        The function, and whether the kwargs are still to be given to it; those of a class went to its constructor.
+
+    Raises:
+        CannotStart: The file or the function is not there, the file raises or starts threads, or the class refuses.
+    """
+    file, _, function_name = path.rpartition(":")
+    module_file = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if module_file is None:
+        raise CannotStart(
+            f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
+        )
+    module = _import(module_file.resolve(), name)
+    function: Any = getattr(module, function_name, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise CannotStart(
+            f"reward {name}: {module_file} has no function {function_name}. It has {', '.join(names) or 'none'}."
+        )
+    if not inspect.isclass(function):
+        return function, True
+    try:
+        made: Any = function(**kwargs)
+    except Exception as error:
+        raise CannotStart(
+            f"reward {name}: the constructor of {function_name} in {module_file} raises {describe_error(error)}. "
+            "Correct it, or its kwargs."
+        ) from error
+    if not callable(made):
+        raise CannotStart(f"reward {name}: {function_name} in {module_file} has no __call__. Give it one: it scores.")
+    return made, False
+
+
+def _import(file: Path, name: str) -> ModuleType:
+    # Last, so that a sibling called random.py shadows nothing.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    place = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    module_name = f"holdfast_reward_{file.stem}_{place}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickles look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise CannotStart(
+            f"reward {name}: {file} raises when it is imported: {describe_error(error)}{_line_in(file, error)}. "
+            "Correct the file, or install what it needs in this environment."
+        ) from error
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads:
+        raise CannotStart(
+            f"reward {name}: {file} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
+            "process that imports it, in which threads are gone. Start it on the first call."
+        )
+    return module
+
+
+def _line_in(file: Path, error: BaseException) -> str:
+    lines = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == str(file)]
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        lines.append(error.lineno)
+    return f" (line {lines[-1]})" if lines else ""

@@ -20,9 +20,8 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.stream import BatchStream
-from holdfast.data.content.images import ImageFiles
-from holdfast.data.tokens.image_fingerprints import images_mark
-from holdfast.data.tokens.template_file import template_text
+from holdfast.data.content.images import ImageFiles, images_mark
+from holdfast.data.tokens.chat_template import template_text
 from holdfast.models.build.model import Blueprint
 from holdfast.models.source.origin import files_mark, locate, same_files, tell_mark
 from holdfast.models.source.vision import VIDEO_FILE

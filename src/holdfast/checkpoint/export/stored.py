@@ -40,8 +40,8 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.files import read_json, read_text
 from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
+from holdfast.models.adapters.live import Join, joins_of
 from holdfast.models.adapters.lora import add_adapters
-from holdfast.models.adapters.merging import Join, joins_of
 from holdfast.models.build.model import Blueprint, described, storage_of
 from holdfast.models.weights.conversion import Header
 from holdfast.optim.tagged_json import decode

@@ -321,13 +321,5 @@ class UserOptimizerConfig(_Optim):
 LowBitConfig = AdamW8bitConfig | AdamW4bitConfig | AdamWFP8Config
 
 OptimConfig = Annotated[
-    AdamWConfig
-    | AdamWBF16Config
-    | AdamW8bitConfig
-    | AdamW4bitConfig
-    | AdamWFP8Config
-    | SGDConfig
-    | MuonConfig
-    | UserOptimizerConfig,
-    ByKind("adamw"),
+    AdamWConfig | AdamWBF16Config | LowBitConfig | SGDConfig | MuonConfig | UserOptimizerConfig, ByKind("adamw")
 ]

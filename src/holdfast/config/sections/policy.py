@@ -96,10 +96,7 @@ class ReinforceConfig(Section):
 
 
 BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | ReinforceConfig
-PolicyObjective = Annotated[
-    ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | ReinforceConfig | UserObjectiveConfig,
-    ByKind("clip"),
-]
+PolicyObjective = Annotated[BuiltInObjective | UserObjectiveConfig, ByKind("clip")]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "straight_through"]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Mistake, NonNegative, OneOrSeveral, Positive, Section, kind_of
+from holdfast.config.base import ByKind, FunctionPath, Mistake, NonNegative, OneOrSeveral, Positive, Section
 
 Lengths = Literal["sum", "mean"]
 """Whether log-probabilities of an answer are summed over its tokens, or averaged."""
@@ -145,18 +145,7 @@ BuiltInPairLoss = (
     | SimPOLossConfig
     | ORPOLossConfig
 )
-PreferenceLoss = Annotated[
-    DPOLossConfig
-    | RobustLossConfig
-    | IPOLossConfig
-    | APOZeroLossConfig
-    | APODownLossConfig
-    | SimPOLossConfig
-    | ORPOLossConfig
-    | KTOLossConfig
-    | UserLossConfig,
-    ByKind("dpo"),
-]
+PreferenceLoss = Annotated[BuiltInPairLoss | KTOLossConfig | UserLossConfig, ByKind("dpo")]
 
 
 class PreferenceConfig(Section):
@@ -180,7 +169,7 @@ class PreferenceConfig(Section):
     @property
     def kinds(self) -> list[str]:
         """The losses' names."""
-        return [str(kind_of(type(loss))) for loss in self.loss]
+        return [loss.kind for loss in self.loss]
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield losses that do not go together."""

@@ -1,4 +1,4 @@
-"""The `critic` section: a second model that learns what a policy's tokens lead to, trained beside the policy."""
+"""Models beside a policy: the `critic` section, and the trees that a critic or a sharded reward model is built by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pydantic import Field
 from holdfast.config.base import Count, Pattern, Positive, Section
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import AdamWConfig, OptimConfig
+from holdfast.config.sections.parallel import NoRecompute
+from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.training import TrainingConfig
 
 
@@ -57,3 +59,33 @@ def critic_model(model: ModelConfig, critic: CriticConfig) -> ModelConfig:
         origin = ("path", "config", "revision", "tokenizer", "image_processor", "config_override", "resize_vocab")
         changed |= {name: getattr(own, name) for name in origin}
     return model.model_copy(update=changed)
+
+
+class RewardScoring(TrainingConfig):
+    """How a model scores texts that is nobody's policy and is never trained.
+
+    It is derived from a tree whose rules were kept, and never read from a file.
+    """
+
+    verb = "grpo"
+    scores = True
+
+
+def reward_scoring(config: TrainingConfig, section: ModelRewardConfig) -> RewardScoring:
+    """Return the tree that a sharded reward model is built by: over the policy's ranks, in a layout of its own."""
+    values: dict[str, Any] = {name: getattr(config, name) for name in RewardScoring.model_fields}
+    changed = {
+        "model": ModelConfig(path=section.path, dtype=section.dtype),
+        "data": config.data.model_copy(update={"packing": "best_fit"}),
+        "parallel": config.parallel.model_copy(
+            update={
+                "cpu_offload": config.parallel.cpu_offload or section.place == "offloaded",
+                "compute_dtype": section.dtype,
+                "units": [],  # names of the policy's modules
+                "reshard": True,  # no backward pass asks for what was gathered
+                "recompute": NoRecompute(),
+                "compile": "off",
+            }
+        ),
+    }
+    return RewardScoring.model_construct(**values | changed)

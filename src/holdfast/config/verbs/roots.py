@@ -8,9 +8,8 @@ from typing import Any
 
 from holdfast.config.load import LoadedConfig, from_mapping, load_config
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.dpo import BradleyTerryConfig, DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.scorer import BradleyTerryConfig, ScorerConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import parse_file
 

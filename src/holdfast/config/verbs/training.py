@@ -15,10 +15,9 @@ from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.metrics import EvaluationConfig, MetricsConfig
-from holdfast.config.sections.model import ModelConfig
+from holdfast.config.sections.model import BatchRouterLoss, ModelConfig
 from holdfast.config.sections.optim import AdamWConfig, OptimConfig
 from holdfast.config.sections.parallel import ParallelConfig
-from holdfast.config.sections.router import BatchRouterLoss
 
 
 def _check_run_name(name: str) -> str:

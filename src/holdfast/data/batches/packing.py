@@ -326,9 +326,10 @@ class _Columns:
         shape = (rows, width)
         nothing: Mapping[str, NDArray[Any]] = {name: np.empty(0, dtype) for name, dtype in dtypes.items()}
         extras = examples[0].per_token if examples else nothing
+        axes = max((len(example.positions) for example in examples if example.positions is not None), default=1)
         return _Columns(
             tokens=np.full(shape, pad_token, dtype=np.int64),
-            position_ids=np.zeros((_axes(examples), *shape), dtype=np.int64),
+            position_ids=np.zeros((axes, *shape), dtype=np.int64),
             sequence_ids=np.full(shape, -1, dtype=np.int64),
             predictor_index=np.full(shape, -1, dtype=np.int64),
             loss_mask=np.zeros(shape, dtype=np.bool_),
@@ -359,10 +360,6 @@ class _Columns:
         self.weights[where] = weight * example.loss_mask
         for name, values in example.per_token.items():
             self.per_token[name][where] = values
-
-
-def _axes(examples: Sequence[Example]) -> int:
-    return max((1 if example.positions is None else len(example.positions) for example in examples), default=1)
 
 
 def _tail(example: Example, start: int) -> Example:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.config.sections.data import DataConfig, PromptDataConfig
-from holdfast.data.batches.candidates import CandidateReader, Candidates
-from holdfast.data.batches.ranks import Ranks
-from holdfast.data.batches.stream import BatchStream, StreamLimits
+from holdfast.config.sections.data import DataConfig
+from holdfast.data.batches.candidates import Candidates
+from holdfast.data.batches.stream import BatchStream
 from holdfast.data.content.lengths import joined_inputs
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
@@ -33,15 +32,6 @@ class PromptBatch:
 
 class PromptStream(BatchStream[Prompt, PromptBatch]):
     """Prompts, a step's at a time. A rank continues the prompts it read: none of them moves."""
-
-    def __init__(
-        self,
-        rows: CandidateReader[Prompt],
-        config: PromptDataConfig,
-        ranks: Ranks,
-        limits: StreamLimits | None = None,
-    ) -> None:
-        super().__init__(rows, config, ranks, limits)
 
     def _batch_of(self, candidates: Candidates[Prompt]) -> PromptBatch:
         own_prompts = tuple(prompt for _, prompt in sorted(candidates.own_sequences.items()))

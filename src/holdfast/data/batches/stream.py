@@ -19,9 +19,7 @@ from pydantic import ConfigDict, Field
 from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import CandidateReader, Candidates
-from holdfast.data.batches.cutting import Rest, cut_windows
-from holdfast.data.batches.ranks import Ranks
+from holdfast.data.batches.candidates import CandidateReader, Candidates, Ranks, Rest, cut_windows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -321,12 +319,9 @@ class BatchStream(ABC, Generic[S, T]):
                 "Set steps, or epochs: 1."
             )
         largest = max([self._config.batch_size, *self._config.batch_size_schedule.values()])
-        if draws is not None and draws < largest and not self._takes_little:
+        takes_little = self._config.allow_partial or self._config.packing == "wrapped"
+        if draws is not None and draws < largest and not takes_little:
             raise DataError(self._too_small(f"has {draws} rows", f"{largest}"))
-
-    @property
-    def _takes_little(self) -> bool:
-        return self._config.allow_partial or self._config.packing == "wrapped"
 
     def _refuse_too_little(self, candidates: Candidates[S], cursor: Cursor, size: int, *, ended: bool) -> None:
         """Refuse a whole pass without a sequence, or one that is smaller than a batch."""

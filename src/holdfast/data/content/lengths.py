@@ -97,16 +97,13 @@ def _split(stretch: Stretch, limit: int, row_name: str) -> list[Stretch]:
         if end <= start:
             (longest,) = [span for span in stretch.images if span.start == start]
             raise DataError(
-                f"{row_name} has {_word(longest)} of {longest.end - longest.start} tokens, more than "
-                f"data.max_length={limit}, and that cannot be split. Raise data.max_length, or lower data.max_pixels."
+                f"{row_name} has {'a video' if longest.grids else 'an image'} of {longest.end - longest.start} tokens, "
+                f"more than data.max_length={limit}, and that cannot be split. Raise data.max_length, or lower "
+                "data.max_pixels."
             )
         pieces.append(_piece(stretch, start, end))
         start = end
     return pieces
-
-
-def _word(span: ImageSpan) -> str:
-    return "a video" if span.grids else "an image"
 
 
 def _whole_images(stretch: Stretch, end: int) -> int:

@@ -6,6 +6,7 @@ a column are therefore dropped; a column that is null as a whole stays, so that 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from holdfast.config.sections.data import SourceConfig
 from holdfast.errors import DataError
 from holdfast.files import open_regular, size_words
 
@@ -38,19 +40,6 @@ class ArrowRows:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return without_inner_nulls(self._dataset[index])
-
-
-@dataclass(frozen=True)
-class HubName:
-    """What names rows on the hub."""
-
-    name: str
-    split: str
-    config_name: str | None
-    revision: str | None
-
-    def __str__(self) -> str:
-        return f"{self.name}@{self.split}"
 
 
 @dataclass(frozen=True)
@@ -94,8 +83,7 @@ def open_parquet(files: Sequence[Path]) -> ArrowRows:
     digest = xxhash.xxh3_128()
     for path in files:
         with open_regular(path) as opened:
-            while chunk := opened.read(1 << 20):
-                digest.update(chunk)
+            hashlib.file_digest(opened, lambda: digest)
     return ArrowRows(dataset, digest.hexdigest())
 
 
@@ -197,12 +185,13 @@ def choose_split(splits: Mapping[str, Any], split: str | None, path: str) -> str
     raise DataError(f"{path} has the splits {listed} and none is called train. Choose one, as in {example}.")
 
 
-def open_hub(hub: HubName, streaming: bool, tried: str) -> ArrowRows | HubStream:
+def open_hub(name: str, split: str, source: SourceConfig, tried: str) -> ArrowRows | HubStream:
     """Open a data set of the hub by name. The library runs no code that comes with it.
 
     Args:
-        hub: What to open.
-        streaming: Read front to back over the network, without a copy on disk.
+        name: Of the data set.
+        split: Which one.
+        source: Configuration, revision, and whether to read front to back over the network, without a copy on disk.
         tried: Where the name was looked for as a local path, for the error.
 
     Raises:
@@ -210,14 +199,14 @@ def open_hub(hub: HubName, streaming: bool, tried: str) -> ArrowRows | HubStream
     """
     from datasets import load_dataset_builder
 
-    with _reading(f"data set {hub} ({tried}, so the hub was asked)"):
-        builder = load_dataset_builder(hub.name, hub.config_name, revision=hub.revision)
+    with _reading(f"data set {name}@{split} ({tried}, so the hub was asked)"):
+        builder = load_dataset_builder(name, source.config_name, revision=source.revision)
         # The builder's hash follows the commit, so a moved branch is another data set.
-        content_hash = f"{builder.hash}/{builder.config.name}/{hub.split}"
-        if streaming:
-            return HubStream(builder.as_streaming_dataset(split=hub.split), content_hash)
+        content_hash = f"{builder.hash}/{builder.config.name}/{split}"
+        if source.streaming:
+            return HubStream(builder.as_streaming_dataset(split=split), content_hash)
         builder.download_and_prepare()
-        return ArrowRows(builder.as_dataset(split=hub.split), content_hash)
+        return ArrowRows(builder.as_dataset(split=split), content_hash)
 
 
 @contextmanager

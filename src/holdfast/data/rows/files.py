@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.config.paths import expanded
 from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES, choose_split
 from holdfast.data.rows.json_rows import JSON_SUFFIXES
 from holdfast.errors import DataError
-from holdfast.files import REGULAR, file_kind
+from holdfast.files import REGULAR, expanded, file_kind
 
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
 
@@ -24,12 +23,12 @@ _BESIDE_THE_DATA = {"dataset_infos.json", "dataset_info.json", "state.json"}
 def split_off(path: str, base: Path) -> tuple[str, str | None]:
     """Divide `name@split`; an existing file whose own name has an `@` stays whole."""
     match = _SPLIT_SUFFIX.fullmatch(path)
-    if match is None or any(place.exists() for place in places(path, base)):
+    if match is None or any(place.exists() for place in local_places(path, base)):
         return path, None
     return match["path"], match["split"]
 
 
-def places(path: str, base: Path) -> list[Path]:
+def local_places(path: str, base: Path) -> list[Path]:
     """Return where a path is looked for: from the current directory, then beside the YAML."""
     relative = expanded(path)
     return list(dict.fromkeys([Path.cwd() / relative, base.resolve() / relative]))
@@ -37,7 +36,7 @@ def places(path: str, base: Path) -> list[Path]:
 
 def find_local(path: str, base: Path) -> list[Path]:
     """Return the files or the directory that `path` or the glob means, or nothing if it is not here."""
-    for place in places(path, base):
+    for place in local_places(path, base):
         if place.exists():
             return [place]
         if any(character in path for character in _GLOB):

@@ -19,7 +19,6 @@ from holdfast.config.sections.data import SourceConfig
 from holdfast.data.rows.arrow_rows import (
     PARQUET_SUFFIXES,
     ArrowRows,
-    HubName,
     HubStream,
     is_saved_dataset,
     open_hub,
@@ -32,7 +31,7 @@ from holdfast.data.rows.files import (
     files_of_split,
     find_local,
     is_hub_name,
-    places,
+    local_places,
     split_off,
 )
 from holdfast.data.rows.json_rows import JsonRows, scan_json
@@ -85,32 +84,48 @@ class Skippable(Protocol):
 
 
 @dataclass(frozen=True)
-class Renames:
-    """Our column names to the file's."""
+class Origin:
+    """What all rows of one source have in common."""
 
+    name: str
+    path: str
+    """As the user wrote it, for errors."""
     columns: Mapping[str, str]
-    source: str
+    """Our column names to the file's."""
+    limit: int | None
 
-    def apply(self, row: Row, index: int) -> Row:
+    def renamed(self, row: Row, index: int) -> Row:
         """Return the row under our names; the columns that are not renamed keep theirs.
 
         Raises:
             DataError: The row has no column of the file's name.
         """
         if not isinstance(row, Mapping):
-            raise DataError(f"Row {index} of {self.source} is a {type(row).__name__}; rows are mappings of columns.")
+            raise DataError(f"Row {index} of {self.path} is a {type(row).__name__}; rows are mappings of columns.")
         if not self.columns:
             return row
         missing = [(ours, theirs) for ours, theirs in self.columns.items() if theirs not in row]
         if missing:
             ours, theirs = missing[0]
             raise DataError(
-                f"Row {index} of {self.source} has no column {theirs!r}, which data.columns wants as {ours!r}. "
+                f"Row {index} of {self.path} has no column {theirs!r}, which data.columns wants as {ours!r}. "
                 f"Its columns are: {', '.join(row)}."
             )
         taken = set(self.columns.values())
         remaining = {column: value for column, value in row.items() if column not in taken}
         return remaining | {ours: row[theirs] for ours, theirs in self.columns.items()}
+
+    def by_number(self, rows: NumberedRows, content_hash: str) -> MapSource:
+        """Return the rows as a source with an index."""
+        size = len(rows) if self.limit is None else min(self.limit, len(rows))
+        return MapSource(self.name, rows, self.renamed, self._fingerprint(content_hash), size)
+
+    def streamed(self, open_at: Callable[[int], Iterator[Row]], content_hash: str) -> StreamSource:
+        """Return the rows as a source without one."""
+        return StreamSource(self.name, open_at, self.renamed, self._fingerprint(content_hash), self.limit)
+
+    def _fingerprint(self, content_hash: str) -> str:
+        return _hash_of([content_hash, sorted(self.columns.items()), self.limit])
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,8 @@ class MapSource:
 
     name: str
     rows: NumberedRows
-    renames: Renames
+    renamed: Callable[[Row, int], Row]
+    """(a row, its number) -> the row under our names"""
     fingerprint: str
     size: int
 
@@ -130,7 +146,7 @@ class MapSource:
         """Return row `index`, 0 <= index < size."""
         if not 0 <= index < self.size:
             raise IndexError(f"row {index} of {self.size}")
-        return self.renames.apply(self.rows[index], index)
+        return self.renamed(self.rows[index], index)
 
     def scan(self, start: int) -> Iterator[Row]:
         """Yield the rows from row `start` on."""
@@ -144,7 +160,8 @@ class StreamSource:
     name: str
     open_at: Callable[[int], Iterator[Row]]
     """Yields the rows from a number on."""
-    renames: Renames
+    renamed: Callable[[Row, int], Row]
+    """As above."""
     fingerprint: str
     limit: int | None = None
     size: None = field(default=None, init=False)
@@ -160,31 +177,7 @@ class StreamSource:
         """Yield the rows from row `start` on."""
         rest = None if self.limit is None else max(0, self.limit - start)
         for index, row in enumerate(islice(self.open_at(start), rest), start=start):
-            yield self.renames.apply(row, index)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What all rows of one source have in common."""
-
-    name: str
-    path: str
-    """As the user wrote it, for errors."""
-    columns: Mapping[str, str]
-    limit: int | None
-
-    def by_number(self, rows: NumberedRows, content_hash: str) -> MapSource:
-        """Return the rows as a source with an index."""
-        size = len(rows) if self.limit is None else min(self.limit, len(rows))
-        return MapSource(self.name, rows, Renames(self.columns, self.path), self._fingerprint(content_hash), size)
-
-    def streamed(self, open_at: Callable[[int], Iterator[Row]], content_hash: str) -> StreamSource:
-        """Return the rows as a source without one."""
-        renames = Renames(self.columns, self.path)
-        return StreamSource(self.name, open_at, renames, self._fingerprint(content_hash), self.limit)
-
-    def _fingerprint(self, content_hash: str) -> str:
-        return _hash_of([content_hash, sorted(self.columns.items()), self.limit])
+            yield self.renamed(row, index)
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
@@ -219,8 +212,7 @@ def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers
 
 def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
     if source.path is None:
-        if source.synthetic is None:
-            raise TypeError("a source has a path or a generated task")
+        assert source.synthetic is not None
         task = SyntheticSource(source.synthetic, task_rows)
         origin = Origin(source.name or task.name, f"The task {task.name}", source.columns, source.max_samples)
         return origin.by_number(task, task.fingerprint)
@@ -276,10 +268,10 @@ def from_rows(
 
 
 def _from_hub(path: str, split: str | None, source: SourceConfig, base: Path) -> ArrowRows | HubStream:
-    tried = "no such file or directory: " + ", ".join(str(place) for place in places(path, base))
+    tried = "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
     if not is_hub_name(path):
         raise DataError(f"data.path={path} is not there ({tried}). A relative path starts here or beside the YAML.")
-    return open_hub(HubName(path, split or "train", source.config_name, source.revision), source.streaming, tried)
+    return open_hub(path, split or "train", source, tried)
 
 
 def _from_number(rows: NumberedRows, start: int) -> Iterator[Row]:

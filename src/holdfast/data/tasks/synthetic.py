@@ -45,7 +45,10 @@ def paint(shapes: Sequence[tuple[str, str]], below: Callable[[int], int]) -> byt
     Raises:
         DataError: PIL is not installed.
     """
-    image_module = _pil()
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("The task shapes draws pictures, which needs a package: pip install 'holdfast[vlm]'.") from None
     pixels = np.full((CELL, CELL * len(shapes), 3), 20 + below(60), dtype=np.float64)
     rows, columns = np.mgrid[0:CELL, 0:CELL].astype(np.float64)
     for number, (colour, shape) in enumerate(shapes):
@@ -54,16 +57,8 @@ def paint(shapes: Sequence[tuple[str, str]], below: Callable[[int], int]) -> byt
         cell = pixels[:, number * CELL : (number + 1) * CELL]
         cell[SHAPES[shape](x, y)] = np.minimum(255, np.array(COLOURS[colour]) * light)
     file = io.BytesIO()
-    image_module.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
     return file.getvalue()
-
-
-def _pil() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError("The task shapes draws pictures, which needs a package: pip install 'holdfast[vlm]'.") from None
-    return Image
 
 
 Item = TypeVar("Item")
@@ -186,10 +181,10 @@ def check_answer(row: Mapping[str, Any], completion: str) -> bool:
     """Say whether a completion answers the row's prompt; countdown accepts any right expression."""
     if "numbers" not in row:
         return bool(completion == row["answer"])
-    return reaches(completion, row["numbers"], row["target"])
+    return reaches_target(completion, row["numbers"], row["target"])
 
 
-def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
+def reaches_target(expression: str, numbers: Sequence[int], target: int) -> bool:
     """Say whether `a+b-c` uses each of the numbers once and equals the target."""
     if re.fullmatch(r"[0-9]+([+-][0-9]+)*", expression) is None:
         return False
@@ -280,3 +275,70 @@ _TASKS: Mapping[str, Callable[[Draws, int], Question]] = {
     "countdown": _countdown,
     "shapes": _shapes,
 }
+
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=?:,.()<>|_\n"
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "<assistant>{% generation %}{{ message.content }}<eos>{% endgeneration %}"
+    "{% elif message.role in ['system', 'user', 'tool'] %}"
+    "<{{ message.role }}>{{ message.content }}"
+    "{% else %}{{ raise_exception('a role is system, user, assistant or tool, not ' + message.role) }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+_WRITTEN = (
+    "{% macro written(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'image' %}" + "".join(VISION) + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endmacro %}"
+)
+
+
+def picture_tokenizer() -> Any:
+    """Return the tokenizer of single characters with the tokens that Qwen-VL models mark images by, after all others.
+
+    Its template writes contents that are text and contents that are lists of parts.
+    """
+    tokenizer = character_tokenizer(VISION)
+    tokenizer.chat_template = _WRITTEN + TEMPLATE.replace("message.content", "written(message.content)")
+    return tokenizer
+
+
+def character_tokenizer(further: tuple[str, ...] = ()) -> Any:
+    """Return a `PreTrainedTokenizerFast` with one token per character.
+
+    `<pad>` is 0 and `<eos>` is 1. It knows lower-case letters, digits, space, newline and `+-*/=?:,.()<>|_`; any other
+    character becomes `<unk>`. There is no beginning-of-sequence token, so a prompt is its characters and nothing else.
+
+    Args:
+        further: Special tokens after all others.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = [PAD, EOS, UNKNOWN, *ROLES, *CHARACTERS, *further]
+    model = models.WordLevel({token: number for number, token in enumerate(vocabulary)}, unk_token=UNKNOWN)
+    tokenizer = Tokenizer(model)
+    # Not Regex("."), which leaves newlines glued to their neighbours.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[*ROLES, *further],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = TEMPLATE
+    return fast

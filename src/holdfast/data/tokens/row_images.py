@@ -113,11 +113,12 @@ class RowImages:
         """Return plain text with the placeholders that the family's tokenizer knows."""
         if isinstance(self._side, str) or not content.images or isinstance(content, Conversation):
             return content
-        marks = {PLACEHOLDERS["image"]: self._side.family.placeholder}
-        if any(isinstance(image, Video) for image in content.images):
+        are_videos = [isinstance(image, Video) for image in content.images]
+        marks = {} if all(are_videos) else {PLACEHOLDERS["image"]: self._side.family.placeholder}
+        if any(are_videos):
             video = self._side.family.video
             assert video is not None
-            marks = {PLACEHOLDERS["video"]: video.placeholder} | (marks if _has_image(content.images) else {})
+            marks = {PLACEHOLDERS["video"]: video.placeholder} | marks
         if isinstance(content, PlainText):
             return replace(content, text=_written(content.text, marks))
         return replace(content, prompt=_written(content.prompt, marks), completion=_written(content.completion, marks))
@@ -155,10 +156,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Video) and isinstance(other, Video):
         return one.original is other.original and one.fps == other.fps
     return one is other
-
-
-def _has_image(images: Sequence[Any]) -> bool:
-    return any(not isinstance(image, Video) for image in images)
 
 
 def _written(text: str, marks: Mapping[str, str]) -> str:

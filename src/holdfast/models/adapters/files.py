@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
-from holdfast.models.adapters.live import Adapter, adapters_of, lengths
-from holdfast.models.adapters.whole_modules import whole_modules
+from holdfast.files import expanded, read_json
+from holdfast.models.adapters.live import Adapter, adapters_of, lengths, whole_modules
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
 from holdfast.models.source.origin import files_mark, same_files
@@ -142,11 +142,11 @@ class AdapterSource:
             in_base |= stored
             adapters = {name: self.lengths_of[name] for name in group.targets if name in self.lengths_of}
             layers = {name: self.packed[name] for name in group.targets if name in self.packed}
-            derived = _Derived(group, adapters, layers, self.storage) if adapters or layers else group
-            yield derived if self.stored is None or not stored else _Stored(derived, stored, self.stored)
+            derived = _derived(group, adapters, layers, self.storage) if adapters or layers else group
+            yield derived if self.stored is None or not stored else _partly_stored(derived, stored, self.stored)
         for name, header in self.headers.items():
             if name not in in_base:
-                yield _Start(name, header, self.seed, self.stored)
+                yield _start(name, header, self.seed, self.stored)
 
 
 def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> None:
@@ -181,80 +181,63 @@ def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str
         )
 
 
-@dataclass(frozen=True)
-class _Derived:
-    """Tensors of the base, and what is made of their rows: each rank makes its own."""
+def _derived(
+    group: WeightGroup, adapters: Mapping[str, Adapter], layers: Mapping[str, FourBitLinear], storage: torch.dtype
+) -> WeightGroup:
+    """Return tensors of the base with what is made of their rows: each rank makes its own.
 
-    group: WeightGroup
-    adapters: Mapping[str, Adapter]
-    """By the matrices whose lengths their magnitudes start at."""
-    packed: Mapping[str, FourBitLinear]
-    storage: torch.dtype
+    Args:
+        group: Of the base.
+        adapters: By the matrices whose lengths their magnitudes start at.
+        layers: By the matrices that they keep in 4 bits.
+        storage: Dtype of frozen matrices.
+    """
+    targets = dict(group.targets)
+    magnitudes = {name: str(adapter.magnitude) for name, adapter in adapters.items()}
+    for name, adapter in adapters.items():
+        shape = targets[name].shape
+        targets[magnitudes[name]] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        whole = dict(self.group.targets)
-        for name, adapter in self.adapters.items():
-            assert adapter.magnitude is not None
-            shape = whole[name].shape
-            whole[adapter.magnitude] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
-        return whole
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        loaded = self.group.load({name: part for name, part in rows.items() if name in self.group.targets})
-        for name, adapter in self.adapters.items():
-            assert adapter.magnitude is not None
-            # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
-            wide = torch.promote_types(self.storage, torch.float32)
+    def load(rows: Rows) -> dict[str, Tensor]:
+        loaded = group.load({name: part for name, part in rows.items() if name in group.targets})
+        # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
+        wide = torch.promote_types(storage, torch.float32)
+        for name, adapter in adapters.items():
             if adapter.transposed:  # a length runs over all rows
-                (whole,) = self.group.load({name: slice(0, self.group.targets[name].shape[0])}).values()
-                loaded[adapter.magnitude] = lengths(whole.to(self.storage).to(wide).mT)[rows[adapter.magnitude]]
+                (whole,) = group.load({name: slice(0, group.targets[name].shape[0])}).values()
+                loaded[magnitudes[name]] = lengths(whole.to(storage).to(wide).mT)[rows[magnitudes[name]]]
             else:
-                loaded[adapter.magnitude] = lengths(loaded[name].to(self.storage).to(wide))
-        for name, layer in self.packed.items():
-            loaded[name] = packed(loaded[name], layer.kind)
-        return loaded
+                loaded[magnitudes[name]] = lengths(loaded[name].to(storage).to(wide))
+        return loaded | {name: packed(loaded[name], layer.kind) for name, layer in layers.items()}
+
+    return WeightGroup(targets, load)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Tensors of the base, some of them from the file of the adapters instead."""
+def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> WeightGroup:
+    """Return tensors of the base, some of them from the file of the adapters instead."""
 
-    group: WeightGroup
-    names: Set[str]
-    stored: AdapterFile
+    def load(rows: Rows) -> dict[str, Tensor]:
+        own = {name: stored.read(PEFT_PREFIX + name, rows[name]) for name in names & set(rows)}
+        return group.load(rows) | own
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        return self.group.targets
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        loaded = self.group.load(rows)
-        return loaded | {name: self.stored.read(PEFT_PREFIX + name, rows[name]) for name in self.names & set(rows)}
+    return WeightGroup(group.targets, load)
 
 
-@dataclass(frozen=True)
-class _Start:
-    name: str
-    header: Header
-    seed: int
-    stored: AdapterFile | None
+def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> WeightGroup:
+    """Return a tensor of an adapter as it begins."""
 
-    @property
-    def targets(self) -> Mapping[str, Header]:
-        return {self.name: self.header}
-
-    def load(self, rows: Rows) -> dict[str, Tensor]:
-        part = rows[self.name]
-        if self.stored is not None:
-            return {self.name: self.stored.read(PEFT_PREFIX + self.name, part)}
-        if ".lora_B." in self.name:
-            return {self.name: torch.zeros(self.header.shape)[part]}
-        digest = hashlib.sha256(f"{self.seed}:{self.name}".encode()).digest()
+    def load(rows: Rows) -> dict[str, Tensor]:
+        part = rows[name]
+        if stored is not None:
+            return {name: stored.read(PEFT_PREFIX + name, part)}
+        if ".lora_B." in name:
+            return {name: torch.zeros(header.shape)[part]}
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        bound = 1.0 / math.sqrt(self.header.shape[1])
-        drawn = torch.empty(self.header.shape).uniform_(-bound, bound, generator=generator)
-        return {self.name: drawn[part]}
+        bound = 1.0 / math.sqrt(header.shape[1])
+        return {name: torch.empty(header.shape).uniform_(-bound, bound, generator=generator)[part]}
+
+    return WeightGroup({name: header}, load)
 
 
 def peft_settings(
@@ -301,3 +284,51 @@ def modules_in(settings: str) -> tuple[str, ...]:
 def rank_patterns(ranks: Mapping[str, int], section: LoRAConfig) -> dict[str, int]:
     """Return peft's patterns of the layers whose rank is not the usual one."""
     return {f"^{re.escape(path)}$": rank for path, rank in ranks.items() if rank != section.rank}
+
+
+def note_of_base(directory: Path, model: str, here: Path) -> str | None:
+    """Return what a user should read of adapters that nothing but a name ties to their base; None if it is the same.
+
+    Args:
+        directory: Of the adapters.
+        model: What the run calls its model.
+        here: Where that lies.
+    """
+    file = directory / SETTINGS
+    named_base = read_json(file).get("base_model_name_or_path") if file.exists() else None
+    if not named_base or str(named_base) == model or expanded(str(named_base)).resolve() == here:
+        return None
+    return (
+        f"lora: the adapter in {directory} names {named_base} as its model, and this run's is {model}; no mark in its "
+        "file tells whether the weights are the same. Beside other weights it does not do what it was trained for."
+    )
+
+
+def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
+    """See that adapters to start from count by the factor they were trained with; tensors do not tell it.
+
+    Raises:
+        ModelError: They count by another one under `model.lora`, or their settings cannot be read.
+    """
+    if directory is None or not (directory / SETTINGS).exists():
+        return
+    file = directory / SETTINGS
+    try:
+        settings = read_json(file)
+        stabilised, alone = bool(settings.get("use_rslora", False)), dict(settings.get("alpha_pattern") or {})
+        there = {"alpha": f"{settings.get('lora_alpha', section.alpha):g}", "rank_stabilised": str(stabilised).lower()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = f"{file} is not what peft writes ({error})"
+        raise ModelError(f"model.lora.path: {why}. Save the adapter again.") from error
+    if alone:
+        raise ModelError(
+            f"model.lora.path: {file} gives {len(alone)} layers an alpha of their own ({next(iter(alone))}), and "
+            "model.lora has one for all. Merge this adapter into its model, and start from that."
+        )
+    here = {"alpha": f"{section.alpha:g}", "rank_stabilised": str(section.rank_stabilised).lower()}
+    for name, value in here.items():
+        if there[name] != value:
+            raise ModelError(
+                f"model.lora.{name} is {value}, and the adapter in {directory} was trained with {there[name]}: it "
+                f"would count by another factor than then. Set model.lora.{name}: {there[name]}."
+            )

@@ -1,11 +1,11 @@
-"""The adapters that lie in a model, and what a layer's matrix is with its own: pure of how they came there.
+"""The adapters that lie in a model, what a layer's matrix is with its own, and modules trained whole beside them.
 
 peft's modules hold the parameters. A matrix keeps the name it has without an adapter (`canonical_name`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.models.names import canonical_name
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+from holdfast.models.weights.conversion import Header
+from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, unpacked
 
 ADAPTER_NAME = "default"
 """What peft calls our one adapter."""
@@ -103,11 +105,6 @@ def is_transposed(layer: nn.Module) -> bool:
     return isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
 
 
-def has_transposed(model: nn.Module, paths: Sequence[str]) -> bool:
-    """Whether the matrix of some of a model's layers is [in, out]."""
-    return any(is_transposed(model.get_submodule(path)) for path in paths)
-
-
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield path and module of each of peft's layers."""
     for path, module in model.named_modules():
@@ -126,3 +123,73 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False  # noqa: SLF001 - as above
+
+
+def whole_modules(model: nn.Module) -> dict[str, list[str]] | None:
+    """Return the modules that are trained whole in a model with adapters, each with the names of its parameters.
+
+    Returns:
+        Canonical names; None where peft's files could not hold what is trained: part of a module only, such as the bias
+        of a layer whose matrix is frozen, a module with a stored buffer, which is no weight of ours to export, or one
+        that is tied to another, which peft would part.
+    """
+    trained = _trained_whole(model)
+    modules = _outermost({name.rpartition(".")[0] for name in trained})
+    parameters_of = {path: _below(path, named_parameters(model)) for path in modules}
+    covered = {name for names in parameters_of.values() for name in names}
+    tied = [name for first, others in tied_names(model).items() for name in (first, *others)]
+    apart = any(_below(path, (*tied, *_stored_buffers(model))) for path in modules)
+    return None if covered != trained or apart else parameters_of
+
+
+def _trained_whole(model: nn.Module) -> set[str]:
+    adapters = {name for adapter in adapters_of(model).values() for name in adapter.names}
+    return {name for name, value in named_parameters(model).items() if value.requires_grad} - adapters
+
+
+def _outermost(paths: set[str]) -> list[str]:
+    return sorted(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
+
+
+def _below(path: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{path}.")]
+
+
+def _stored_buffers(model: nn.Module) -> list[str]:
+    return [
+        canonical_name(f"{path}.{name}")
+        for path, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+@dataclass(frozen=True)
+class Join:
+    """How one matrix, or stack of them, comes out of a model's parameters."""
+
+    parts: tuple[str, ...]
+    """Canonical names; first the matrix as it is stored."""
+    run: Callable[[Sequence[Tensor]], Tensor]
+    """Whole parts in that order -> the matrix."""
+    header: Header | None
+    """Of the matrix, where it is stored in another shape."""
+
+
+def joins_of(model: nn.Module) -> dict[str, Join]:
+    """Return the matrices of a model that are more than one parameter, or another one, by canonical name."""
+    adapters, layers = adapters_of(model), dict(four_bit_layers(model))
+    return {name: _join(name, adapters.get(name), layers.get(name)) for name in {**layers, **adapters}}
+
+
+def _join(name: str, adapter: Adapter | None, layer: FourBitLinear | None) -> Join:
+    def run(parts: Sequence[Tensor]) -> Tensor:
+        base = parts[0]
+        if layer is not None:
+            wide = torch.promote_types(layer.written_dtype, torch.float32)
+            base = unpacked(base, layer.in_features, layer.kind, wide)
+        whole = base if adapter is None else adapter.merged(base, parts[1:])
+        return whole if layer is None else whole.to(layer.written_dtype)
+
+    header = None if layer is None else Header((layer.out_features, layer.in_features), layer.written_dtype)
+    return Join((name, *(() if adapter is None else adapter.names)), run, header)

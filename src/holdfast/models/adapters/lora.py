@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import rank_patterns
 from holdfast.models.adapters.live import (
     ADAPTER_NAME,
     adapters_of,
-    has_transposed,
     is_linear,
+    is_transposed,
     layers_of,
 )
 from holdfast.models.heads.scorer import LAYER
@@ -58,7 +58,7 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
             r=section.rank,
             lora_alpha=section.alpha,
             target_modules=targets,
-            fan_in_fan_out=has_transposed(model, targets),
+            fan_in_fan_out=any(is_transposed(model.get_submodule(path)) for path in targets),
             target_parameters=stacks or None,
             lora_dropout=section.dropout,
             use_rslora=section.rank_stabilised,

@@ -42,14 +42,14 @@ def freeze(model: nn.Module, patterns: Sequence[str], later: Sequence[UnfreezeCo
     parameters = named_parameters(model)
     frozen: set[str] = set()
     for pattern in patterns:
-        frozen.update(_found(model, pattern, parameters, "model.freeze"))
+        frozen.update(_names_of(model, pattern, parameters, "model.freeze"))
     if patterns and not any(value.requires_grad for name, value in parameters.items() if name not in frozen):
         raise ModelError(f"model.freeze {[*patterns]} leaves no parameter to train.")
     stages = []
     for section in sorted(later, key=lambda section: section.at_step):
         thawed: set[str] = set()
         for pattern in section.patterns:
-            names = _found(model, pattern, parameters, "model.unfreeze")
+            names = _names_of(model, pattern, parameters, "model.unfreeze")
             if not frozen.intersection(names):
                 raise ModelError(
                     f"model.unfreeze: {pattern!r} at step {section.at_step} matches only parameters that are trained "
@@ -79,13 +79,17 @@ def timetable(stages: Sequence[Stage], model: nn.Module) -> list[str]:
     ]
 
 
-def _found(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter], key: str) -> list[str]:
+def _names_of(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter], key: str) -> list[str]:
     """Return the names of the parameters that a pattern or word means.
 
     Raises:
         ModelError: It means none.
     """
-    matched = _matching(model, pattern, parameters)
+    if pattern == "embeddings":
+        own = {id(value) for value in model.get_input_embeddings().parameters()}
+        matched = [name for name, value in parameters.items() if id(value) in own]
+    else:
+        matched = [name for name in parameters if re.search(FREEZE_PRESETS.get(pattern, pattern), name)]
     if not matched:
         near = difflib.get_close_matches(pattern, parameters, n=2, cutoff=0.3) or list(parameters)[:2]
         raise ModelError(
@@ -94,11 +98,3 @@ def _found(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter], key
             f"{', '.join((*FREEZE_PRESETS, 'embeddings'))}."
         )
     return matched
-
-
-def _matching(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    if pattern == "embeddings":
-        own = {id(value) for value in model.get_input_embeddings().parameters()}
-        return [name for name, value in parameters.items() if id(value) in own]
-    pattern = FREEZE_PRESETS.get(pattern, pattern)
-    return [name for name in parameters if re.search(pattern, name)]

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.errors import ModelError
-from holdfast.models.adapters.files import AdapterSource, check_base
+from holdfast.models.adapters.files import AdapterSource, check_base, note_of_base, refuse_other_scale
 from holdfast.models.adapters.lora import add_adapters
-from holdfast.models.adapters.settings import note_of_base, refuse_other_scale
 from holdfast.models.build.freezing import Stage, freeze, timetable
 from holdfast.models.heads.scorer import (
     LAYER,
@@ -38,14 +37,15 @@ from holdfast.models.source.configuration import (
     follow_tokenizer,
     keep_routers_still,
     make_trainable,
+    maker,
+    on_meta,
+    reference_buffers,
     refusals,
 )
 from holdfast.models.source.origin import load_tokenizer, locate, read_config, read_end_tokens
-from holdfast.models.source.skeleton import maker, on_meta, reference_buffers
 from holdfast.models.source.vision import follow_compute_dtype, load_image_processor, set_attention
 from holdfast.models.weights.conversion import Header, plan_incoming
-from holdfast.models.weights.loading import LiveSource, StoredSource, WeightSource
-from holdfast.models.weights.random_start import RandomSource
+from holdfast.models.weights.loading import LiveSource, RandomSource, StoredSource, WeightSource
 from holdfast.models.weights.safetensors_files import StoredTensors
 
 

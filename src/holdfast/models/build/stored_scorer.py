@@ -15,9 +15,8 @@ from holdfast.models.heads.scorer import (
 )
 from holdfast.models.layers.attention import register_attention
 from holdfast.models.layers.family import family_of
-from holdfast.models.source.configuration import make_trainable, refusals
+from holdfast.models.source.configuration import make_trainable, maker, on_meta, reference_buffers, refusals
 from holdfast.models.source.origin import load_tokenizer, locate, read_config
-from holdfast.models.source.skeleton import maker, on_meta, reference_buffers
 from holdfast.models.source.vision import follow_compute_dtype
 from holdfast.models.weights.conversion import plan_incoming
 from holdfast.models.weights.loading import StoredSource

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from holdfast.models.check.shrink import one_of_each
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.layers.family import blocks_of
-from holdfast.models.layers.layer_kinds import one_of_each
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.names import POLICY_PREFIX, canonical_name
 

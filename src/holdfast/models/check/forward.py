@@ -3,10 +3,15 @@
 A soft cap we do not know of, a logit scale under a new name, an attention that sees across documents, angles that
 depend on what else is in a pack: each would train on wrong numbers without an error. Two short documents show most of
 it; a document beyond each length at which the model changes, beside a short one, shows the rest.
+
+How logits follow from what the output layer gives is measured: `PolicyModel.upstream_head` sends a ramp through the
+model's own head, on which a scale, a soft cap and an addition each leave their mark, whatever the weights are; names of
+fields say none of that for sure.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +30,7 @@ from holdfast.models.check.witness import as_files_say, follow_implementation
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.scorer import ScoreModel
 from holdfast.models.layers.attention import upstream_attention
-from holdfast.models.layers.head_rule import check_head
+from holdfast.models.scores import HeadSpec
 from holdfast.types import Batch, Example, Scores
 
 LENGTHS = (19, 23)
@@ -116,7 +121,7 @@ def check_forward(
 
 def _words(sides: Sides, result: CheckResult) -> str:
     name = sides.policy.family.name
-    if not _within(result.difference, TOLERANCE, sides.dtype) or not _within(result.leak, LEAK_TOLERANCE, sides.dtype):
+    if not _agrees_on_short_texts(result, sides.dtype):
         return (
             f"Log-probabilities of {name} differ from transformers' own by {result.difference * result.spread:.2e} "
             f"(between documents: {result.leak * result.spread:.2e}; a token's logits spread by {result.spread:.2e}). "
@@ -136,13 +141,12 @@ def use_padding(policy: PolicyModel) -> None:
     policy.language_model.set_attn_implementation(upstream_attention(policy.language_model))  # type: ignore[operator]
 
 
-def _within(value: float, limits: dict[torch.dtype, float], dtype: torch.dtype) -> bool:
-    return value <= limits[dtype]
-
-
 def _exact(result: CheckResult, dtype: torch.dtype) -> bool:
-    agrees = _within(result.difference, TOLERANCE, dtype) and _within(result.beyond, TOLERANCE, dtype)
-    return agrees and _within(result.leak, LEAK_TOLERANCE, dtype)
+    return _agrees_on_short_texts(result, dtype) and result.beyond <= TOLERANCE[dtype]
+
+
+def _agrees_on_short_texts(result: CheckResult, dtype: torch.dtype) -> bool:
+    return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
 
 
 def _spread_of_logits(sides: Sides) -> float | None:
@@ -251,3 +255,93 @@ def _ours(sides: Sides, examples: list[Example]) -> list[Tensor]:
     scores = sides.policy(_batch(sides, examples))
     assert isinstance(scores, Scores)
     return list(torch.split(scores.logprobs, [example.trained_tokens for example in examples]))
+
+
+_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+"""Of the largest logit."""
+_LINEAR = 1.0
+"""Below it a cap changes what a scale makes of a number by less than its square over three squares of the cap."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`softcap * tanh(scale * y / softcap) + offset`, as measured."""
+
+    scale: float
+    softcap: float | None
+    offset: float
+    error: float
+    """What it leaves unexplained, as a part of the largest logit."""
+
+    def words(self) -> str:
+        """Describe the rule."""
+        if self.error > 1e-2:
+            return "by no scale, soft cap or addition"
+        parts = [f"times {self.scale:.4g}"] if abs(self.scale - 1) > 1e-3 else []
+        parts += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.4g}"]
+        parts += [f"plus {self.offset:.4g}"] if abs(self.offset) > 1e-3 else []
+        return ", ".join(parts) or "unchanged"
+
+
+def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype: torch.dtype) -> None:
+    """Compare a model's head with ours.
+
+    Args:
+        name: Of the architecture.
+        sent: [W], what the output layer gave.
+        returned: [V], the logits that the model made of it.
+        spec: What a run makes of it.
+        dtype: What the model computes in.
+
+    Raises:
+        ModelError: The heads differ. The message names the rule that was measured.
+    """
+    if sent.shape != returned.shape:
+        raise ModelError(
+            f"The output layer of {name} gives {sent.numel()} numbers for a token and the model returns "
+            f"{returned.numel()} logits, so probabilities would be taken over others than its own. Please report the "
+            "architecture."
+        )
+    outputs, logits = sent.double(), returned.double()
+    ours = _applied(outputs, spec.scale, spec.softcap)
+    if float((ours - logits).abs().max()) > _LIMITS[dtype] * float(logits.abs().max()):
+        rule = Rule(spec.scale, spec.softcap, 0.0, 0.0)
+        raise ModelError(
+            f"The logits of {name} follow from its output layer by another rule than Holdfast reads from its "
+            f"configuration: measured, what the layer gives is returned {measured_rule(outputs, logits).words()}; "
+            f"read, {rule.words()}. It would train on wrong probabilities; please report the architecture."
+        )
+
+
+def measured_rule(outputs: Tensor, logits: Tensor) -> Rule:
+    """Return the scale, soft cap and addition that come closest; [V] each, float64, `outputs` rising."""
+    middle = outputs.abs() <= _LINEAR
+    if int(middle.sum()) < 2:  # a small vocabulary
+        middle = outputs.abs() <= outputs.abs().sort().values[1]
+    y, z = outputs[middle], logits[middle]
+    offset = float(z.mean() - y.mean() * ((y - y.mean()) * (z - z.mean())).sum() / ((y - y.mean()) ** 2).sum())
+    scale = float(((y - y.mean()) * (z - z.mean())).sum() / ((y - y.mean()) ** 2).sum())
+    softcap = _softcap(scale, float(outputs[-1]), float(logits[-1]) - offset)
+    if softcap is not None:  # the middle is bent a little too
+        scale *= 1 + float((y * y).mean()) * (scale / softcap) ** 2 / 3
+        softcap = _softcap(scale, float(outputs[-1]), float(logits[-1]) - offset) or softcap
+    error = float(
+        (_applied(outputs, scale, softcap) + offset - logits).abs().max() / logits.abs().max().clamp(min=1e-30)
+    )
+    return Rule(scale, softcap, offset, error)
+
+
+def _applied(outputs: Tensor, scale: float, softcap: float | None) -> Tensor:
+    return outputs * scale if softcap is None else softcap * (outputs * scale / softcap).tanh()
+
+
+def _softcap(scale: float, output: float, logit: float) -> float | None:
+    """Return the cap c for which c tanh(scale * output / c) is a logit, None where nothing bends."""
+    straight = abs(scale * output)
+    if not 0 < abs(logit) < 0.999 * straight:
+        return None
+    low, high = abs(logit), 1e4 * straight
+    for _ in range(200):
+        cap = math.sqrt(low * high)
+        low, high = (cap, high) if cap * math.tanh(straight / cap) < abs(logit) else (low, cap)
+    return math.sqrt(low * high)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.names import canonical_name
-from holdfast.models.source.skeleton import with_buffers
+from holdfast.models.source.configuration import with_buffers
 from holdfast.models.source.vision import set_attention
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from holdfast.models.heads.policy import PolicyModel, predictors
-from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, chunk_tokens, logits_of
+from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, WithGradients, chunk_tokens, logits_of
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
-from holdfast.objectives.divergences import Distillation, generalised_jsd
-from holdfast.objectives.supervised import supervised_sums
+from holdfast.objectives.supervised import Distillation, generalised_jsd, supervised_sums
 from holdfast.types import Batch, LossSum, Scores
 
 _BUFFERS = 3
@@ -109,20 +107,8 @@ def distilled(  # noqa: PLR0913 - both sides of a comparison
     made = _Comparison(hidden, head, spec, targets, weights, loss, entropy=entropy)
     with torch.no_grad():
         ask(made.look)
-    total: Tensor = _WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
+    total: Tensor = WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
     return total, Scores(made.logprobs, made.is_top, made.entropy), made.sums()
-
-
-class _Block(NamedTuple):
-    """Rows of a chunk, [r, V] each."""
-
-    student: Tensor
-    """Logits, to be replaced by the loss's derivative."""
-    teacher: Tensor
-    targets: Tensor
-    """[r]"""
-    weights: Tensor
-    """[r]"""
 
 
 class _Comparison:
@@ -168,15 +154,15 @@ class _Comparison:
             for first in range(start, stop, block):
                 rows = slice(first, min(first + block, stop))
                 here = slice(rows.start - start, rows.stop - start)
-                self._compare(_Block(logits[here], taught[here], self._targets[rows], self._weights[rows]), rows)
+                self._compare(logits[here], taught[here], rows)
             del taught
             if self._wants_gradients:
                 self._add(logits if slope is None else logits.mul_(slope), slice(start, stop))
             del logits, slope  # or two chunks of logits would be alive at once
 
-    def _compare(self, block: _Block, rows: slice) -> None:
-        logits, taught, loss = block.student, block.teacher, self._loss
-        targets = block.targets[:, None]
+    def _compare(self, logits: Tensor, taught: Tensor, rows: slice) -> None:
+        """Compare rows of a chunk, [r, V] logits each; the student's become the loss's derivative."""
+        loss, targets = self._loss, self._targets[rows, None]
         shared = min(logits.shape[1], taught.shape[1])
         taught = taught[:, :shared]
         own = logits.log_softmax(-1)
@@ -198,7 +184,7 @@ class _Comparison:
             torch.exp(own, out=logits).mul_(loss.sft_weight)
             logits.scatter_add_(1, targets, torch.full_like(targets, -loss.sft_weight, dtype=logits.dtype))
         logits[:, :shared].add_(divergence.by_logits, alpha=1.0 / loss.temperature)
-        logits.mul_(block.weights[:, None])
+        logits.mul_(self._weights[rows, None])
 
     def _add(self, by_logits: Tensor, rows: slice) -> None:
         """Add a chunk's part of the gradients, given the loss's derivative by its logits, which is consumed."""
@@ -242,25 +228,3 @@ def _wide(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> tuple[Tensor, He
     dtype = torch.float32 if spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
     bias = None if head.bias is None else head.bias.detach().to(dtype)
     return hidden.detach().to(dtype), HeadWeights(head.weight.detach().to(dtype), bias)
-
-
-class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients by hidden states, weight and bias are known already."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
-        ctx: Any,
-        hidden: Tensor,  # noqa: ARG004
-        weight: Tensor,  # noqa: ARG004
-        bias: Tensor | None,  # noqa: ARG004
-        loss: Tensor,
-        gradients: list[Tensor | None],
-    ) -> Tensor:
-        ctx.parts = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
-        parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
-        ctx.parts = ()
-        return (*parts, None, None)

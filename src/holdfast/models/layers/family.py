@@ -26,9 +26,8 @@ class Family:
     name: str
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    packs: bool = True
-    """Whether its layers can be told where documents end; recurrent and convolutional ones cannot."""
     why_not_packed: str = ""
+    """Why its layers cannot be told where documents end, as recurrent and convolutional ones cannot; "" if they can."""
     image_token_id: int | None = None
     """The token that features of images take the place of, where images of the family are known."""
     video_token_id: int | None = None
@@ -68,30 +67,23 @@ def family_of(model: nn.Module) -> Family:
     softcap = getattr(text, "final_logit_softcapping", None)
     if getattr(text, "logits_soft_cap", None):  # RecurrentGemma
         softcap = text.logits_soft_cap
-    reason = _why_not_packed(model, text)
     return Family(
         name=str(config.model_type),
         logit_scale=scale,
         logit_softcap=None if softcap is None else float(softcap),
-        packs=not reason,
-        why_not_packed=reason,
-        image_token_id=int(config.image_token_id) if str(config.model_type) in VISION_FAMILIES else None,
-        video_token_id=_video_token(config),
-        image_tokens=_image_tokens(config),
+        why_not_packed=_why_not_packed(model, text),
+        **_image_fields(config),
     )
 
 
-def _video_token(config: Any) -> int | None:
+def _image_fields(config: Any) -> dict[str, Any]:
+    """Return what a family that sees has besides."""
     vision = VISION_FAMILIES.get(str(config.model_type))
-    token = None if vision is None else video_token(vision, config)
-    return None if token is None else int(token)
-
-
-def _image_tokens(config: Any) -> tuple[str, int] | None:
-    vision = VISION_FAMILIES.get(str(config.model_type))
-    if vision is None or vision.packs or vision.token_types is None:
-        return None
-    return vision.token_types, int(config.image_token_id)
+    if vision is None:
+        return {}
+    image, video = int(config.image_token_id), video_token(vision, config)
+    marks = None if vision.packs or vision.token_types is None else (vision.token_types, image)
+    return {"image_token_id": image, "video_token_id": None if video is None else int(video), "image_tokens": marks}
 
 
 def _why_not_packed(model: Any, text: Any) -> str:
@@ -188,3 +180,28 @@ def blocks_of(model: nn.Module) -> list[str]:
         return blocks
     path, members = max(lists, key=lambda item: sum(value.numel() for value in item[1].parameters()))
     return [f"{path}.{index}" for index in range(len(members))]
+
+
+_TABLES = ("wpe.weight", "embed_positions.weight", "embed_positions", "pos_encoding")
+"""Ends of the names of tensors with a row per position: GPT-2's, OPT's, GPT-J's, CTRL's."""
+_OFFSET = 2
+"""OPT and its kin keep so many rows in front of the first position."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What `max_position_embeddings` means in a model."""
+
+    count: int
+    in_a_table: bool
+    """Whether there is nothing behind the last one; else angles, or a bias of distances, go on beyond."""
+
+
+def positions_of(model: Any) -> Positions | None:
+    """Return the positions that a model's configuration names; None where it names none."""
+    count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if count is None:
+        return None
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    rows = [tensor.shape[0] for name, tensor in tensors if name.endswith(_TABLES)]
+    return Positions(count, any(count <= number <= count + _OFFSET for number in rows))

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.config.sections.router import AutoRouterLoss, NoRouterLoss, RouterLossConfig
+from holdfast.config.sections.model import AutoRouterLoss, NoRouterLoss, RouterLossConfig
 from holdfast.data.batches.packing import places
 from holdfast.errors import ModelError
 from holdfast.types import Batch
@@ -56,7 +56,7 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         config: Any = model.config
         self.name = str(config.model_type)
-        self.top_k = _top_k(model)
+        self.top_k = int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 1)
         self._seen: list[Routed] | None = None
         self._chosen: list[Tensor] | None = None
         routers = routers_of(model)
@@ -230,11 +230,6 @@ def choose_router_loss(section: RouterLossConfig, model: nn.Module) -> tuple[Rou
             "effect. Set model.router_loss.coefficient, to 0.001 for example, or use router_loss: off."
         )
     return RouterLoss(section.kind, coefficient), f"router loss: {section.kind}, coefficient {coefficient:g}"
-
-
-def _top_k(model: nn.Module) -> int:
-    config: Any = model.config
-    return int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 1)
 
 
 def _routed(output: Any, index: int) -> Routed:

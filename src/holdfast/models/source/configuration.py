@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from holdfast.errors import ModelError
+from holdfast.models.names import canonical_name
 
 _MOVED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters.rope_theta"}
 """Fields of many a config.json that transformers 5 keeps elsewhere."""
@@ -159,3 +162,76 @@ def keep_routers_still(model: Any) -> None:
 
 def _stay_in_evaluation(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002, ARG001 - torch's form
     return nn.Module.train(module, False)  # noqa: FBT003 - same
+
+
+Make = Callable[[Any], Any]
+"""A transformers configuration -> a model of random weights."""
+
+
+def maker(config: Any, trust_remote_code: bool, scorer: bool, live: Any = None) -> Make:
+    """Return what makes models of a configuration: that score texts if `scorer`, else that predict tokens.
+
+    A model in memory, `live`, has a class already.
+
+    Raises:
+        ModelError: transformers has no such model, or the one in memory scores no texts.
+    """
+    if live is not None:
+        if scorer and not hasattr(live, "score"):
+            raise ModelError(
+                f"A {type(live).__name__} has no layer `score`. Give a model for sequence classification with "
+                "num_labels=1, or name a language model's directory in model.path."
+            )
+        return type(live)._from_config  # type: ignore[no-any-return]  # noqa: SLF001 - what from_config calls
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    if trust_remote_code and not scorer and hasattr(config, "auto_map"):
+        return partial(AutoModelForCausalLM.from_config, trust_remote_code=True)
+    for auto in [AutoModelForSequenceClassification] if scorer else [AutoModelForImageTextToText, AutoModelForCausalLM]:
+        if type(config) in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
+            return auto.from_config  # type: ignore[no-any-return]
+    what = "model for sequence classification of" if scorer else "language model for"
+    raise ModelError(f"transformers has no {what} model_type {config.model_type!r}.")
+
+
+def on_meta(make: Make, config: Any) -> Any:
+    """Return a model whose parameters and buffers have shapes alone."""
+    with torch.device("meta"):
+        return _made(make, config)
+
+
+def _made(make: Make, config: Any) -> Any:
+    config = copy.deepcopy(config)
+    config.dtype = torch.float32  # of the skeleton; storage is decided when tensors are placed
+    return make(config)
+
+
+def reference_buffers(make: Make, config: Any) -> dict[str, Tensor]:
+    """Build the model's buffers on the CPU, without allocating its parameters."""
+    model = with_buffers(make, config)
+    return {canonical_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def with_buffers(make: Make, config: Any) -> Any:
+    """Return a model whose parameters have shapes alone, and whose buffers are computed on the CPU."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), _parameters_on_meta():
+        return _made(make, config)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Send each parameter to the meta device the moment a module registers it."""
+    original = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

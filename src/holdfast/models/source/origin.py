@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from holdfast.config.paths import expanded
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.files import REGULAR, file_kind, open_regular, read_json
+from holdfast.files import REGULAR, expanded, file_kind, open_regular, read_json
 from holdfast.models.source.configuration import refusals
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
@@ -23,8 +23,8 @@ _ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 
-_EDGE, _PIECE = 2**20, 2**24
-"""Bytes at either end of a weights file that stood for all of it in marks of earlier versions; bytes read at once."""
+_EDGE = 2**20
+"""Bytes at either end of a weights file that stood for all of it in marks of earlier versions."""
 
 _READ: dict[tuple[tuple[str, int, int, int], ...], str] = {}
 """Marks of files that this process read or was told of, by path, size, time of change and inode."""
@@ -73,11 +73,8 @@ def _edges_hash(file: Path) -> str:
 
 
 def _whole_hash(file: Path) -> str:
-    state = xxhash.xxh3_128()
     with open_regular(file) as opened:
-        while piece := opened.read(_PIECE):
-            state.update(piece)
-    return str(state.hexdigest())
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
 
 
 def _hash(data: bytes) -> str:
@@ -236,7 +233,7 @@ def _with_template(tokenizer: Any, directory: Path) -> Any:
 
 
 def _built_in(name: str) -> Any:
-    from holdfast.data.tasks.characters import character_tokenizer, picture_tokenizer
+    from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 
     match name:
         case "builtin:characters":

@@ -48,8 +48,6 @@ class WeightsConversion:
     conversions: tuple[Conversion, ...]
     used: tuple[Any, ...]
     """transformers' transforms that matched: an export undoes just these."""
-    ignored: tuple[str, ...]
-    """Stored tensors that the model's class declares as not needed."""
 
 
 def plan_incoming(
@@ -69,7 +67,7 @@ def plan_incoming(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    model_headers = _state_headers(model)
+    model_headers = {name: Header(tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
     transforms = get_model_conversion_mapping(model)
     renamings, converters, by_pattern = _sorted_out(transforms)
     groups: dict[str, _Group] = {}
@@ -87,7 +85,7 @@ def plan_incoming(
     ignored = _ignored(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     needed = {name: header for name, header in model_headers.items() if name not in absent}
     _check_complete(model, conversions, needed, [name for name in unknown if name not in ignored], origin)
-    return WeightsConversion(conversions, tuple(entry for entry in transforms if entry.was_used()), tuple(ignored))
+    return WeightsConversion(conversions, tuple(entry for entry in transforms if entry.was_used()))
 
 
 def plan_outgoing(model: Any, headers: Mapping[str, Header], used: Sequence[Any] | None) -> tuple[Conversion, ...]:
@@ -197,10 +195,6 @@ def _first_match(name: str, converters: Iterable[Any]) -> tuple[str, str | None]
         if pattern is not None:
             return renamed, pattern
     return name, None
-
-
-def _state_headers(model: nn.Module) -> dict[str, Header]:
-    return {name: Header(tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
 
 
 def _ignored(names: Sequence[str], patterns: Iterable[str] | None) -> list[str]:

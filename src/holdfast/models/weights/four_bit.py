@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from holdfast.config.sections.lora import FourBitKind
+from holdfast.config.sections.model import FourBitKind
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 

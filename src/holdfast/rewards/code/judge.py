@@ -2,7 +2,8 @@
 
 Started alone, by path. Standard input holds the order; standard output gets one line, how many tests pass. The code's
 process is forked before the order is read, so that it holds no copy of it, and this one hides its memory. Tests call
-what the code defined through `code_values`; so nothing that the code patches is anything that judges it.
+what the code defined through `code.values`; so nothing that the code patches is anything that judges it. The process of
+the code holds no test and no secret.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 # Beside this file lies a package of ours; what else stands in its folder must not shadow the standard library.
 sys.path.append(str(Path(__file__).parents[3]))
 
-from holdfast.rewards.code.runner import limit, serve_code  # noqa: E402
 from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E402
-from holdfast.rewards.processes import lifetime  # noqa: E402
-from holdfast.rewards.processes.confinement import hide  # noqa: E402
+from holdfast.rewards.processes import kernel  # noqa: E402
 
 _SWEEP_SECONDS = 2.0
+_MOST_FILE_BYTES = 1 << 24
+_MOST_OPEN_FILES = 64
 
 
 def main() -> None:
@@ -42,8 +44,8 @@ def main() -> None:
         finally:
             os._exit(0)  # threads and exit handlers of the code are not waited for
     theirs.close()
-    lifetime.adopt_orphans()
-    hide()
+    kernel.adopt_orphans()
+    kernel.hide()
     order = json.load(sys.stdin)
     _silence()
     signal.signal(signal.SIGALRM, lambda *_: _end(answer, 0))
@@ -65,10 +67,10 @@ def _silence() -> None:
 
 def _end(answer: int, passed: int) -> None:
     """Kill the code with all that it started, answer, and go."""
-    while strays := lifetime.children():
+    while strays := kernel.children():
         for pid in strays:
-            lifetime.kill_with_group(pid)
-        if len(lifetime.reap(strays, _SWEEP_SECONDS)) < len(strays):
+            kernel.kill_with_group(pid)
+        if len(kernel.reap(strays, _SWEEP_SECONDS)) < len(strays):
             break
     os.write(answer, str(passed).encode())
     os._exit(0)
@@ -84,13 +86,13 @@ def _count(order: dict[str, Any], peer: Peer) -> int:
         return 0
     names = {name: peer.decode(value) for name, value in message["names"].items() if not name.startswith("__")}
     # What judges stays the judge's own: built-in functions, and modules.
-    shadows = {name for name, value in names.items() if hasattr(builtins, name) or _poses_as_module(name, value)}
+    shadows = {
+        name
+        for name, value in names.items()
+        if hasattr(builtins, name) or (name in MODULES and isinstance(value, Remote))
+    }
     namespace = {name: value for name, value in names.items() if name not in shadows}
     return sum(_passes(test, namespace, names, shadows) for test in order["tests"])
-
-
-def _poses_as_module(name: str, value: Any) -> bool:
-    return name in MODULES and isinstance(value, Remote)
 
 
 def _passes(test: str, namespace: dict[str, Any], names: dict[str, Any], shadows: set[str]) -> bool:
@@ -111,6 +113,51 @@ def _passes(test: str, namespace: dict[str, Any], names: dict[str, Any], shadows
 def _names(code: CodeType) -> set[str]:
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(*(_names(each) for each in inner))
+
+
+def serve_code(channel: int) -> None:
+    """Take an order from the channel, run its code, send the names that it made, and answer until the judge is gone."""
+    os.setsid()
+    kernel.die_with_parent()
+    kernel.confine()
+    peer = Peer(channel, ACTS)
+    order = peer.receive()
+    if order is None:
+        return
+    limit(order["memory_bytes"], order["cpu_seconds"])
+    module = ModuleType("completion")
+    sys.modules["completion"] = module
+    try:
+        exec(compile(order["code"], "<completion>", "exec"), module.__dict__)  # noqa: S102 - what this file is for
+    except BaseException:  # noqa: BLE001 - whatever the code raises, SystemExit too, it fails
+        return
+    peer.send({"names": _sent_names(peer, module)})
+    peer.serve()
+
+
+def _sent_names(peer: Peer, module: ModuleType) -> dict[str, Any]:
+    names = {}
+    for name, value in list(vars(module).items()):
+        if not name.startswith("__"):
+            try:
+                names[name] = peer.encode(value)
+            except Exception:  # noqa: BLE001, S112 - a container that holds itself, for example: no test can see it
+                continue
+    return names
+
+
+def limit(memory_bytes: int, cpu_seconds: int) -> None:
+    """Bound what this process and each of its children may take."""
+    for kind, most in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_FSIZE, _MOST_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, _MOST_OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (bound, bound))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 What earns is a boundary: code and judge are two processes that speak by values (`judge.py`), so code earns by what it
 answers and by nothing that it patches, reads or compares itself. What the code may do to this machine is not: it runs
 as this user, root included, with its files and its network. The environment and the memory of other processes are
-closed to it where the kernel can do that (`confinement`); limits keep an accident small.
+closed to it where the kernel can do that (`kernel`); limits keep an accident small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import cell
-from holdfast.rewards.processes import folders, lifetime
+from holdfast.rewards.processes import folders, kernel
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _JUDGE = Path(__file__).with_name("judge.py")
@@ -69,6 +69,6 @@ class CodeReward:
             except subprocess.TimeoutExpired:
                 return 0
             finally:
-                lifetime.kill_with_group(process.pid)
+                kernel.kill_with_group(process.pid)
                 process.communicate()
         return int(answer) if answer.isdigit() else 0

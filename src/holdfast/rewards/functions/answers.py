@@ -60,7 +60,7 @@ _NOISE = Fraction(1, 10**9)
 
 
 @dataclass(frozen=True)
-class Answer:
+class MarkedAnswer:
     """A final answer as a completion marks it."""
 
     text: str
@@ -92,16 +92,16 @@ class Quantity(NamedTuple):
         return number + (r"\%" if self.is_percentage else "")
 
 
-def marked_answer(text: str) -> Answer | None:
+def marked_answer(text: str) -> MarkedAnswer | None:
     r"""Return what stands in the last \boxed{}, else in the last <answer>, else after the last ####, if anything."""
     if boxed := _last_boxed(text):
-        return Answer(boxed, is_prose=False)
+        return MarkedAnswer(boxed, is_prose=False)
     tagged = [each.strip() for each in _TAG.findall(text)]
     if tagged and tagged[-1]:
-        return Answer(tagged[-1], is_prose=True)
+        return MarkedAnswer(tagged[-1], is_prose=True)
     _, hashes, rest = text.rpartition("####")
     line = rest.strip().split("\n", 1)[0].strip() if hashes else ""
-    return Answer(line, is_prose=True) if line else None
+    return MarkedAnswer(line, is_prose=True) if line else None
 
 
 def last_side(text: str) -> str:

@@ -22,12 +22,8 @@ _MOST_ANSWER_BYTES = 1 << 22
 class Judge:
     """Asks for a number. Threads wait for the answers, so that those of a batch arrive side by side."""
 
+    section: Mapping[str, Any]
     endpoint: Endpoint
-    model: str
-    prompt: str
-    regex: str
-    scale: float
-    max_tokens: int
 
     @classmethod
     def of(cls, section: Mapping[str, Any], name: str) -> Judge:
@@ -37,27 +33,16 @@ class Judge:
             ConfigError: The variable of the key is not set.
         """
         key = api_key(section["api_key_variable"], f"reward {name}")
-        return cls(
-            Endpoint(section["url"], key, section["timeout_seconds"], section["attempts"], _MOST_ANSWER_BYTES),
-            section["model"],
-            section["prompt"],
-            section["regex"],
-            section["scale"],
-            section["max_tokens"],
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Longest time for one sample."""
-        return self.endpoint.longest_seconds
+        limits = section["timeout_seconds"], section["attempts"], _MOST_ANSWER_BYTES
+        return cls(section, Endpoint(section["url"], key, *limits))
 
     async def __call__(self, sample: Sample) -> float:
         """Score one sample."""
         answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, self._question(sample))
-        numbers = list(re.finditer(self.regex, answer))
+        numbers = list(re.finditer(self.section["regex"], answer))
         if not numbers:
             raise EndpointRefuses(f"the judge's answer holds no number: {answer[:120]!r}")
-        return float(numbers[-1][min(1, numbers[-1].re.groups)]) / self.scale
+        return float(numbers[-1][min(1, numbers[-1].re.groups)]) / float(self.section["scale"])
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -65,14 +50,15 @@ class Judge:
 
     def _question(self, sample: Sample) -> str:
         own = {"prompt": sample.prompt, "completion": sample.completion}
-        return FIELD.sub(lambda match: own[match[1]] if match[1] in own else str(cell(sample, match[1])), self.prompt)
+        prompt: str = self.section["prompt"]
+        return FIELD.sub(lambda match: own[match[1]] if match[1] in own else str(cell(sample, match[1])), prompt)
 
     def _ask(self, question: str) -> str:
         content = {
-            "model": self.model,
+            "model": self.section["model"],
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
-            "max_tokens": self.max_tokens,
+            "max_tokens": self.section["max_tokens"],
         }
         try:
             answer = self.endpoint.ask("POST", "/chat/completions", content)

@@ -10,13 +10,12 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from holdfast.rewards.base import CannotStart, Sample
+from holdfast.rewards.base import CannotStart, Sample, describe_error
 from holdfast.rewards.functions.answers import (
-    Answer,
+    MarkedAnswer,
     Quantity,
     decimal_places,
     final_answer,
@@ -28,9 +27,6 @@ from holdfast.rewards.functions.answers import (
     same_number,
 )
 from holdfast.rewards.functions.rules import cell
-from holdfast.rewards.outcome import describe_error
-
-__all__ = ["MathReward", "final_answer"]
 
 _PIECE_OF_LATEX = re.compile(r"\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _NUMERAL = re.compile(r"([0-9A-Za-z]+)(?:_\{?([0-9]+)\}?)?")
@@ -48,20 +44,14 @@ class Gold(NamedTuple):
     """Decimal places that are compared where a side is a decimal number."""
 
 
-@dataclass(frozen=True)
 class MathReward:
     """1 where the final answer of a completion equals the gold one, 0 where it does not; None for a gold that cannot
     be read, since no completion could be right.
     """
 
-    column: str
-    parse: Callable[..., list[Any]]
-    verify: Callable[..., bool]
-    read_gold: Callable[[str], Gold | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Keep the golds read: a group shares one."""
-        object.__setattr__(self, "read_gold", lru_cache(_GOLDS_KEPT)(self._read_gold))
+    def __init__(self, column: str, parse: Callable[..., list[Any]], verify: Callable[..., bool]) -> None:
+        self.column, self.parse, self.verify = column, parse, verify
+        self.read_gold = lru_cache(_GOLDS_KEPT)(self._read_gold)  # a group shares one
 
     @classmethod
     def checked(cls, column: str, name: str) -> MathReward:
@@ -119,7 +109,7 @@ class MathReward:
         expressions = self._parse(_as_latex(text)) if text else []
         return Gold(text, None, expressions, _places_of(expressions)) if expressions else None
 
-    def _expressions(self, answer: Answer) -> list[Any]:
+    def _expressions(self, answer: MarkedAnswer) -> list[Any]:
         """Return what math-verify reads in an answer: LaTeX, or in prose the last piece of LaTeX or number."""
         text = plain_answer(answer.text)
         number = quantity(text)
@@ -144,7 +134,7 @@ class MathReward:
         return [] if is_too_deep(text) else self.parse(text, parsing_timeout=None)
 
 
-def _same_text(gold: Gold, answer: Answer) -> bool | None:
+def _same_text(gold: Gold, answer: MarkedAnswer) -> bool | None:
     """Compare what needs no algebra: two numbers, and numerals with a base; None where it is needed."""
     text = plain_answer(answer.text)
     if gold.number is not None:

@@ -23,8 +23,6 @@ def rule(section: Mapping[str, Any]) -> One:
         case {"kind": "exact", "column": column}:
             return lambda sample: float(sample.completion.strip() == str(cell(sample, column)).strip())
         case {"kind": "countdown", "numbers": numbers, "target": target}:
-            from holdfast.rewards.functions.rules import reaches
-
             return lambda sample: float(reaches(sample.completion, cell(sample, numbers), cell(sample, target)))
         case {"kind": "format", "regex": regex, "mode": mode}:
             pattern = re.compile(regex, re.DOTALL)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from holdfast.rewards.base import CannotStart, Sample
+from holdfast.rewards.base import CannotStart, MissingArgument, Sample
 
 if TYPE_CHECKING:
     import asyncio
@@ -70,10 +70,6 @@ _WITHOUT_COLUMNS = {"reward_inputs", "solution_strs", "reward_input", "solution_
 """Forms that fill nothing else."""
 
 
-class MissingArgument(LookupError):
-    """A parameter that no column, no value of the sample and no own argument fills."""
-
-
 @dataclass(frozen=True)
 class Each:
     """Called with one sample after the other."""
@@ -115,12 +111,17 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
     call = _Call(function, dict(kwargs), parameters)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     many: Mapping[str, Many] = {
-        "reward_inputs": call.easyr1_batch,
-        "solution_strs": call.verl_batch,
+        "reward_inputs": lambda samples: call.run({"reward_inputs": [_easyr1_input(sample) for sample in samples]}),
+        "solution_strs": lambda samples: call.run(
+            {plural: [_VERL[name](sample) for sample in samples] for plural, name in _VERL_MANY.items()}
+        ),
         "completions": call.batch,
         "prompts": call.batch,
     }
-    one: Mapping[str, One] = {"reward_input": call.easyr1, "solution_str": call.verl}
+    one: Mapping[str, One] = {
+        "reward_input": lambda sample: call.run({"reward_input": _easyr1_input(sample)}, sample.row),
+        "solution_str": lambda sample: call.run({name: value(sample) for name, value in _VERL.items()}, sample.row),
+    }
     sign = next((sign for sign in (*many, *one) if sign in parameters), "")
     columns = call.demanded(_GIVEN.get(sign, _ONE))
     if sign in _WITHOUT_COLUMNS and columns:
@@ -129,7 +130,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
             f"also demands {columns[0]}. Give {columns[0]} a default, or name it in kwargs."
         )
     if sign in many:
-        return BatchedCall(_Awaited(many[sign]) if is_async else many[sign], columns)
+        return BatchedCall(_awaited(many[sign]) if is_async else many[sign], columns)
     return (Concurrent if is_async else Each)(one.get(sign, call.one), columns)
 
 
@@ -181,7 +182,7 @@ class _Call:
     def one(self, sample: Sample) -> Any:
         """Call it with one sample."""
         values = {**sample.row, **{name: value(sample) for name, value in _ONE.items()}}
-        return self.function(**self._chosen(values, sample.row))
+        return self.run(values, sample.row)
 
     def batch(self, samples: Sequence[Sample]) -> Any:
         """Call it with lists, as TRL does."""
@@ -189,28 +190,19 @@ class _Call:
         values: dict[str, Any] = {column: [sample.row.get(column) for sample in samples] for column in columns}
         values |= {name: [value(sample) for sample in samples] for name, value in _MANY.items()}
         logged: dict[str, float] = {}
-        values |= {"log_metric": logged.__setitem__, "log_extra": _ignore, "trainer_state": samples[0].progress}
-        return _WithMetrics(self.function(**self._chosen(values, columns)), logged).results()
+        values |= {"log_metric": logged.__setitem__, "log_extra": lambda *_: None, "trainer_state": samples[0].progress}
+        return _with_metrics(self.run(values, columns), logged)
 
-    def verl(self, sample: Sample) -> Any:
-        """Call it as verl's reward manager does."""
-        return self.function(**self._chosen({name: value(sample) for name, value in _VERL.items()}, sample.row))
+    def run(self, values: Mapping[str, Any], columns: Collection[str] = ()) -> Any:
+        """Call it with those of the values that its parameters ask for; own arguments go before them.
 
-    def verl_batch(self, samples: Sequence[Sample]) -> Any:
-        """Call it as verl's batched reward manager does."""
-        values = {many: [_VERL[one](sample) for sample in samples] for many, one in _VERL_MANY.items()}
-        return self.function(**self._chosen(values, ()))
+        Args:
+            values: By name.
+            columns: Of the rows, for the error.
 
-    def easyr1(self, sample: Sample) -> Any:
-        """Call it with one dict, as EasyR1 does with REWARD_TYPE sequential."""
-        return self.function(**self._chosen({"reward_input": _easyr1_input(sample)}, sample.row))
-
-    def easyr1_batch(self, samples: Sequence[Sample]) -> Any:
-        """Call it with a list of dicts, as EasyR1 does with REWARD_TYPE batch."""
-        return self.function(**self._chosen({"reward_inputs": [_easyr1_input(sample) for sample in samples]}, ()))
-
-    def _chosen(self, values: Mapping[str, Any], columns: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-        """Return the arguments that the parameters ask for; own ones go before those of the sample."""
+        Raises:
+            MissingArgument: Nothing fills a parameter.
+        """
         arguments = {**values, **self.kwargs}
         if any(item.kind is item.VAR_KEYWORD for item in self.parameters.values()):
             chosen = arguments
@@ -222,39 +214,25 @@ class _Call:
                     f"its parameter {name} is no column of the row and none of its kwargs (columns: "
                     f"{', '.join(map(str, columns)) or 'none'})"
                 )
-        return chosen
+        return self.function(**chosen)
 
 
-@dataclass(frozen=True)
-class _WithMetrics:
-    """Results of a batch beside what the function said to TRL's `log_metric` meanwhile."""
-
-    answer: Any
-    logged: Mapping[str, float]
-
-    def results(self) -> Any:
-        """Return the results, or a coroutine of them, each with the metrics in it."""
-        return self._later() if inspect.isawaitable(self.answer) else self._joined(self.answer)
-
-    async def _later(self) -> Any:
-        return self._joined(await self.answer)
-
-    def _joined(self, answer: Any) -> Any:
-        if not self.logged or not isinstance(answer, list | tuple):
-            return answer
-        return [
-            result if isinstance(result, Mapping) else {"reward": result, "metrics": self.logged} for result in answer
-        ]
+def _with_metrics(answer: Any, logged: Mapping[str, float]) -> Any:
+    """Return the results of a batch, or a coroutine of them, each with what the function said to TRL's `log_metric`."""
+    if inspect.isawaitable(answer):
+        return _later_with_metrics(answer, logged)
+    if not logged or not isinstance(answer, list | tuple):
+        return answer
+    return [result if isinstance(result, Mapping) else {"reward": result, "metrics": logged} for result in answer]
 
 
-@dataclass(frozen=True)
-class _Awaited:
-    """A coroutine function of a batch, run to its end."""
+async def _later_with_metrics(answer: Awaitable[Any], logged: Mapping[str, float]) -> Any:
+    return _with_metrics(await answer, logged)
 
-    call: Callable[[Sequence[Sample]], Awaitable[Any]]
 
-    def __call__(self, samples: Sequence[Sample]) -> Any:
-        return event_loop().run_until_complete(self.call(samples))
+def _awaited(call: Callable[[Sequence[Sample]], Awaitable[Any]]) -> Many:
+    """Run a coroutine function of a batch to its end."""
+    return lambda samples: event_loop().run_until_complete(call(samples))
 
 
 def _easyr1_input(sample: Sample) -> dict[str, Any]:
@@ -278,7 +256,3 @@ def _ground_truth(sample: Sample) -> Any:
 def _is_conversation(sample: Sample) -> bool:
     prompt = sample.row.get("prompt")
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
-
-
-def _ignore(*_: object) -> None:
-    """Take the place of TRL's `log_extra`."""

@@ -21,7 +21,7 @@ from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_l
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
-from holdfast.rewards.processes import framing, lifetime
+from holdfast.rewards.processes import framing, kernel
 
 _CLOSE_SECONDS = 5.0
 _AUTO_WORKERS = 4
@@ -142,7 +142,7 @@ class RewardPool:
             pass
         finally:
             # Its workers die with it: the kernel sees to that.
-            lifetime.kill_with_group(process.pid)
+            kernel.kill_with_group(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_CLOSE_SECONDS)
             process.stdout.close()

@@ -18,7 +18,7 @@ import numpy as np
 
 from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored
+from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored, outcome_of, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
@@ -26,11 +26,9 @@ from holdfast.rewards.functions.signatures import (
     Concurrent,
     Each,
     Many,
-    MissingArgument,
     bind,
     event_loop,
 )
-from holdfast.rewards.outcome import outcome_of, outcome_of_exception
 
 T = TypeVar("T")
 _FAULTS = (Exception, SystemExit, asyncio.CancelledError)
@@ -100,7 +98,7 @@ def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> SampleOut
         try:
             return outcome_of(call(sample))
         except _FAULTS as error:  # the border to a user's function
-            return _failed(error)
+            return outcome_of_exception(error)
 
 
 def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
@@ -114,7 +112,7 @@ def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutco
             return [outcome_of(result) for result in results]
         except _FAULTS as error:
             if len(samples) == 1:
-                return [_failed(error)]
+                return [outcome_of_exception(error)]
     return [outcome for sample in samples for outcome in _batch(call, name, [sample])]
 
 
@@ -123,19 +121,13 @@ def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Samp
         try:
             return outcome_of(await call(sample))
         except _FAULTS as error:
-            return _failed(error)
+            return outcome_of_exception(error)
 
     async def together() -> list[SampleOutcome]:
         return list(await asyncio.gather(*(one(sample) for sample in samples)))
 
     with _randomness_of(name, samples[0]):
         return event_loop().run_until_complete(together())
-
-
-def _failed(error: BaseException) -> SampleOutcome:
-    if isinstance(error, MissingArgument):
-        return SampleOutcome(fault="error", message=f"cannot be called: {error}")
-    return outcome_of_exception(error)
 
 
 @contextmanager

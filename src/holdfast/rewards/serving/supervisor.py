@@ -25,7 +25,7 @@ from typing import Any
 
 from holdfast.rewards.base import SampleOutcome
 from holdfast.rewards.functions.signatures import BatchedCall, Each
-from holdfast.rewards.processes import folders, framing, lifetime
+from holdfast.rewards.processes import folders, framing, kernel
 from holdfast.rewards.scorers import ReadyReward
 from holdfast.rewards.serving.fork_server import (
     IGNORED,
@@ -286,7 +286,7 @@ class Keeper:
             del self._workers[worker.pid]
             self._selector.unregister(worker.channel)
             worker.channel.close()
-            lifetime.kill_with_group(worker.pid)
+            kernel.kill_with_group(worker.pid)
         reaped = self._reap([worker.pid for worker in workers if worker.pid not in ended])
         self._sweep()
         for worker in workers:
@@ -294,15 +294,15 @@ class Keeper:
         return {**ended, **reaped}
 
     def _reap(self, pids: Sequence[int]) -> dict[int, int]:
-        ended = lifetime.reap(pids, _KILL_SECONDS)
+        ended = kernel.reap(pids, _KILL_SECONDS)
         self._left |= set(pids) - ended.keys()  # `_find_the_dead` reaps them once they go
         return ended
 
     def _sweep(self) -> None:
         """Kill orphans that became our children; their own children become ours by that."""
-        while strays := [pid for pid in lifetime.children() if pid not in self._workers and pid not in self._left]:
+        while strays := [pid for pid in kernel.children() if pid not in self._workers and pid not in self._left]:
             for pid in strays:
-                lifetime.kill_with_group(pid)
+                kernel.kill_with_group(pid)
             self._reap(strays)
 
     def _keep_the_log_short(self) -> None:

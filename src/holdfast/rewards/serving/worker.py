@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
 from holdfast.rewards.base import CannotStart
-from holdfast.rewards.processes import framing, lifetime
+from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.scorers import ReadyReward, build
 from holdfast.rewards.serving.supervisor import Keeper
 
@@ -36,7 +36,7 @@ def main() -> None:
         _say(replies, {"mistake": escaped_paragraph(str(error))})
         return
     sys.stdout.flush()
-    lifetime.adopt_orphans()
+    kernel.adopt_orphans()
     # A collection in a worker would touch, and so copy, every page it shares with its siblings.
     gc.collect()
     gc.freeze()

@@ -19,8 +19,8 @@ from holdfast.config.sections.preference import (
     PreferenceLoss,
     UserLossConfig,
 )
+from holdfast.config.verbs.dpo import ScorerPreferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.scorer import ScorerPreferenceConfig
 from holdfast.errors import ConfigError
 from holdfast.objectives.base import Objective
 from holdfast.objectives.pairs import BradleyTerry, PairLoss, pair_loss_of

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from holdfast.config.verbs.critic import RewardScoring
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.reward_scoring import RewardScoring
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
@@ -25,8 +25,7 @@ from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.heads.student import StudentModel
 from holdfast.models.layers.attention import upstream_attention
-from holdfast.models.layers.family import blocks_of
-from holdfast.models.layers.positions import positions_of
+from holdfast.models.layers.family import blocks_of, positions_of
 from holdfast.models.layers.rotary import AngleChange, angle_changes
 from holdfast.models.layers.routers import RouterLoss, choose_router_loss
 from holdfast.models.names import canonical_name, named_parameters, tied_names

@@ -13,12 +13,10 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
-from holdfast.data.batches.candidates import CandidateReader, Tokenise
+from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise
 from holdfast.data.batches.prompts import PromptStream
-from holdfast.data.batches.ranks import Ranks
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.order import DrawOrder
-from holdfast.data.rows.reading import HeldOut, RowReader
+from holdfast.data.rows.reading import DrawOrder, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows
 from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised

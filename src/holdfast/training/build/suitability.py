@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.config.sections.lora import LoRAConfig
+from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.data.tasks.characters import character_tokenizer
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError, UserError
 from holdfast.models.adapters.live import adapters_of
@@ -28,8 +28,7 @@ from holdfast.models.check.shrink import shrink
 from holdfast.models.layers.attention import register_attention
 from holdfast.models.layers.family import family_of
 from holdfast.models.layers.rotary import rotary_boundaries
-from holdfast.models.source.configuration import refusals
-from holdfast.models.source.skeleton import maker, on_meta
+from holdfast.models.source.configuration import maker, on_meta, refusals
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy, check_positions, image_side_of

@@ -15,8 +15,13 @@ from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.student import Taught
-from holdfast.objectives.divergences import BothLikelihoods, Comparison, Distillation, SampledReverseKL
-from holdfast.objectives.supervised import NegativeLogLikelihood
+from holdfast.objectives.supervised import (
+    BothLikelihoods,
+    Comparison,
+    Distillation,
+    NegativeLogLikelihood,
+    SampledReverseKL,
+)
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, begin, build_model, layout_of, parts_of_run

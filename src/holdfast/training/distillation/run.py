@@ -13,7 +13,7 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates
 from holdfast.data.batches.packing import unpack
 from holdfast.data.tokens.vision import going_on
-from holdfast.objectives.divergences import Comparison
+from holdfast.objectives.supervised import Comparison
 from holdfast.rollout.sampling import mixed
 from holdfast.training.evaluate import evaluate, split_at_answer
 from holdfast.training.policy.groups import CompletionSummary, GroupFact

@@ -11,7 +11,7 @@ from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError
 from holdfast.models.build.model import Blueprint, blueprint
-from holdfast.objectives.value import ValueLoss
+from holdfast.objectives.supervised import ValueLoss
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.begin import Live

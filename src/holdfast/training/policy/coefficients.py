@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 
 from holdfast.objectives.base import Objective
-from holdfast.objectives.entropy import acting_entropy_coefficient, next_entropy_coefficient
-from holdfast.objectives.kl import next_kl_coefficient
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.regularisers import acting_entropy_coefficient, next_entropy_coefficient, next_kl_coefficient
 from holdfast.training.policy.run import PolicyRun
 
 

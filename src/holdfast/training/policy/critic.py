@@ -18,8 +18,8 @@ from torch import Tensor
 from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
 from holdfast.config.sections.policy import GAEAdvantageConfig
 from holdfast.errors import RunStopped
-from holdfast.objectives.kl import kl_estimate
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.regularisers import kl_estimate
 from holdfast.training.policy.metrics import of_several_updates
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun

@@ -20,8 +20,8 @@ from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
-from holdfast.objectives.entropy import entropy_threshold
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.regularisers import entropy_threshold
 from holdfast.training.build.begin import layout_of
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from holdfast.config.sections.reward import ModelRewardConfig
+from holdfast.config.verbs.critic import RewardScoring, reward_scoring
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.reward_scoring import RewardScoring, reward_scoring
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ConfigError, ModelError, PlanError
@@ -25,17 +25,17 @@ from holdfast.files import size_words
 from holdfast.models.build.model import Blueprint
 from holdfast.models.build.stored_scorer import stored_scorer
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.heads.reward_model import (
+from holdfast.models.heads.scorer import (
     Reading,
     RewardModel,
     TextScorer,
     TextTokens,
     batches_of,
     bytes_of,
+    place_of_score,
     scores_of,
 )
-from holdfast.models.heads.scorer import place_of_score
-from holdfast.models.layers.positions import positions_of
+from holdfast.models.layers.family import positions_of
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Reward, RewardPoolConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.heads.reward_model import Reading, TextScorer
+from holdfast.models.heads.scorer import Reading, TextScorer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
+from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
-from holdfast.rewards.outcome import outcome_of_exception
 from holdfast.rewards.processes.pool import RewardPool
 from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live

@@ -15,13 +15,12 @@ from dataclasses import replace
 import torch
 
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
 from holdfast.data.batches.packing import to_device, unpack
-from holdfast.data.batches.ranks import Ranks
 from holdfast.models.heads.policy import without_dropout
-from holdfast.objectives.answers import answers_of
 from holdfast.objectives.base import ratio, scored_tokens
+from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.run import Evaluation
 from holdfast.training.scorers.reference import Reference

@@ -20,8 +20,7 @@ from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.adapters.files import peft_settings
-from holdfast.models.adapters.live import adapters_of
-from holdfast.models.adapters.whole_modules import whole_modules
+from holdfast.models.adapters.live import adapters_of, whole_modules
 from holdfast.models.source.origin import files_mark
 from holdfast.training import directory
 from holdfast.training.run import Run
