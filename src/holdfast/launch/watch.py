@@ -151,16 +151,18 @@ def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignal
     """Return when all ranks have ended, or when the rest must be ended."""
     deadline: float | None = None
     next_look = 0.0
-    while any(rank.poll() is None for rank in ranks):
+    while None in [rank.poll() for rank in ranks]:  # a list: each one's time of death is taken in each round
         _pass_on(ranks, stops)
         if stops.now:
             tell("Stopping now.")
             return
         now = time.monotonic()
-        if deadline is None and now >= next_look:
+        if now >= next_look:
             next_look = now + _LOOK_SECONDS
             directory.settle()
-            if _trouble(ranks, directory):
+            # Also once there is trouble: a survivor may say that it lost a rank before that rank is seen dead, and
+            # then waits for the word that is left here for the dead one.
+            if _trouble(ranks, directory) and deadline is None:
                 deadline = now + patience.settle_seconds
         if deadline is not None and now > deadline:
             return
