@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tests.short_times  # noqa: F401 - for what is waited for in this process
+
 pytest_plugins = ["tests.lanes", "tests.budgets"]  # budgets imports lanes, whose assertions pytest rewrites first
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from holdfast import checkpoint
+from holdfast import checkpoint, patience
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.keep.retention import steps
-from holdfast.checkpoint.place import object_lease
 from holdfast.checkpoint.place.object_lease import ObjectLease, machine
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.cli.checkpoint import pruned
@@ -60,8 +59,8 @@ def test_a_job_of_anothermachine_is_dead_when_its_lease_is_old_by_the_clock_of_t
     with pytest.raises(DirectoryTaken, match="process 7 on another"):
         ObjectLease(storage).__enter__()
 
-    monkeypatch.setattr(object_lease, "STALE_SECONDS", 2.0)
-    time.sleep(3.1)
+    monkeypatch.setattr(patience, "current", replace(patience.current, lease_stale_seconds=1.0))
+    time.sleep(2.1)  # the store tells whole seconds
 
     with ObjectLease(storage):
         assert storage.names() == [SECOND]
@@ -120,9 +119,10 @@ def take_when_told(url: str, ready: Any, answered: Any, results: Any) -> None:
 def test_of_jobs_that_find_the_same_dead_one_at_once_only_one_takes_over(server: dict[str, str]) -> None:
     url = "s3://bucket/raced"
     open_storage(url).put_new(FIRST, json.dumps({"machine": machine(), "pid": 4194305}).encode())
-    spawn = multiprocessing.get_context("spawn")
-    results, ready, answered = spawn.Queue(), spawn.Barrier(3), spawn.Event()
-    jobs = [spawn.Process(target=take_when_told, args=(url, ready, answered, results)) for _ in range(3)]
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["tests.imported"])
+    results, ready, answered = forked.Queue(), forked.Barrier(3), forked.Event()
+    jobs = [forked.Process(target=take_when_told, args=(url, ready, answered, results)) for _ in range(3)]
     for job in jobs:
         job.start()
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 
+from holdfast import patience
 from holdfast.errors import RunStopped
 
 KILL_AT = 34
 """Step of the second run at which a rank is killed: some steps after a checkpoint."""
 
-_LOOK_SECONDS = 0.05
 _ACCURACY = "eval/held_out/accuracy"
 
 
@@ -91,7 +91,7 @@ def _run_and_kill(*arguments: str) -> int:
                 print(f"\nkill -9 {victim.pid}: rank 1 is gone", flush=True)
                 victim.send_signal(signal.SIGKILL)
                 killed = victim.pid
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(patience.current.demo_look_seconds)
     except BaseException:
         process.send_signal(signal.SIGINT)
         process.wait()

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast import patience
 from holdfast.rewards.functions.rules import template_columns
 from holdfast.rewards.functions.signatures import Bound, Concurrent, Each
-
-_GRACE_SECONDS = 5.0
-"""Beyond a reward's own limits, for starting and ending what it runs."""
 
 
 @dataclass(frozen=True)
@@ -61,5 +59,5 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             from holdfast.rewards.functions.rules import rule
 
             bound = Each(rule(section))
-    longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
+    longest = max(seconds, own_seconds + patience.current.scorer_grace_seconds) if own_seconds else seconds
     return ReadyReward(name, bound, longest, bound.columns or template_columns(section))

@@ -25,7 +25,7 @@ from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E4
 from holdfast.rewards.processes import lifetime  # noqa: E402
 from holdfast.rewards.processes.confinement import hide  # noqa: E402
 
-_SWEEP_SECONDS = 2.0
+_SWEEP_SECONDS = 2.0  # not of patience.py: a judge starts for each program, and imports as little as it can
 
 
 def main() -> None:
