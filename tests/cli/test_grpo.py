@@ -268,7 +268,7 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
         "model": policy["model"] | {"config": policy["model"]["config"] | {"max_position_embeddings": 4096}},
     }
     write_run(tmp_path / "run.yaml", long)
-    run = LiveRun(tmp_path, verb="grpo")
+    run = LiveRun(tmp_path, verb="grpo", warm=warm)
     try:
         run.wait_for_step(1)
         run.wait_for(lambda: "step 1" in (tmp_path / "out.txt").read_text())
@@ -293,10 +293,10 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
     assert list(differences(find.one(str(ours)), find.one(str(theirs)))) == []
 
 
-def test_sigterm_while_rewards_are_made_ends_in_time(tmp_path: Path, policy: dict[str, Any]) -> None:
+def test_sigterm_while_rewards_are_made_ends_in_time(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     slow = policy | {"reward": {"path": "rewards.py:slow"}, "rewards": {"batch_size": 1, "workers": 4}}
     write_run(tmp_path / "run.yaml", slow)
-    run = LiveRun(tmp_path, verb="grpo")
+    run = LiveRun(tmp_path, verb="grpo", warm=warm)
     try:
         run.wait_for((tmp_path / "asked").exists)
         run.terminate()
