@@ -6,9 +6,15 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+import tests.short_times  # noqa: F401 - for what is waited for in this process
+
+if TYPE_CHECKING:
+    from tests.cli.warm import WarmPython
 
 pytest_plugins = ["tests.lanes", "tests.budgets"]  # budgets imports lanes, whose assertions pytest rewrites first
 
@@ -36,6 +42,16 @@ def pools() -> Iterator[Callable[[int], object]]:
     yield pool
     for each in made.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Return a Python with everything imported; a worker of the tests has one."""
+    from tests.cli.warm import WarmPython
+
+    python = WarmPython(tmp_path_factory.mktemp("warm"))
+    yield python
+    python.close()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from transformers.models.llama import modeling_llama
 
 import holdfast.api
 import holdfast.recipes.evaluation
+import tests.short_times
 
-assert all((datasets, peft, torch, transformers, typer, modeling_llama, holdfast))
+assert all((datasets, peft, torch, transformers, typer, modeling_llama, holdfast, tests.short_times))
 
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once in a process

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast import patience
+
 T = TypeVar("T")
 
 REGULAR = "a regular file"
@@ -25,7 +27,6 @@ MOST_TEXT_BYTES = 2**30
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
 """Errors that a network file system may get over; they say nothing about the bytes."""
 
-_WAITS_SECONDS = (0.5, 1.0, 2.0)
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISREG, REGULAR),
     (stat.S_ISDIR, "a directory"),
@@ -238,7 +239,7 @@ def write_all(file: RegularFile, data: bytes) -> None:
 
 def again(ask: Callable[[], T]) -> T:
     """Return what a file system answers, asking up to four times while it says that it is only in trouble."""
-    for seconds in _WAITS_SECONDS:
+    for seconds in patience.current.file_retries_seconds:
         try:
             return ask()
         except OSError as error:

@@ -18,10 +18,10 @@ from urllib.parse import SplitResult, urlsplit
 
 import tenacity
 
+from holdfast import patience
 from holdfast.errors import ConfigError
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 4.0
 _SHOWN = 200
 
 
@@ -50,7 +50,7 @@ class Endpoint:
     @property
     def longest_seconds(self) -> float:
         """Time of all attempts and the pauses between them."""
-        return self.attempts * (self.timeout_seconds + _LONGEST_PAUSE_SECONDS)
+        return self.attempts * (self.timeout_seconds + patience.current.http_longest_pause_seconds)
 
     def ask(self, method: str, path: str, content: Any = None) -> Any:
         """Return the JSON that the endpoint answers, asking again where that may help.
@@ -62,7 +62,9 @@ class Endpoint:
             stop=tenacity.stop_any(
                 tenacity.stop_after_attempt(self.attempts), tenacity.stop_when_event_set(self.given_up)
             ),
-            wait=tenacity.wait_exponential(_FIRST_PAUSE_SECONDS, max=_LONGEST_PAUSE_SECONDS),
+            wait=tenacity.wait_exponential(
+                patience.current.http_first_pause_seconds, max=patience.current.http_longest_pause_seconds
+            ),
             sleep=tenacity.sleep_using_event(self.given_up),
             retry=tenacity.retry_if_exception_type(EndpointUnwell),
             reraise=True,

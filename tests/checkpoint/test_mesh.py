@@ -129,6 +129,7 @@ def run_and_listen(world: World, values: dict[str, Any]) -> list[str]:
     return told.getvalue().splitlines()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("replicate", "expected"), [(1, EXACT), (2, MOVED)])
 def test_a_resumed_run_says_what_continues_bit_for_bit(
     pools: Any, tmp_path: Path, replicate: int, expected: str

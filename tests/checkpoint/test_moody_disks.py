@@ -162,6 +162,7 @@ def a_tensor_of(storage: LocalStorage) -> object:
     return StoredCheckpoint(storage, NEWEST, manifest).read("model.blocks.0.trained.weight")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "look", [lambda storage: verify_checkpoint(storage, NEWEST), a_tensor_of], ids=["verify", "export"]
 )
@@ -212,6 +213,7 @@ def resume_with_a_fault_on_rank_1(world: World, values: dict[str, Any], what: st
         opening.failures = 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("failures", [2, 1000])
 def test_the_configuration_in_a_checkpoint_is_asked_for_again_then_refused_on_all_ranks(
     pools: Any, tmp_path: Path, failures: int

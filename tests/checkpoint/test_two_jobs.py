@@ -23,9 +23,9 @@ from holdfast import checkpoint
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.place.layout import LEASE
 from holdfast.checkpoint.place.lease import Lease
-from holdfast.checkpoint.place.renewal import STALE_SECONDS
 from holdfast.checkpoint.place.storage import rename_new
 from holdfast.parallel.mesh import World
+from holdfast.patience import Patience
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
 from tests.crash.processes import DoomedRanks
 from tests.training.cases import run, tree
@@ -167,7 +167,6 @@ import sys, time
 from pathlib import Path
 from holdfast.checkpoint.place.layout import LEASE
 from holdfast.checkpoint.place.lease import Lease
-from holdfast.checkpoint.place.renewal import STALE_SECONDS
 
 with Lease(Path(sys.argv[1])):
     Path(sys.argv[2]).touch()
@@ -199,7 +198,7 @@ def test_a_job_of_another_host_holds_the_directory_by_its_name_until_it_renews_n
         file.write_text(json.dumps(told | {"time": told["time"] + jump}))
         with pytest.raises(DirectoryTaken):
             Lease(tmp_path / "c").__enter__()
-    renewed = file.stat().st_mtime - STALE_SECONDS - 1
+    renewed = file.stat().st_mtime - Patience().lease_stale_seconds - 1
     os.utime(file, (renewed, renewed))
     with Lease(tmp_path / "c"):
         assert json.loads(file.read_text())["host"] == socket.gethostname()
@@ -258,10 +257,11 @@ def train_aloud(world: World, values: dict[str, Any], lease: Path, age_seconds: 
     return outcome, said.getvalue()
 
 
+@pytest.mark.deep
 def test_a_start_waits_for_a_job_of_another_host_that_may_be_dead_and_says_so(pools: Any, tmp_path: Path) -> None:
     lease = tmp_path / "r" / "checkpoints"
 
-    outcome, said = pools(1).run(train_aloud, tree(str(tmp_path)), lease, STALE_SECONDS - 6)[0]
+    outcome, said = pools(1).run(train_aloud, tree(str(tmp_path)), lease, Patience().lease_stale_seconds - 6)[0]
 
     assert outcome.step == 4
     words = f"{tmp_path / 'r'} was held by process 7 on far-away: waiting up to 120 s for a sign that it lives\n"

@@ -17,22 +17,31 @@ from typing import Any
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.conftest import HOLDFAST
-from tests.cli.warm import Done
+from tests.cli.warm import Done, WarmPython
 
 MARK = "TEST_RUN_MARK"
 """An environment variable that every process of a run inherits."""
 
 
 class LiveRun:
-    """`holdfast VERB run.yaml` at the head of a process group of its own, as a shell starts it."""
+    """`holdfast VERB run.yaml` at the head of a process group of its own, as a shell starts it.
 
-    def __init__(self, directory: Path, name: str = "run", verb: str = "sft") -> None:
+    Args:
+        directory: Where the run's file is, and where the command is started.
+        name: Of the file and the run.
+        verb: What is run.
+        warm: Whose Python starts the ranks; None: as users start them. A rank's process id is then that of a process
+            which stands for it: signals reach the rank, SIGSTOP aside, and what it opens is not seen there.
+    """
+
+    def __init__(self, directory: Path, name: str = "run", verb: str = "sft", warm: WarmPython | None = None) -> None:
         self.directory = directory / "runs" / name
         self._mark = f"{MARK}={directory}".encode()
         self._outputs = directory / "out.txt", directory / "err.txt"
+        program = [HOLDFAST] if warm is None else [warm.launcher, "-m", "holdfast.cli.main"]
         with self._outputs[0].open("w") as out, self._outputs[1].open("w") as err:
             self._process = subprocess.Popen(
-                [HOLDFAST, verb, f"{name}.yaml"],
+                [*program, verb, f"{name}.yaml"],
                 cwd=directory,
                 env={**os.environ, MARK: str(directory)},
                 stdout=out,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ TINY: dict[str, Any] = {
 def holdfast(tmp_path: Path) -> Callable[..., Done]:
     """Return a function that runs `holdfast ARGUMENTS` in an empty directory."""
     return lambda *arguments: run([HOLDFAST, *arguments], cwd=tmp_path)
-
-
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Return a Python with everything imported."""
-    python = WarmPython(tmp_path_factory.mktemp("warm"))
-    yield python
-    python.close()
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def test_a_run_leaves_metrics_completions_and_a_model(warm: WarmPython, tmp_path
     assert (tmp_path / "runs" / "run" / "exports" / "final" / "model.safetensors").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "sections",
     [

@@ -257,6 +257,7 @@ def _flip_a_reward(path: Path) -> None:
     path.write_bytes(gzip.compress("\n".join([head, json.dumps(group), *others, ""]).encode()))
 
 
+@pytest.mark.deep
 def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command_makes_it_again(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -268,7 +269,7 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
         "model": policy["model"] | {"config": policy["model"]["config"] | {"max_position_embeddings": 4096}},
     }
     write_run(tmp_path / "run.yaml", long)
-    run = LiveRun(tmp_path, verb="grpo")
+    run = LiveRun(tmp_path, verb="grpo", warm=warm)
     try:
         run.wait_for_step(1)
         run.wait_for(lambda: "step 1" in (tmp_path / "out.txt").read_text())
@@ -293,10 +294,11 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
     assert list(differences(find.one(str(ours)), find.one(str(theirs)))) == []
 
 
-def test_sigterm_while_rewards_are_made_ends_in_time(tmp_path: Path, policy: dict[str, Any]) -> None:
+@pytest.mark.deep
+def test_sigterm_while_rewards_are_made_ends_in_time(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     slow = policy | {"reward": {"path": "rewards.py:slow"}, "rewards": {"batch_size": 1, "workers": 4}}
     write_run(tmp_path / "run.yaml", slow)
-    run = LiveRun(tmp_path, verb="grpo")
+    run = LiveRun(tmp_path, verb="grpo", warm=warm)
     try:
         run.wait_for((tmp_path / "asked").exists)
         run.terminate()
@@ -407,6 +409,7 @@ def test_what_cannot_work_is_one_paragraph_and_nothing_is_left(
     assert not (tmp_path / "runs" / "run").exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("reward", "fault"), [("broken", "reward/error"), ("words", "reward/error"), ("hangs", "reward/timeout")]
 )
@@ -500,6 +503,7 @@ def test_reward_processes_that_die_on_one_rank_end_all_ranks_alike(
         assert not re.search("died without a word|failed|Traceback", said)
 
 
+@pytest.mark.deep
 def test_a_rank_whose_rewards_all_hang_does_not_keep_the_others_waiting_too_long(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert lines[-1] == "identical"
 
 
+@pytest.mark.deep
 def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     done = prove(
         warm, tmp_path, tree | {"checkpoint": {"storage": str(tmp_path / "store")}}, "--steps", "4", "--kill-at", "3"

@@ -106,6 +106,7 @@ def test_mistakes_in_a_tree_from_python_are_told_like_those_of_a_file() -> None:
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ten_calls_of_one_process_do_not_meet_what_earlier_ones_left(
     warm: WarmPython, tmp_path: Path, ranks: int

@@ -15,9 +15,9 @@ from rich.cells import cell_len
 
 from holdfast.checkpoint.place.layout import FOLDER
 from holdfast.checkpoint.place.layout import LEASE as LEASE_NAME
-from holdfast.checkpoint.place.renewal import STALE_SECONDS
 from holdfast.cli import run_state
 from holdfast.cli.runs import listed, table
+from holdfast.patience import Patience
 from holdfast.training.control import BY_OBSERVER
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import write_rows, write_run
@@ -166,7 +166,7 @@ def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a
 ) -> None:
     launch = {"ranks": 1, "device": "cpu"}
     write_run(tmp_path / "run.yaml", tree | {"launch": launch, "steps": 100_000, "checkpoint": {"every_steps": 500}})
-    live = LiveRun(tmp_path)
+    live = LiveRun(tmp_path, warm=warm)
     try:
         live.wait_for_step(3)
         rank = live.rank(0)
@@ -191,7 +191,7 @@ def test_a_lease_of_another_host_counts_while_it_is_young(warm: WarmPython, ende
     lease.write_text(json.dumps({"host": "far", "pid": 12, "time": lease.stat().st_mtime + 60}))
 
     young = only(warm, tmp_path)
-    then = lease.stat().st_mtime - STALE_SECONDS - 1
+    then = lease.stat().st_mtime - Patience().lease_stale_seconds - 1
     os.utime(lease, (then, then))
     old = only(warm, tmp_path)
 
@@ -305,7 +305,6 @@ def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(
 
 def test_what_is_repeated_for_want_of_torch_is_the_same() -> None:
     assert f"{FOLDER}/{LEASE_NAME}" == run_state.LEASE
-    assert run_state.STALE_SECONDS == STALE_SECONDS
     assert run_state.BY_OBSERVER == BY_OBSERVER
 
 

@@ -46,13 +46,13 @@ def endless(tmp_path: Path, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], LiveRun]]:
+def start(tmp_path: Path, warm: WarmPython) -> Iterator[Callable[..., LiveRun]]:
     """Return a function that starts the command on a tree; nothing of it outlives the test."""
     started = []
 
-    def begin(tree: dict[str, Any]) -> LiveRun:
+    def begin(tree: dict[str, Any], *, as_users_do: bool = False) -> LiveRun:
         write_run(tmp_path / "run.yaml", tree)
-        started.append(LiveRun(tmp_path))
+        started.append(LiveRun(tmp_path, warm=None if as_users_do else warm))
         return started[-1]
 
     yield begin
@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], LiveRun]]:
 def test_the_first_request_saves_and_stops_the_run_after_its_step_and_says_so(
     start: Any, endless: dict[str, Any], ask: Callable[[LiveRun], None], reason: str
 ) -> None:
-    run = start(endless)
+    run = start(endless, as_users_do=True)
     run.wait_for_step(3)
 
     ask(run)
@@ -119,7 +119,7 @@ def test_sigusr1_saves_and_the_run_goes_on(start: Any, endless: dict[str, Any]) 
 def test_ctrl_c_while_ranks_still_start_leaves_no_process_and_no_run_directory(
     start: Any, endless: dict[str, Any]
 ) -> None:
-    run = start(endless)
+    run = start(endless, as_users_do=True)
     run.wait_for(lambda: any(b"RANK=1" in environ for environ in run.processes().values()))
 
     run.press_ctrl_c()

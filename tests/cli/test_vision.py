@@ -75,6 +75,7 @@ def of_steps(folder: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["reward"], line["grad_norm"]) for line in lines if "grad_norm" in line}
 
 
+@pytest.mark.deep
 def test_a_policy_that_sees_goes_on_on_one_rank_as_it_would_have_on_two(warm: WarmPython, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     for folder in (straight, broken):

@@ -2,7 +2,10 @@
 
 One process imports what runs need and waits. `warm-python`, a program of its own, asks it to fork a child that takes
 over arguments, environment, directory and output, and ends as the child ends. Whoever starts ranks with
-`sys.executable`, as the launcher does, starts this.
+`sys.executable`, as the launcher does, starts this. Whoever kills it kills the child.
+
+`warm-launcher` stands for a Python too: the command's launcher is a process of its own there, as it is for users, and
+its ranks are warm. So a test sees launcher and ranks, by their environment and as parent and children.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import stat
@@ -22,7 +26,8 @@ from typing import Any
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
-if "holdfast.rewards.serving.worker" in sys.argv:  # it speaks through its input, and must not have torch imported
+# A reward worker speaks through its input, and must not have torch imported; a launcher's guard is fast as it is.
+if "holdfast.rewards.serving.worker" in sys.argv or sys.argv[1] in ("-I", "-c"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -30,7 +35,7 @@ request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [1, 2])
 server.sendall(request)
 child = int(server.recv(32))
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: os.kill(child, number))
 code = int(server.recv(32) or 255)
 if code < 0:
@@ -39,6 +44,17 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
+
+
+LAUNCHER = """#!{python}
+import os, runpy, sys
+if sys.argv[1:3] != ["-m", "holdfast.cli.main"] or sys.argv[3] not in {verbs!r}:
+    os.execv({program!r}, [{program!r}, *sys.argv[1:]])
+sys.executable = {program!r}
+sys.argv = sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+VERBS = ("sft", "grpo", "dpo", "distill", "reward")
 
 
 @dataclass(frozen=True)
@@ -51,13 +67,17 @@ class Done:
 
 
 class WarmPython:
-    """Owns the waiting process; `program` stands for a Python interpreter."""
+    """Owns the waiting process; `program` and `launcher` stand for a Python interpreter."""
 
     def __init__(self, directory: Path) -> None:
         self.program = directory / "warm-python"
         address = str(directory / "socket")
         self.program.write_text(CLIENT.format(python=sys.executable, address=address))
-        self.program.chmod(self.program.stat().st_mode | stat.S_IXUSR)
+        self.launcher = directory / "warm-launcher"
+        words = {"python": sys.executable, "program": str(self.program), "verbs": VERBS}
+        self.launcher.write_text(LAUNCHER.format(**words))
+        for program in (self.program, self.launcher):
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
         command = [sys.executable, "-m", "tests.cli.warm", address, str(self.program)]
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
@@ -110,12 +130,20 @@ def _attend(client: socket.socket) -> None:
     head, outputs, _, _ = socket.recv_fds(client, 4, 2)
     request = b""
     while len(request) < int.from_bytes(head, "big"):
-        request += client.recv(1 << 20)
+        request += (part := client.recv(1 << 20))
+        if not part:  # it was killed while it asked
+            os._exit(0)
     child = os.fork()
     if child == 0:
         client.close()
         _become(*json.loads(request), outputs)
-    client.sendall(str(child).encode().ljust(32))
+    with contextlib.suppress(OSError):  # it has gone, and then goes the child
+        client.sendall(str(child).encode().ljust(32))
+    ended = os.pidfd_open(child)
+    select.select([ended, client], [], [])  # the client says nothing more: it can be read once it has gone
+    with contextlib.suppress(ProcessLookupError):
+        if not select.select([ended], [], [], 0)[0]:
+            os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(OSError):
         client.sendall(str(os.waitstatus_to_exitcode(status)).encode().ljust(32))

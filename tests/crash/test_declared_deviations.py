@@ -44,6 +44,7 @@ def printed(world: World, values: dict[str, Any]) -> str:
     return lines.getvalue()
 
 
+@pytest.mark.deep
 def test_what_was_once_declared_stands_in_all_later_manifests(pools: Any, tmp_path: Path) -> None:
     frozen: dict[str, Any] = {"model": {"freeze": [r"layers\.0\."]}}
     few: dict[str, Any] = {"keep": {"last": 2}}
@@ -149,6 +150,7 @@ def forged(saved: Path) -> None:
     rewrite_manifest(saved, change)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_whose_tensors_are_not_what_was_saved_is_passed_over(
     pools: Any, tmp_path: Path, ranks: int
@@ -178,6 +180,7 @@ def test_a_checkpoint_whose_tensors_are_not_what_was_saved_is_passed_over(
     assert state_differences(tmp_path / "one", tmp_path / "two") == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_where_no_checkpoint_s_tensors_fit_nothing_is_renamed(pools: Any, tmp_path: Path, ranks: int) -> None:
     """It may be the reader that is wrong, or memory that is short: the next start shall find them all."""

@@ -97,6 +97,7 @@ def test_dropout_draws_so_that_random_state_matters(pools: Any, straight: Path, 
     assert log_of(tmp_path)[0][1] != log_of(straight)[0][1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("before", "ranks"), [pytest.param(*pair, id="28-resume {} to {}".format(*pair)) for pair in RESIZES]
 )
@@ -261,6 +262,7 @@ def tokenizer(path: Path, template: str) -> None:
     made.save_pretrained(path)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["data", "files", "tokenizer"])
 def test_changed_rows_files_and_tokenizers_are_refused_unless_declared(pools: Any, tmp_path: Path, kind: str) -> None:
     rows(tmp_path / "rows.jsonl", "1")

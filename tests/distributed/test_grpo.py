@@ -382,6 +382,7 @@ def test_a_mixed_storage_policy_has_a_twin_for_its_reference(pools: Any, llama: 
     assert lines[1]["kl"] > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rollouts_after_an_evaluation_of_averages_are_drawn_from_the_weights(

@@ -165,6 +165,7 @@ def test_a_checkpoint_exported_alone_is_the_run_s_export(pools: Any, llama: Path
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("frozen", ["save", "skip"])
 def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_with_them(
@@ -188,6 +189,7 @@ def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_w
         )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rank", [4, 8])
 def test_bytes_of_moments_and_of_adapter_checkpoints_are_those_of_the_adapters(
     pools: Any, llama: Path, tmp_path: Path, rank: int
@@ -225,6 +227,7 @@ def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, lla
     assert not (tmp_path / "more/exports/final-adapter").exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("frozen", ["save", "skip"])
 def test_what_is_trained_whole_beside_adapters_is_in_the_adapter_directory_and_is_read_back(

@@ -167,6 +167,7 @@ def test_a_stopped_run_goes_on_with_the_same_reference_bit_for_bit(
     assert all(changed.any() for changed in mixed.values())
 
 
+@pytest.mark.deep
 def test_it_goes_on_at_another_number_of_ranks(pools: Any, llama: Path, straight: Path, tmp_path: Path) -> None:
     pools(2).run(live_run, run_tree(llama, tmp_path, 3), ROWS)
     pools(1).run(live_run, run_tree(llama, tmp_path, 5), ROWS)

@@ -83,6 +83,7 @@ def test_one_of_both_can_rest_alone(
     assert [tuple(size == 0 for size in sizes) for sizes in told["seen"]] == [rest] * 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("action", ["raise", "sigterm"])
 def test_a_save_in_the_middle_of_a_rollout_goes_on_bit_for_bit(
     pools: Any, llama: Path, stays: Path, tmp_path: Path, action: str

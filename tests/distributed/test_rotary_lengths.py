@@ -152,6 +152,7 @@ POLICIES = {
 """The field that a boundary follows from, and the override that does away with the boundary."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", POLICIES, indirect=True)
 def test_a_policy_that_may_cross_a_boundary_is_refused_with_two_ways_out(pools: Any, tmp_path: Path, kind: str) -> None:
     field, override = POLICIES[kind]

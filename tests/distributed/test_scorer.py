@@ -194,6 +194,7 @@ def test_adapters_of_a_reward_model_are_trained_as_peft_trains_them(pools: Any, 
     assert "score.weight" in gradients[0]
 
 
+@pytest.mark.deep
 def test_adapters_of_a_reward_model_resume_export_merged_and_alone_and_start_another_run(
     pools: Any, tmp_path: Path
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_checkpoint_says_what_was_trained_at_its_step(straight: Path) -> None:
         assert "model.layers.1.mlp.up_proj.weight" in updated
 
 
+@pytest.mark.deep
 def test_unfreezing_by_declaration_on_resume_is_unfreezing_at_that_step(pools: Any, tmp_path: Path) -> None:
     frozen: dict[str, Any] = {"freeze": [r"layers\.0\."]}
     planned, declared = tmp_path / "planned", tmp_path / "declared"

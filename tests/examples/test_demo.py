@@ -12,14 +12,23 @@ import pytest
 
 from holdfast.cli.demo import KILL_AT
 from holdfast.metrics.sink import read_metrics
+from tests.cli.warm import WarmPython
 
 STEPS = 80
+SHORT = """
+import sys
+from pathlib import Path
+from holdfast.cli.demo import demo
+
+sys.executable, *words = sys.argv[1:]
+demo(Path(words[0]), 0, *words[1:], kill_at=4)
+"""
 
 
-def run_demo(directory: Path, seed: int) -> dict[str, str]:
-    """Run it and return the lines of its summary by their heads."""
-    command = [sys.executable, "-m", "holdfast.cli.main", "demo", "--dir", str(directory), "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+def summary_of(command: list[object]) -> dict[str, str]:
+    """Run a demo and return the lines of its summary by their heads."""
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout
     assert done.stdout.count("whole: ") >= 3
@@ -27,31 +36,49 @@ def run_demo(directory: Path, seed: int) -> dict[str, str]:
     return dict(re.split(r"  +", line, maxsplit=1) for line in summary.splitlines())
 
 
-def check(directory: Path, told: dict[str, str]) -> None:
-    first, last = map(float, re.findall(r"\d\.\d+", told["sampled reward"]))
-    before, after, plain = map(float, re.findall(r"\d\.\d+", told["held-out accuracy"]))
+def check_parts(directory: Path, summary: dict[str, str], steps: int, back_to: int, kill_at: int) -> None:
+    run = directory / "grpo"
+    logged = [line["step"] for line in read_metrics(run / "metrics.jsonl") if "reward" in line]
+    assert logged == list(range(1, steps + 1))
+    raw = (run / "metrics.jsonl").read_text()
+    assert f'"event":"rewind","to":{back_to}' in raw, f"a kill at step {kill_at} sets the run back to step {back_to}"
+    words = rf"rank 1 \(process \d+\) at step {kill_at}; all {steps} steps are there"
+    assert re.fullmatch(words, summary["killed and resumed"])
+    assert Path(summary["the model"]).is_dir()
+    lines = ElementTree.parse(summary["the plot"]).getroot().findall("{*}polyline")  # noqa: S314 - our own file
+    assert [len(line.attrib["points"].split()) for line in lines[-2:]] == [steps, 2]
+
+
+def check_whole(directory: Path, seed: int) -> None:
+    command = ["-m", "holdfast.cli.main", "demo", "--dir", directory, "--seed", seed]
+
+    summary = summary_of(command)
+
+    first, last = map(float, re.findall(r"\d\.\d+", summary["sampled reward"]))
+    before, after, plain = map(float, re.findall(r"\d\.\d+", summary["held-out accuracy"]))
     assert first < 0.4
     assert last >= 0.9
     assert before < 0.9
     assert after >= 0.95
     assert plain >= 0.95
-    run = directory / "grpo"
-    steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if "reward" in line]
-    assert steps == list(range(1, STEPS + 1))
-    raw = (run / "metrics.jsonl").read_text()
-    assert '"event":"rewind","to":30' in raw, f"a kill at step {KILL_AT} sets the run back to step 30"
-    assert re.fullmatch(r"rank 1 \(process \d+\) at step 34; all 80 steps are there", told["killed and resumed"])
-    assert Path(told["the model"]).is_dir()
-    lines = ElementTree.parse(told["the plot"]).getroot().findall("{*}polyline")  # noqa: S314 - our own file
-    assert [len(line.attrib["points"].split()) for line in lines[-2:]] == [STEPS, 2]
+    check_parts(directory, summary, STEPS, 30, KILL_AT)
 
 
+def test_a_demo_of_few_steps_kills_resumes_verifies_and_exports(warm: WarmPython, tmp_path: Path) -> None:
+    few = ["steps=10", "checkpoint.every_steps=3", "evaluation.sets.held_out.synthetic.rows=8", "data.batch_size=4"]
+
+    summary = summary_of(["-c", SHORT, warm.launcher, tmp_path, *few])
+
+    check_parts(tmp_path, summary, 10, 3, 4)
+
+
+@pytest.mark.deep
 @pytest.mark.timeout(1200)  # two whole runs, on cores that other tests share
 def test_the_demo_does_what_it_says(tmp_path: Path) -> None:
-    check(tmp_path, run_demo(tmp_path, 0))
+    check_whole(tmp_path, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_demo_does_so_with_other_seeds(tmp_path: Path, seed: int) -> None:
-    check(tmp_path, run_demo(tmp_path, seed))
+    check_whole(tmp_path, seed)

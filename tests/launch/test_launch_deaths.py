@@ -133,6 +133,28 @@ def test_survivors_can_read_who_died_without_a_word(ground):
     assert '"message": "it was killed by SIGKILL"' in (ground.path / "seen").read_text()
 
 
+def test_a_rank_that_is_seen_dead_after_a_survivor_said_that_it_lost_it_is_named_too(ground):
+    """A killed rank's sockets close before the launcher can see it dead, and its survivor may be heard in between."""
+    ground.patience = type(ground.patience)(settle_seconds=5.0)
+
+    ground.launch("""
+        import json
+        all_started()
+        if rank == 1:
+            time.sleep(0.7)  # longer than the launcher looks away
+            os.kill(os.getpid(), signal.SIGKILL)
+        words = dict(rank=0, kind="peer", phase="update", type="RuntimeError", message="closed", step=4, time=1.0)
+        (launch / "failure-rank-0.staging").write_text(json.dumps(words))
+        (launch / "failure-rank-0.staging").rename(launch / "failure-rank-0.json")
+        while not (launch / "failure-rank-1.json").exists():
+            time.sleep(0.02)
+        (here / "seen").write_text((launch / "failure-rank-1.json").read_text())
+        sys.exit(3)
+    """)
+
+    assert '"message": "it was killed by SIGKILL"' in (ground.path / "seen").read_text()
+
+
 def test_a_rank_that_reports_and_then_hangs_is_ended(ground, capfd):
     code = ground.launch("""
         import json

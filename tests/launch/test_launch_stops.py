@@ -64,6 +64,7 @@ def test_the_first_request_reaches_every_rank_once_and_they_save(ground, number,
     assert ground.hidden() == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_request_ends_everything_within_10_seconds(ground, number):
     launcher = start(ground, STUBBORN)

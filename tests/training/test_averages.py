@@ -77,6 +77,7 @@ def test_a_stopped_run_goes_on_with_the_same_averages_bit_for_bit(pools: Any, st
     assert state_differences(tmp_path, straight) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_averages_of_two_ranks_go_on_at_other_numbers_of_ranks(pools: Any, tmp_path: Path, ranks: int) -> None:
     pools(2).run(run, values(tmp_path, steps=2))

@@ -172,6 +172,7 @@ def test_checkpoints_of_others_beside_a_run_s_own_are_left_alone(pools: Any, tmp
     assert "a save of step 100 would find its name taken" in errors[0][1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ema", [None, {"decay": 0.9, "evaluate": True}])
 def test_an_error_in_an_evaluation_costs_no_step(pools: Any, tmp_path: Path, ema: dict[str, Any] | None) -> None:
     rows = [{"prompt": "a=", "completion": "b"}] * 16 + [{"prompt": "a="}]  # behind the first batch

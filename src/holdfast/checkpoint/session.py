@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast import patience
 from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from holdfast.checkpoint.format.manifest import About, Manifest
@@ -21,7 +22,6 @@ from holdfast.errors import HoldfastError
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 
-_LOOK_SECONDS = 0.005
 WAITED, LOST = "waited until its time was over", "lost another rank"
 
 
@@ -133,7 +133,7 @@ class Session:
 
     def _wait(self) -> None:
         while self.status == "running":
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(patience.current.session_look_seconds)
 
     def _write(self, snapshot: Snapshot, about: About, attempt: object) -> Saved:
         ranks = self.ranks  # a thread that was given up must not mix into the group of a later save

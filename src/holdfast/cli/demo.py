@@ -15,21 +15,23 @@ from typing import Any
 
 import psutil
 
+from holdfast import patience
 from holdfast.errors import RunStopped
 
 KILL_AT = 34
 """Step of the second run at which a rank is killed: some steps after a checkpoint."""
 
-_LOOK_SECONDS = 0.05
 _ACCURACY = "eval/held_out/accuracy"
 
 
-def demo(directory: Path, seed: int) -> int:
+def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) -> int:
     """Train on wrong demonstrations, then by rewards, kill a rank, verify, export, and say what came of it.
 
     Args:
         directory: Everything is written below it; what an earlier demo left there is removed.
         seed: Of both runs.
+        overrides: Further keys of both runs.
+        kill_at: Step of the second run at which a rank is killed.
 
     Raises:
         RunStopped: A part of it failed; its own words were printed.
@@ -40,11 +42,11 @@ def demo(directory: Path, seed: int) -> int:
         if (directory / name / "run.json").exists():
             shutil.rmtree(directory / name)
         (directory / f"{name}.yaml").write_text(files("holdfast.cli").joinpath(f"demo_{name}.yaml").read_text())
-    common = (f"run.dir={directory}", f"seed={seed}")
+    common = (f"run.dir={directory}", f"seed={seed}", *overrides)
     _say("1/5  SFT on 2 FSDP ranks: demonstrations of sorted digits, 70% of them wrong")
     _run("sft", str(directory / "sft.yaml"), *common)
-    _say(f"2/5  GRPO from there, rewarded by a verifier; a rank gets SIGKILL at step {KILL_AT}")
-    killed = _run_and_kill("grpo", str(directory / "grpo.yaml"), *common)
+    _say(f"2/5  GRPO from there, rewarded by a verifier; a rank gets SIGKILL at step {kill_at}")
+    killed = _run_and_kill(kill_at, "grpo", str(directory / "grpo.yaml"), *common)
     run = directory / "grpo"
     _say("3/5  every byte of the newest checkpoint, checked again")
     _run("checkpoint", "verify", str(run))
@@ -53,7 +55,7 @@ def demo(directory: Path, seed: int) -> int:
     accuracy = _output("-m", "holdfast.cli.plain_completion", str(export), "100").split()[-1]
     print(f"right answers to 100 new questions: {accuracy}")
     _say("5/5  summary")
-    for line in _summary(run, killed, float(accuracy), time.monotonic() - began):
+    for line in _summary(run, f"{killed}) at step {kill_at}", float(accuracy), time.monotonic() - began):
         print(line)
     return 0
 
@@ -79,19 +81,19 @@ def _output(*arguments: str) -> str:
     return done.stdout
 
 
-def _run_and_kill(*arguments: str) -> int:
+def _run_and_kill(kill_at: int, *arguments: str) -> int:
     """Run a command, kill one of its ranks when it reaches a step, and return the rank's process id."""
     metrics = Path(arguments[2].removeprefix("run.dir=")) / arguments[0] / "metrics.jsonl"
     process = subprocess.Popen(_command(*arguments))
     killed = 0
     try:
         while process.poll() is None:
-            if not killed and _steps(metrics) >= KILL_AT:
+            if not killed and _steps(metrics) >= kill_at:
                 victim = _ranks(process.pid)[-1]
                 print(f"\nkill -9 {victim.pid}: rank 1 is gone", flush=True)
                 victim.send_signal(signal.SIGKILL)
                 killed = victim.pid
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(patience.current.demo_look_seconds)
     except BaseException:
         process.send_signal(signal.SIGINT)
         process.wait()
@@ -99,7 +101,7 @@ def _run_and_kill(*arguments: str) -> int:
     if process.returncode:
         raise RunStopped(f"`holdfast {' '.join(arguments)}` ended with exit code {process.returncode}.")
     if not killed:
-        raise RunStopped(f"The run ended before a rank could be killed at step {KILL_AT}.")
+        raise RunStopped(f"The run ended before a rank could be killed at step {kill_at}.")
     return killed
 
 
@@ -114,7 +116,7 @@ def _steps(metrics: Path) -> int:
     return metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
 
 
-def _summary(run: Path, killed: int, plain: float, seconds: float) -> Sequence[str]:
+def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[str]:
     from holdfast.metrics.sink import METRICS, read_metrics
     from holdfast.report.curve import line_plot
 
@@ -130,7 +132,7 @@ def _summary(run: Path, killed: int, plain: float, seconds: float) -> Sequence[s
         f"sampled reward       {first:.2f} at the first step -> {last:.2f} over the last five",
         f"held-out accuracy    {held_out[0][1]:.3f} after SFT -> {held_out[-1][1]:.3f} after GRPO "
         f"({plain:.2f} by plain transformers on other questions)",
-        f"killed and resumed   rank 1 (process {killed}) at step {KILL_AT}; all {len(steps)} steps are there",
+        f"killed and resumed   rank 1 (process {killed}; all {len(steps)} steps are there",
         f"the run              {run}",
         f"the model            {run / 'exports' / 'final'}",
         f"the plot             {plot}",

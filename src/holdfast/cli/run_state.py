@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast import patience
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.files import RegularFile, parse_json, read_bytes, read_json
 from holdfast.metrics.sink import METRICS
 
 LEASE = "checkpoints/.lease.json"
-STALE_SECONDS = 120.0
 BY_OBSERVER = "stopped by an observer"
 """As `checkpoint.place` and `training.control` have them; repeated here because these import torch."""
 
 _ENDINGS = ("done", "stop", "failed")
-_CLOCKS_SECONDS = 1.0
-"""By which the clock of a file system and that of a machine may differ."""
 _SILENT = "nothing says how it ended"
 
 
@@ -75,7 +73,7 @@ def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path
     """
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") in _ENDINGS), {})
     if "time" in last:
-        since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + _CLOCKS_SECONDS
+        since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + patience.current.clocks_seconds
         return {} if since else last
     return last if _number(last.get("step")) >= (step or 0) else {}
 
@@ -100,7 +98,7 @@ def _holder(lease: Path) -> dict[str, Any]:
 
 def _lives(lease: Path, holder: Mapping[str, Any]) -> bool:
     """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
-    young = time.time() - lease.stat().st_mtime < STALE_SECONDS
+    young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
     if holder.get("host") != socket.gethostname():
         return young
     # A lock that is tried refuses a run that takes it at that moment; without its process nobody needs to try.

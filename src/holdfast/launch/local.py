@@ -11,13 +11,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import holdfast.patience
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import HoldfastError, RunStopped, UserError, how_to_go_on
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
 from holdfast.launch.processes import Guard
 from holdfast.launch.stops import StopSignals
-from holdfast.launch.watch import Ending, Patience, Start, Verdict, attempt, tell
+from holdfast.launch.watch import Ending, Start, Verdict, attempt, tell
+from holdfast.patience import Patience
 
 __all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
 
@@ -44,7 +46,7 @@ def launch_local(
     written beside the run directory.
     """
     environ = os.environ if environ is None else environ
-    start = Start(command, ranks, launch.threads_per_rank, environ, patience or Patience())
+    start = Start(command, ranks, launch.threads_per_rank, environ, patience or holdfast.patience.current)
     with LaunchDirectory(run_directory) as directory:
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopSignals() as stops:

@@ -27,7 +27,7 @@ from types import TracebackType
 
 _PROC = Path("/proc")
 _DONE = "done"
-_GUARD_KILL_SECONDS = 30.0
+_GUARD_KILL_SECONDS = 30.0  # not of patience.py, which the guard does not import
 
 
 def living(mark: str, leaders: Collection[int]) -> set[int]:

@@ -33,25 +33,12 @@ from holdfast.launch.processes import Guard, catches, end
 from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
+from holdfast.patience import Patience
 
-_POLL_SECONDS = 0.05
-_LOOK_SECONDS = 0.25
 _READ_OF_LOG = 1 << 16
 _IN_ORDER = (EXIT_STOPPED, EXIT_WITHOUT_RESULT)
 # Codes of a rank that a request to stop met before it could handle it: Python's and a shell's spelling.
 _ENDED_BY_REQUEST = (0, EXIT_STOPPED, -SIGINT, 128 + SIGINT, -SIGTERM, 128 + SIGTERM)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Times between a death and the end of everything; their sum stays below 10 seconds."""
-
-    settle_seconds: float = 3.0
-    """The others may end by themselves, with a message of their own."""
-    term_seconds: float = 3.0
-    """From SIGTERM to SIGKILL."""
-    kill_seconds: float = 2.0
-    """For killed processes to go."""
 
 
 class Verdict(Enum):
@@ -151,20 +138,22 @@ def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignal
     """Return when all ranks have ended, or when the rest must be ended."""
     deadline: float | None = None
     next_look = 0.0
-    while any(rank.poll() is None for rank in ranks):
+    while None in [rank.poll() for rank in ranks]:  # a list: each one's time of death is taken in each round
         _pass_on(ranks, stops)
         if stops.now:
             tell("Stopping now.")
             return
         now = time.monotonic()
-        if deadline is None and now >= next_look:
-            next_look = now + _LOOK_SECONDS
+        if now >= next_look:
+            next_look = now + patience.launcher_look_seconds
             directory.settle()
-            if _trouble(ranks, directory):
+            # Also once there is trouble: a survivor may say that it lost a rank before that rank is seen dead, and
+            # then waits for the word that is left here for the dead one.
+            if _trouble(ranks, directory) and deadline is None:
                 deadline = now + patience.settle_seconds
         if deadline is not None and now > deadline:
             return
-        time.sleep(_POLL_SECONDS)
+        time.sleep(patience.launcher_poll_seconds)
 
 
 def _pass_on(ranks: Sequence[_Rank], stops: StopSignals) -> None:

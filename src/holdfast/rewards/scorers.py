@@ -14,12 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from holdfast import patience
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.functions.rules import rule, template_columns
 from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
-
-_GRACE_SECONDS = 5.0
-"""Beyond a reward's own limits, for starting and ending what it runs."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             bound, own_seconds = Each(code), code.timeout_seconds
         case _:
             bound = Each(rule(section))
-    longest = max(seconds, own_seconds + _GRACE_SECONDS) if own_seconds else seconds
+    longest = max(seconds, own_seconds + patience.current.scorer_grace_seconds) if own_seconds else seconds
     return ReadyReward(name, bound, longest, bound.columns or template_columns(section))
 
 

@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast import patience
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost, SaveFailed
 from holdfast.checkpoint.place.layout import FOLDER, LEASE
-from holdfast.checkpoint.place.renewal import STALE_SECONDS, Renewed, Told, after_silence
+from holdfast.checkpoint.place.renewal import Renewed, Told, after_silence
 from holdfast.checkpoint.place.storage import LocalStorage, make_durably
 from holdfast.errors import UserError
 from holdfast.files import NotRegular, RegularFile, parse_json, read_bytes
@@ -89,7 +90,7 @@ class Lease(Renewed):
         here = holder.get("host") == socket.gethostname()
         # Without locks, and on other machines, the holder's name and age decide.
         unlocked = "host" in holder and (not here or (locked is None and _lives(holder)))
-        if locked is False or (unlocked and self._storage.age(LEASE) < STALE_SECONDS):
+        if locked is False or (unlocked and self._storage.age(LEASE) < patience.current.lease_stale_seconds):
             return holder or {"pid": "?"}
         return {}
 
@@ -198,7 +199,7 @@ def lost(place: str, holder: dict[str, Any]) -> str:
     """Return the words for a place that another job has taken over from this one."""
     return (
         f"{taken(place, holder)} It took the place over while this job could not renew its lease for "
-        f"{STALE_SECONDS:.0f} s. What this job has saved is there; nothing more was written."
+        f"{patience.current.lease_stale_seconds:.0f} s. What this job has saved is there; nothing more was written."
     )
 
 
@@ -206,5 +207,5 @@ def waiting_words(place: str, holder: dict[str, Any]) -> str:
     """Return the words for a place whose holder may have died on another machine."""
     return (
         f"{place} was held by process {holder.get('pid', '?')} on {holder.get('host', 'another host')}: waiting up to "
-        f"{STALE_SECONDS:.0f} s for a sign that it lives"
+        f"{patience.current.lease_stale_seconds:.0f} s for a sign that it lives"
     )

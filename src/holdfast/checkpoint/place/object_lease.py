@@ -14,13 +14,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from holdfast import patience
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.place.lease import Lease, holder_text, lost, taken, waiting_words
-from holdfast.checkpoint.place.renewal import STALE_SECONDS, Renewed, Told, after_silence
+from holdfast.checkpoint.place.renewal import Renewed, Told, after_silence
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.files import parse_json
-
-_WITHDRAW_SECONDS = 1.0
 
 
 class ObjectLease(Renewed):
@@ -88,7 +87,7 @@ class ObjectLease(Renewed):
         """Whether there is a higher number, and still is after a while: who finds this job alive withdraws his own."""
         if max(self._turns(), default=0) <= self._turn:
             return False
-        time.sleep(_WITHDRAW_SECONDS)
+        time.sleep(patience.current.lease_withdraw_seconds)
         return max(self._turns(), default=0) > self._turn
 
     def _give_back(self) -> None:
@@ -114,7 +113,7 @@ class ObjectLease(Renewed):
         """Return who holds one of these turns and may live; empty if nobody does."""
         for turn in turns:
             holder = self._holder(turn)
-            if holder and not _died_here(holder) and self._age(turn, holder) < STALE_SECONDS:
+            if holder and not _died_here(holder) and self._age(turn, holder) < patience.current.lease_stale_seconds:
                 return holder
         return {}
 
@@ -122,7 +121,7 @@ class ObjectLease(Renewed):
         try:
             return self._storage.age(self._name(turn))
         except FileNotFoundError:  # given back in the meantime
-            return STALE_SECONDS
+            return patience.current.lease_stale_seconds
         except NotImplementedError:  # a store that does not tell when an object was written
             return time.time() - float(holder.get("time", 0))
 

@@ -10,10 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-STALE_SECONDS = 120.0
-"""A lease of another host that was not renewed for this long is dead."""
-RENEW_SECONDS = 15.0
-_LOOK_SECONDS = 2.0
+from holdfast import patience
 
 Told = Callable[[str], object]
 """Told in a line what a start waits for."""
@@ -38,7 +35,7 @@ class Renewed(ABC):
         self._thread.start()
 
     def _keep_renewing(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
+        while not self._stop.wait(patience.current.lease_renew_seconds):
             # File systems and stores raise errors of many kinds, and the next time may do better; a dead one is
             # noticed by the saves.
             with contextlib.suppress(Exception):
@@ -60,9 +57,9 @@ def after_silence(holder: dict[str, Any], living: Callable[[], dict[str, Any]]) 
         holder: Of another machine, where nobody here can see whether it lives; every renewal changes it.
         living: Returns who holds the place now; empty if nobody does, or the lease is stale.
     """
-    deadline = time.monotonic() + STALE_SECONDS + RENEW_SECONDS
+    deadline = time.monotonic() + patience.current.lease_stale_seconds + patience.current.lease_renew_seconds
     now = holder
     while now == holder and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(patience.current.lease_look_seconds)
         now = living()
     return now

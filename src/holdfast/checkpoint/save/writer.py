@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
+from holdfast import patience
 from holdfast.checkpoint.errors import PlaceLost, SaveFailed
 from holdfast.checkpoint.format.dcp_files import Writer, one_process_is_meant, without_crc32
 from holdfast.checkpoint.format.manifest import NAME, About, FileEntry, Manifest
@@ -77,9 +78,6 @@ Reached = Callable[[str], None]
 """Called with the name of each phase as it begins; what crash tests stop at."""
 
 SAVE_PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
-
-_LATE_SECONDS = 1.0
-"""A rank that is later than the others by less is no news."""
 
 
 def commit(
@@ -192,7 +190,9 @@ class _TimedWriter(Writer):
 def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> None:
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     others = sorted(seconds[:slowest] + seconds[slowest + 1 :])
-    if others and seconds[slowest] - others[len(others) // 2] > max(_LATE_SECONDS, others[len(others) // 2]):
+    if others and seconds[slowest] - others[len(others) // 2] > max(
+        patience.current.late_rank_seconds, others[len(others) // 2]
+    ):
         notify(
             f"rank {slowest} took {seconds[slowest]:.1f} s to write its part of a checkpoint, the others "
             f"{others[len(others) // 2]:.1f} s; look at its disk, its network and its neighbours."

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from holdfast import patience
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
 from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
@@ -34,7 +35,6 @@ from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Failure, Reports
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
-_SEARCH_SECONDS = 2.0
 _PHASE_BYTES = 64
 _SAVE_NOTE = "save-asked-for"
 
@@ -164,14 +164,17 @@ class FailureChannel:
         return Failure(self._rank, kind, self._phase, type(error).__name__, message, self._step, time.time())
 
     @contextlib.contextmanager
-    def guard(self, search_seconds: float = _SEARCH_SECONDS, exit_seconds: float = 5.0) -> Iterator[None]:
+    def guard(self, search_seconds: float | None = None, exit_seconds: float | None = None) -> Iterator[None]:
         """Report what goes wrong inside, and raise RankFailed in place of a collective that another rank broke.
 
         Args:
-            search_seconds: Longest wait for another rank's report once a collective broke.
+            search_seconds: Longest wait for another rank's report once a collective broke; None: as `patience` has it.
             exit_seconds: When another rank has failed and this one has not left the guard after so long, it prints
-                the cause and ends with RankFailed's exit code, since nothing can interrupt a blocked collective.
+                the cause and ends with RankFailed's exit code, since nothing can interrupt a blocked collective. None:
+                as `patience` has it.
         """
+        search_seconds = self._search_seconds if search_seconds is None else search_seconds
+        exit_seconds = patience.current.failure_exit_seconds if exit_seconds is None else exit_seconds
         stop = threading.Event()
         watcher = threading.Thread(
             target=self._watch, args=(stop, exit_seconds), name="holdfast-failure-watch", daemon=True
@@ -202,6 +205,11 @@ class FailureChannel:
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
+
+    @property
+    def _search_seconds(self) -> float:
+        now = patience.current
+        return now.failure_search_seconds if self.directory is None else now.failure_search_in_files_seconds
 
     def _raise_as_rank_failed(self, error: BaseException, search_seconds: float) -> None:
         if isinstance(error, UserError) or not self.broken_by_peer(error):

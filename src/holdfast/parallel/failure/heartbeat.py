@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast import patience
 from holdfast.parallel.failure.notes import Board
 
-BEAT_SECONDS = 1.0
 _MISSED_BEATS = 3
 
 
@@ -74,7 +74,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         count = 0
-        while not self._stop.wait(BEAT_SECONDS if count else 0):
+        while not self._stop.wait(patience.current.beat_seconds if count else 0):
             count += 1
             step, phase = self._now()
             self._board.write(f"beat-rank-{self._rank}", f"{count}|{'' if step is None else step}|{phase}")
@@ -103,7 +103,7 @@ class Heartbeat:
 
     def _silent(self) -> list[Whereabouts]:
         before = {rank: self._read(rank) for rank in self._others()}
-        time.sleep(BEAT_SECONDS * _MISSED_BEATS)
+        time.sleep(patience.current.beat_seconds * _MISSED_BEATS)
         after = {rank: self._read(rank) for rank in before}
         return [_parse(rank, after[rank], silent=True) for rank in before if after[rank] == before[rank]]
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from holdfast import patience
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
@@ -22,9 +24,6 @@ LONGEST_MESSAGE = 4000
 
 _KEY = "holdfast/failure"
 _HEARD_KEY = "holdfast/failure/heard"
-_STORE_AFTER_SECONDS = 0.5
-_LOOK_SECONDS = 0.5
-_LINGER_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,15 @@ class Reports:
         while True:
             failure = self._heard or self._first_in_files()
             waited = time.monotonic() - began
-            if failure is None and store_lives and (self._directory is None or waited >= _STORE_AFTER_SECONDS):
+            if failure is None and store_lives and waited >= self._store_after_seconds:
                 failure, store_lives = self._first_in_store(self._store)
             if failure is not None or waited >= wait_seconds:
                 return failure
             time.sleep(0.05)
+
+    @property
+    def _store_after_seconds(self) -> float:
+        return 0.0 if self._directory is None else patience.current.failure_store_seconds
 
     def watch(self, stop: threading.Event) -> Failure | None:
         """Look until another rank has failed, and return how; None once `stop` is set. For a thread of its own."""
@@ -117,7 +120,7 @@ class Reports:
         if self._directory is None:
             with contextlib.suppress(RuntimeError):
                 store = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
-        while not stop.wait(_LOOK_SECONDS):
+        while not stop.wait(patience.current.failure_look_seconds):
             failure = self._first_in_files()
             if failure is None and store is not None:
                 failure, lives = self._first_in_store(store)
@@ -149,7 +152,7 @@ class Reports:
         """Stay until all ranks have heard: this one may host the store, or be the peer whose end they notice first."""
         if self._world_size == 1 or self._directory is not None:
             return
-        deadline = time.monotonic() + _LINGER_SECONDS  # a dead rank never hears
+        deadline = time.monotonic() + patience.current.failure_linger_seconds  # a dead rank never hears
         with contextlib.suppress(RuntimeError):
             if self._heard is None:
                 self._store.add(_HEARD_KEY, 1)

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[3]))
 from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E402
 from holdfast.rewards.processes import kernel  # noqa: E402
 
-_SWEEP_SECONDS = 2.0
+_SWEEP_SECONDS = 2.0  # not of patience.py: a judge starts for each program, and imports as little as it can
 _MOST_FILE_BYTES = 1 << 24
 _MOST_OPEN_FILES = 64
 

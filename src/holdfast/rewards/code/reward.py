@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast import patience
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import cell
 from holdfast.rewards.processes import folders, kernel
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _JUDGE = Path(__file__).with_name("judge.py")
-_GRACE_SECONDS = 3.0
-"""For the judge to start, and to end what the code has started."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class CodeReward:
             )
             try:
                 # The judge keeps the time itself, so that it ends what the code has started.
-                answer, _ = process.communicate(json.dumps(order).encode(), self.timeout_seconds + _GRACE_SECONDS)
+                longest_seconds = self.timeout_seconds + patience.current.code_grace_seconds
+                answer, _ = process.communicate(json.dumps(order).encode(), longest_seconds)
             except subprocess.TimeoutExpired:
                 return 0
             finally:

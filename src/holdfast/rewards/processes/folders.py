@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast import patience
+
 _PREFIX = "holdfast-code-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _DEEPEST = 200
 """Levels that are open at a time, each a descriptor."""
-_YOUNG_SECONDS = 60.0
-"""Age below which a folder without a lock may be one that is being made."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def remove_abandoned() -> None:
     """Remove the folders of processes that ended without a chance to."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - folder.lstat().st_mtime > _YOUNG_SECONDS:
+            if time.time() - folder.lstat().st_mtime > patience.current.young_folder_seconds:
                 _remove_if_free(folder)
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from holdfast import patience
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.processes import framing, kernel
 
-_CLOSE_SECONDS = 5.0
 _AUTO_WORKERS = 4
 # One thread, or every worker would start as many as there are cores. A fixed hash seed, or sets would order their
 # strings otherwise after a restart, and a sum over one would round otherwise. `env` changes both and nothing else.
@@ -127,7 +127,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""
-        self._end(_CLOSE_SECONDS)
+        self._end(patience.current.pool_close_seconds)
 
     def _end(self, patience_seconds: float) -> None:
         process, self._process = self._process, None
@@ -144,7 +144,7 @@ class RewardPool:
             # Its workers die with it: the kernel sees to that.
             kernel.kill_with_group(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_CLOSE_SECONDS)
+                process.wait(patience.current.pool_close_seconds)
             process.stdout.close()
 
     def _ask(self, asked: Sequence[int], packed: Sequence[bytes]) -> list[list[SampleOutcome]]:

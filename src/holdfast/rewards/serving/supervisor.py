@@ -23,6 +23,7 @@ from socket import socket
 from types import MappingProxyType
 from typing import Any
 
+from holdfast import patience
 from holdfast.rewards.base import SampleOutcome
 from holdfast.rewards.functions.signatures import BatchedCall, Each
 from holdfast.rewards.processes import folders, framing, kernel
@@ -36,16 +37,11 @@ from holdfast.rewards.serving.fork_server import (
     was_killed,
 )
 
-_TICK_SECONDS = 0.2
-_IDLE_TICK_SECONDS = 1.0
-_SIGN_OF_LIFE_SECONDS = 1.0
-_KILL_SECONDS = 2.0
-"""Longest wait for processes that were killed."""
 _MOST_LOG_BYTES = 1 << 26
 _RECEIVED_BYTES = 1 << 18
 
 
-class Keeper:
+class Supervisor:
     """Serves the requests of one rank."""
 
     def __init__(self, scorers: Sequence[ReadyReward], settings: dict[str, Any], requests: int, replies: int) -> None:
@@ -83,8 +79,9 @@ class Keeper:
 
     def _turn(self) -> None:
         self._hand_out()
-        patience = _IDLE_TICK_SECONDS if self._outcomes is None else _TICK_SECONDS
-        for key, events in self._selector.select(patience):
+        now = patience.current
+        tick_seconds = now.supervisor_idle_tick_seconds if self._outcomes is None else now.supervisor_tick_seconds
+        for key, events in self._selector.select(tick_seconds):
             if key.data is None:
                 self._hear_the_rank()
             elif key.data.pid in self._workers:
@@ -294,7 +291,7 @@ class Keeper:
         return {**ended, **reaped}
 
     def _reap(self, pids: Sequence[int]) -> dict[int, int]:
-        ended = kernel.reap(pids, _KILL_SECONDS)
+        ended = kernel.reap(pids, patience.current.supervisor_kill_seconds)
         self._left |= set(pids) - ended.keys()  # `_find_the_dead` reaps them once they go
         return ended
 
@@ -315,7 +312,7 @@ class Keeper:
         if self._outcomes is None:
             return
         if self._missing:
-            if time.monotonic() - self._heard_of_at >= _SIGN_OF_LIFE_SECONDS:
+            if time.monotonic() - self._heard_of_at >= patience.current.sign_of_life_seconds:
                 self._heard_of_at = time.monotonic()
                 self._tell({"missing": self._missing})
             return

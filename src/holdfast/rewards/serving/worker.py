@@ -20,7 +20,7 @@ from holdfast.escaping import escaped_paragraph
 from holdfast.rewards.base import CannotStart
 from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.scorers import ReadyReward, build
-from holdfast.rewards.serving.supervisor import Keeper
+from holdfast.rewards.serving.supervisor import Supervisor
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     _say(replies, {"ready": {scorer.name: scorer.columns for scorer in scorers}})
-    Keeper(scorers, setup, requests, replies).run()
+    Supervisor(scorers, setup, requests, replies).run()
 
 
 def _take_channels(log: Path) -> tuple[int, int]:

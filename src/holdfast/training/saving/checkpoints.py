@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.checkpoint.export.model import clean_exports
 from holdfast.checkpoint.format.manifest import Manifest
@@ -34,10 +35,6 @@ from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import go_on, say, start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
 from holdfast.training.saving.save_in_flight import collect_together, meet_again, wait_for_all
-
-_LOOK_SECONDS = 0.01
-_DELETION_SECONDS = 10.0
-"""A run that has ended leaves the deletion of older checkpoints so long."""
 
 
 class Checkpoints:
@@ -133,7 +130,7 @@ class Checkpoints:
         try:
             if kind is None:
                 self.collect()
-                wait_for_deletions(_DELETION_SECONDS)
+                wait_for_deletions(patience.current.deletion_seconds)
             elif issubclass(kind, Exception):
                 # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
                 lost = error is not None and self._run.world.failure.broken_by_peer(error)
@@ -144,26 +141,26 @@ class Checkpoints:
             if self.session.status != "running" and not hangs:
                 self._ranks.close()
 
-    def _collect_before_leaving(self, patience: float) -> bool:
+    def _collect_before_leaving(self, still_seconds: float) -> bool:
         """Wait for the save in flight on this rank alone, as long as anything of it moves; return whether it ended.
 
         What became of it matters no more, but for a start that would not find it: the error that ends the run counts.
 
         Args:
-            patience: Seconds in which nothing of it moves.
+            still_seconds: In which nothing of it moves.
         """
         session = self.session
         seen: tuple[str, int] | None = None
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + still_seconds
         while session.status == "running":
             place = (session.phase, session.storage.moved_bytes)
             if place != seen:
-                seen, deadline = place, time.monotonic() + patience
+                seen, deadline = place, time.monotonic() + still_seconds
             if time.monotonic() > deadline:
                 session.abandon()
                 print(f"warning: the save in flight hangs in phase {session.phase!r} and is given up", flush=True)
                 return False
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(patience.current.save_look_seconds)
         with suppress(CheckpointError):
             saved = session.collect()
             if saved is not None:

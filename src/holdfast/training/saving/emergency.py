@@ -14,13 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast import patience
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, random_state
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
-
-_LOOK_SECONDS = 0.5
-_RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Emergency:
         return self._made
 
     def _watch(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(patience.current.emergency_look_seconds):
             if self._run.world.failure.save_is_asked_for(self._name):
                 if self._taken.acquire(blocking=False):  # else the main thread raised too, and is at it
                     self._save()
@@ -120,7 +118,7 @@ class Emergency:
                 return moment
             if positions[0][1]:
                 return None
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(patience.current.emergency_retry_seconds)
 
     def _whole_moment(self) -> Moment | None:
         run = self._run

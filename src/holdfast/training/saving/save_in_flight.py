@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 
+from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointError, SaveFailed
 from holdfast.checkpoint.session import LOST, Saved, Session
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
 
-_LOOK_SECONDS = 0.01
-_SLACK_SECONDS = 30.0
-"""A rank that noticed a time-out first leaves the others this long to notice theirs."""
 
-
-def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_seconds: float = _SLACK_SECONDS) -> None:
+def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_seconds: float | None = None) -> None:
     """Wait until the save in flight has ended on every rank; one that hangs in it is named on all.
 
     A save may take as long as it needs, while some rank comes to another phase or moves bytes.
@@ -22,6 +19,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
     Raises:
         SaveFailed: Nothing has moved on any rank until long after the others gave up.
     """
+    slack_seconds = patience.current.save_slack_seconds if slack_seconds is None else slack_seconds
     patience_seconds = 60 * minutes + slack_seconds
     deadline = time.monotonic() + patience_seconds
     seen: dict[int, tuple[str, int]] = {}
@@ -43,7 +41,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
                 f"a save has hung for more than {minutes:g} minutes: {where}. Look at the file system of that rank."
             )
         seen = waiting
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(patience.current.save_look_seconds)
 
 
 def collect_together(run: Run, session: Session) -> Saved | None:

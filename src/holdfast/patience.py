@@ -1,0 +1,94 @@
+"""How long each part waits: all constants of time that no configuration sets, in one record.
+
+Read `patience.current` where a wait begins, never at import: tests put a shorter record there before they fork the
+processes that they start. Two constants of time stand elsewhere, in programs that import next to nothing so that they
+start in milliseconds: `rewards/code/judge.py` and the guard of `launch/processes.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Times in seconds."""
+
+    file_retries_seconds: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """Before each further attempt at a file whose file system may get over an error."""
+    http_first_pause_seconds: float = 0.25
+    """Before a request is tried again; doubled each time."""
+    http_longest_pause_seconds: float = 4.0
+
+    code_grace_seconds: float = 3.0
+    """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
+    scorer_grace_seconds: float = 5.0
+    """Beyond a reward's own limits, for starting and ending what it runs."""
+    pool_close_seconds: float = 5.0
+    """For reward workers to leave, before they are killed and again after it."""
+    young_folder_seconds: float = 60.0
+    """Age below which a judged program's folder without a lock may be one that is being made."""
+    supervisor_tick_seconds: float = 0.2
+    """Between two looks of a supervisor at workers that are at work."""
+    supervisor_idle_tick_seconds: float = 1.0
+    sign_of_life_seconds: float = 1.0
+    """Between two words of a supervisor to its rank."""
+    supervisor_kill_seconds: float = 2.0
+    """Longest wait for processes that were killed."""
+
+    beat_seconds: float = 1.0
+    """Between two heartbeats of a rank; three missed ones are silence."""
+    failure_look_seconds: float = 0.5
+    """Between two looks for the failure of another rank."""
+    failure_store_seconds: float = 0.5
+    """After which the store is asked too, where ranks leave files: when its host died it prints a page of C++."""
+    failure_search_seconds: float = 2.0
+    """Longest wait for the cause of a collective that broke."""
+    failure_search_in_files_seconds: float = 5.0
+    """The same under our launcher, which leaves a file for whoever died. Less than it lets survivors live
+    (`settle_seconds` and `term_seconds`), so that they still say what they know."""
+    failure_exit_seconds: float = 5.0
+    """For a rank to leave a collective by itself after another one failed."""
+    failure_linger_seconds: float = 1.5
+    """Longest stay of a failed rank until all have heard of it."""
+
+    lease_stale_seconds: float = 120.0
+    """A lease of another host that was not renewed for this long is dead. All machines of a place must agree."""
+    lease_renew_seconds: float = 15.0
+    lease_look_seconds: float = 2.0
+    """Between two looks at a lease whose holder nobody here can see."""
+    lease_withdraw_seconds: float = 1.0
+    """For jobs that try at once to see each other's lease in an object store."""
+    clocks_seconds: float = 1.0
+    """By which the clock of a file system and that of a machine may differ."""
+
+    session_look_seconds: float = 0.005
+    """Between two looks at a save that must end."""
+    late_rank_seconds: float = 1.0
+    """A rank that is later in a save than the others by less is no news."""
+    save_look_seconds: float = 0.01
+    """Between two collective looks at a save that ranks wait for together."""
+    save_slack_seconds: float = 30.0
+    """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
+    deletion_seconds: float = 10.0
+    """A run that has ended leaves the deletion of older checkpoints so long."""
+    emergency_look_seconds: float = 0.5
+    """Between two looks whether a rank that fails asks for a save."""
+    emergency_retry_seconds: float = 0.1
+
+    launcher_poll_seconds: float = 0.05
+    """Between two looks of the launcher at its processes."""
+    launcher_look_seconds: float = 0.25
+    """Between two looks of the launcher at what ranks wrote."""
+    settle_seconds: float = 3.0
+    """After a death the others may end by themselves, with a message of their own. The sum of this and the next two
+    stays below 10 seconds."""
+    term_seconds: float = 3.0
+    """From SIGTERM to SIGKILL."""
+    kill_seconds: float = 2.0
+    """For killed processes to go."""
+    demo_look_seconds: float = 0.05
+    """Between two looks of the demo at the steps of the run in which it kills a rank."""
+
+
+current = Patience()
