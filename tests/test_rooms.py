@@ -58,7 +58,9 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe randomness reward_files
+        directory observe randomness
+        setting
+        reward_files
         fingerprints
         run
         control copies journal

@@ -8,9 +8,11 @@ which loss and which average are the configuration's business (`advantage`, `obj
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
@@ -35,30 +37,30 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
     """Train, evaluate and export as the configuration says."""
     with open_rewards(config, base, world, live) as rewards:
         run = build_policy_run(config, base, world, rewards.score, live)
-        check_columns(run, rewards.columns)
-        check_answers(run, rewards.answers, rewards.unreadable)
-        outcome = fit(run, grpo_step, evaluate_policy)
-        run.ranks.close()
+        check_columns(run.evaluation, rewards.columns)
+        check_answers(run.evaluation, rewards.answers, rewards.unreadable)
+        outcome = fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+        run.setting.ranks.close()
     return outcome
 
 
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
-    run.objective = controlled_objective(run)
-    with awake_afterwards(run):
+    with awake_afterwards(run.trained):
         rollout = next_rollout(run)
         return None if rollout is None else learn(run, rollout)
 
 
 def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     """Compare the completions of each prompt, and update the policy on them."""
+    objective = controlled_objective(run)
     rollout = with_advantages(run, rollout)
-    mini_batches = score_rollout(run, pack_rollout(run, rollout))
+    mini_batches = score_rollout(run, objective, pack_rollout(run, rollout))
     metrics: dict[str, float] = {}
     if run.critic is not None:
-        rollout, mini_batches, metrics = with_values(run, run.critic, rollout, mini_batches)
+        rollout, mini_batches, metrics = with_values(run, run.critic, objective, rollout, mini_batches)
         metrics |= train_critic(run, run.critic, mini_batches)
-    metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, mini_batches)
+    metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, objective, mini_batches)
     metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
@@ -67,11 +69,14 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     return metrics
 
 
-def update(run: PolicyRun, mini_batches: list[MiniBatch]) -> dict[str, float]:
+def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> dict[str, float]:
     """Update the policy on every mini-batch, once or in several passes."""
     updates = mini_batches * run.config.updates.passes
     lines, sums = [], []
     for number, mini_batch in enumerate(updates):
-        lines.append(train_step(run, mini_batch, ends_step=number == len(updates) - 1))
-        sums.append(run.sums)
+        ends_step = number == len(updates) - 1
+        names = run.common.source_names
+        made = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
+        lines.append(made.metrics)
+        sums.append(made.sums)
     return of_several_updates(lines, sums)

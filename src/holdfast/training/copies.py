@@ -10,21 +10,21 @@ from holdfast.errors import ConfigError
 from holdfast.files import size_words
 from holdfast.parallel.host_copy import common_bytes
 from holdfast.parallel.mesh import World
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 
 _GIB = 2**30
 
 
-def shared_by_ranks(measured: Evaluation) -> int:
+def shared_by_ranks(sharded: ShardedModel) -> int:
     """Return how many bytes of weights all ranks sample over together; all of them call this together."""
-    return common_bytes(measured.policy, measured.ranks, getattr(torch, measured.plan.compute_dtype))
+    return common_bytes(sharded.model, sharded.setting.ranks, getattr(torch, sharded.plan.compute_dtype))
 
 
-def check_copy_fits(measured: Evaluation, budget_gib: float | None, common: int, *, in_process: bool) -> None:
+def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int, *, in_process: bool) -> None:
     """Refuse rollouts that would run out of memory in step 1; else say what they take.
 
     Args:
-        measured: The policy, on its device already.
+        sharded: The policy, on its device already.
         budget_gib: Most that sampling may take; None for what is free now.
         common: From `shared_by_ranks`.
         in_process: Whether our own decoding samples, and not transformers' `generate`.
@@ -32,11 +32,11 @@ def check_copy_fits(measured: Evaluation, budget_gib: float | None, common: int,
     Raises:
         ConfigError: Sampling takes more.
     """
-    dtype = measured.plan.compute_dtype
-    copied = copy_bytes(measured, common)
-    laid_out = layout_bytes(measured) if in_process else 0
+    dtype = sharded.plan.compute_dtype
+    copied = copy_bytes(sharded, common)
+    laid_out = layout_bytes(sharded) if in_process else 0
     needed = copied + laid_out
-    world, parts = measured.world, _parts(copied, -(-common // measured.ranks.size), laid_out, dtype)
+    world, parts = sharded.setting.world, _parts(copied, -(-common // sharded.setting.ranks.size), laid_out, dtype)
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
         limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
@@ -52,27 +52,27 @@ def check_copy_fits(measured: Evaluation, budget_gib: float | None, common: int,
         print(f"rollouts: {parts}, on every rank", flush=True)
 
 
-def copy_bytes(measured: Evaluation, common: int) -> int:
+def copy_bytes(sharded: ShardedModel, common: int) -> int:
     """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype.
 
     Of the `common` bytes that all ranks share, a rank has its part.
     """
-    dtype: torch.dtype = getattr(torch, measured.plan.compute_dtype)
-    plan = measured.plan
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    plan = sharded.plan
     whole = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
-    if whole and measured.config.model.lora is None:
-        numbers = sum(value.numel() for value in measured.policy.parameters() if value.dtype != dtype)
+    if whole and sharded.setting.config.model.lora is None:
+        numbers = sum(value.numel() for value in sharded.model.parameters() if value.dtype != dtype)
     else:
-        numbers = sum(value.numel() for value in measured.origin.skeleton.parameters())
-    return int(numbers) * dtype.itemsize - common + -(-common // measured.ranks.size)
+        numbers = sum(value.numel() for value in sharded.origin.skeleton.parameters())
+    return int(numbers) * dtype.itemsize - common + -(-common // sharded.setting.ranks.size)
 
 
-def layout_bytes(measured: Evaluation) -> int:
+def layout_bytes(sharded: ShardedModel) -> int:
     """Return what decoding takes on the CPU for matrices that it lays out anew while the first ones stay."""
-    if measured.world.device.type != "cpu":
+    if sharded.setting.world.device.type != "cpu":
         return 0
-    layers = [layer for layer in measured.origin.skeleton.modules() if type(layer) is nn.Linear]
-    dtype: torch.dtype = getattr(torch, measured.plan.compute_dtype)
+    layers = [layer for layer in sharded.origin.skeleton.modules() if type(layer) is nn.Linear]
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     return sum(int(layer.weight.numel()) for layer in layers) * dtype.itemsize
 
 

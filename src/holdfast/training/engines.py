@@ -16,10 +16,10 @@ from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.stopping import Stops
 from holdfast.training.copies import check_copy_fits, shared_by_ranks
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 
 
-def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
+def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
     All ranks call this together, and all of them raise what any of them raises.
@@ -27,28 +27,28 @@ def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: b
     Raises:
         ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
     """
-    common = shared_by_ranks(measured)
+    common = shared_by_ranks(sharded)
 
     def opened() -> RolloutEngine:
-        if not stop_tokens(measured.origin) and not rollout.stop:
+        if not stop_tokens(sharded.origin) and not rollout.stop:
             raise ConfigError(
                 "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
                 "text. Give the tokenizer an eos_token, or set rollout.stop."
             )
-        check_copy_fits(measured, rollout.copy_gib, common, in_process=samples_in_process(measured, rollout.engine))
-        return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
+        check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, rollout.engine))
+        return build_engine(sharded, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
-    return measured.ranks.on_all_ranks(opened)
+    return sharded.setting.ranks.on_all_ranks(opened)
 
 
-def give_weights(engine: RolloutEngine, run: Evaluation) -> None:
+def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
     """Let an engine take over the policy's present weights; all ranks call this together."""
-    dtype: torch.dtype = getattr(torch, run.plan.compute_dtype)
-    engine.update_weights(live_tensors(run.policy, run.ranks, dtype), run.state.updates)
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
 
 
 def build_engine(
-    measured: Evaluation,
+    sharded: ShardedModel,
     kind: EngineKind = "auto",
     rows: int = 512,
     graphs: GraphsKind = "off",
@@ -58,7 +58,7 @@ def build_engine(
     """Return an engine without weights: our own decoding where the model's attention allows it.
 
     Args:
-        measured: The policy.
+        sharded: The policy.
         kind: Which engine.
         rows: Most completions decoded together.
         graphs: Whether our own decoding replays recorded steps on CUDA; `off` where no key of a run says.
@@ -67,7 +67,7 @@ def build_engine(
     Raises:
         ConfigError: The engine that was asked for cannot decode this model.
     """
-    origin, tokenizer, device = measured.origin, measured.origin.tokenizer, measured.world.device
+    origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
     # Behind an image token that is no image's, training and sampling would read different things: it ends a completion.
     marks = (origin.family.image_token_id, origin.family.video_token_id)
     ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
@@ -75,15 +75,15 @@ def build_engine(
         frozenset(ends),
         lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
     )
-    dtype = getattr(torch, measured.plan.compute_dtype)
-    can = _decodes_in_process(measured)
+    dtype = getattr(torch, sharded.plan.compute_dtype)
+    can = _decodes_in_process(sharded)
     if kind == "inprocess" and not can:
         why = origin.family.why_not_packed or "its attention is not computed per document (model.attention)"
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
-    if samples_in_process(measured, kind):
-        wide = measured.config.model.head.dtype == "float32"
+    if samples_in_process(sharded, kind):
+        wide = sharded.setting.config.model.head.dtype == "float32"
         # On the CPU calling an operation costs little beside it, and a room of tokens is more than the tokens in it.
         replays = graphs == "auto" and device.type == "cuda" and not tells_experts
         return InProcessEngine(
@@ -96,7 +96,7 @@ def build_engine(
             float32_head=wide,
             recorder=CudaRecorder(device) if replays else None,
         )
-    if kind == "auto" and measured.world.is_first:
+    if kind == "auto" and sharded.setting.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"
         print(
             f"rollouts by transformers' generate, which is slower: {origin.family.name} is padded ({why})", flush=True
@@ -105,18 +105,18 @@ def build_engine(
     return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
 
 
-def _decodes_in_process(measured: Evaluation) -> bool:
-    return measured.origin.packed and not measured.policy.padded
+def _decodes_in_process(sharded: ShardedModel) -> bool:
+    return sharded.origin.packed and not sharded.model.padded
 
 
-def samples_in_process(measured: Evaluation, kind: EngineKind) -> bool:
+def samples_in_process(sharded: ShardedModel, kind: EngineKind) -> bool:
     """Return whether it is our own decoding that an engine of this kind samples by."""
-    return _decodes_in_process(measured) and kind != "transformers"
+    return _decodes_in_process(sharded) and kind != "transformers"
 
 
-def why_no_videos(measured: Evaluation, kind: EngineKind) -> str:
+def why_no_videos(sharded: ShardedModel, kind: EngineKind) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
-    if samples_in_process(measured, kind):
+    if samples_in_process(sharded, kind):
         return ""
     return "transformers' generate, which samples here, would place its frames as if they were images"
 

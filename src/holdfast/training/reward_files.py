@@ -9,10 +9,10 @@ from pathlib import Path
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.reward import ModelRewardConfig
-from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
 from holdfast.models.source.origin import files_mark, locate
+from holdfast.training.setting import RunFile
 
 IMPORTS, REWARD_MODEL = " imports ", "reward model "
 _TEXTS = {".json", ".jinja", ".model", ".txt", ".bin"}
@@ -64,22 +64,24 @@ def _modules(place: Path, dotted: str) -> Iterator[Path]:
         place /= part
 
 
-def reward_models(config: TrainingConfig, base: Path) -> dict[str, Path]:
+def reward_models(setting: RunFile) -> dict[str, Path]:
     """Return the directories of the models that score, by the names they have in the configuration."""
     directories = {}
-    for section in getattr(config, "reward", ()):
+    for section in getattr(setting.config, "reward", ()):
         if isinstance(section, ModelRewardConfig):
             try:
-                directories[section.path] = locate(section.path, ModelConfig(path=section.path), base, weights=True)
+                directories[section.path] = locate(
+                    section.path, ModelConfig(path=section.path), setting.base, weights=True
+                )
             except ModelError:
                 continue  # a run that scores has refused it; a replay does without
     return directories
 
 
-def reward_model_hashes(config: TrainingConfig, base: Path) -> dict[str, str]:
+def reward_model_hashes(setting: RunFile) -> dict[str, str]:
     """Return what tells the models that score from others: their weights, and the files that say how they read text."""
     hashes = {}
-    for name, directory in reward_models(config, base).items():
+    for name, directory in reward_models(setting).items():
         texts = sorted(file for file in directory.iterdir() if file.suffix in _TEXTS and file.is_file())
         lines = "\n".join(f"{file.name} {hash_file(file)}" for file in texts)
         hashes[f"{REWARD_MODEL}{name} weights"] = files_mark(directory)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict
@@ -13,9 +12,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
 from holdfast.config.base import SavedCount, SavedNumber
-from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
-from holdfast.metrics.clock import PhaseClock
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build.model import Blueprint
 from holdfast.models.heads.policy import PolicyModel
@@ -24,13 +21,12 @@ from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
 from holdfast.optim.reference_ema import Following
 from holdfast.optim.unfreezing import Unfreezing
-from holdfast.parallel.collectives import RankGroup
-from holdfast.parallel.mesh import World
 from holdfast.parallel.offload import Residency
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import Identity
 from holdfast.training.observe import Observer
+from holdfast.training.setting import Setting
 from holdfast.types import Example
 
 
@@ -86,70 +82,36 @@ class EvaluationSet:
 
 
 @dataclass(kw_only=True)
-class Evaluation:
-    """A model on its ranks, and what it is measured on."""
+class ShardedModel:
+    """A model on its ranks."""
 
-    config: TrainingConfig
-    world: World
-    ranks: RankGroup
+    setting: Setting
     origin: Blueprint
     plan: ShardPlan
-    policy: PolicyModel
-    objective: Objective
-    evaluation_sets: Sequence[EvaluationSet]
-    directory: Path
+    model: PolicyModel
     temperature: float = 1.0
     """Divides the logits wherever log-probabilities are taken: the one that tokens were sampled at."""
-    interrupted: Callable[[], bool] = lambda: False
-    """Whether this rank was asked to stop; long work may be left for it."""
     state: TrainState = field(default_factory=TrainState)
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    messages: list[str] = field(default_factory=list)
-    """What a step or an evaluation has to tell the user; rank 0 prints it, and the list is emptied."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
-        with self.clock.phase(name), self.world.failure.phase(name):
-            yield
+    holds_averages: bool = False
+    """Whether averages stand in for the weights at the moment."""
 
 
 @dataclass(kw_only=True)
-class Run(Evaluation):
-    """Everything a step touches: what an evaluation has, and what training needs besides."""
+class Trained(ShardedModel):
+    """A model that is trained, with what an update of it touches."""
 
     optimizer: Optimizer
     averages: Averages | None
     """Of the trained weights, if the run keeps some."""
     unfreezing: Unfreezing
     """What is frozen at first and trained later."""
-    stream: BatchStream[Any, Any]
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
-    peak_flops: float | None
-    """Of one device."""
-    source_names: tuple[str, ...]
-    """Data sources that get a loss of their own in the metrics."""
-    observers: Sequence[Observer]
-    identity: Identity
-    """Hashes of what a checkpoint relies on and does not hold."""
-    companions: dict[str, Run] = field(default_factory=dict)
-    """Models that are trained beside this one, each a run of its own, by the name that goes before those of its
-    tensors in checkpoints."""
     residency: Residency = field(default_factory=Residency)
-    """What of this run, and of those beside it, is in host memory at the moment."""
+    """What of this model, and of those trained beside it, is in host memory at the moment."""
     following: Following | None = None
     """The reference policy, where it follows the weights."""
-    resumed_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the checkpoint that the run continues from."""
-    assets: dict[str, bytes] = field(default_factory=dict)
-    """Small files of every checkpoint, filled at the first save."""
-
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Total and denominator of the last update's metrics, over all ranks."""
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """Completions of a step; the journal writes them to samples.jsonl, on rank 0, and empties the list."""
     updating: bool = False
     """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
 
@@ -161,10 +123,10 @@ class Run(Evaluation):
         changing = self.unfreezing.changing(step)
         if not changing:
             return
-        sharded_parameters(self.policy)  # what is gathered would keep its flags
+        sharded_parameters(self.model)  # what is gathered would keep its flags
         self.unfreezing.set_step(step)
-        self.cost = cost_of(self.policy, self.origin)
-        self.messages += [
+        self.cost = cost_of(self.model, self.origin)
+        self.setting.log.messages += [
             f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}"
             for stage in changing
             if stage.at_step <= step
@@ -174,48 +136,85 @@ class Run(Evaluation):
     def averaged(self) -> Iterator[None]:
         """Let the averages stand in for the weights within the block; every rank enters together."""
         assert self.averages is not None
-        was_updating, self.updating = self.updating, True  # the policy meanwhile holds the weights of no step
+        was_updating, self.updating = self.updating, True  # the model meanwhile holds the weights of no step
+        self.holds_averages = True
         try:
-            with self.averages.in_place(sharded_parameters(self.policy)):
+            with self.averages.in_place(sharded_parameters(self.model)):
                 yield
-                sharded_parameters(self.policy)  # units that the block gathered hold averages
+                sharded_parameters(self.model)  # units that the block gathered hold averages
         finally:
-            self.updating = was_updating
+            self.updating, self.holds_averages = was_updating, False
 
     def wake(self, *parts: str) -> None:
         """Bring parts of what rests in host memory back, all where none is named."""
         if self.residency.rests(*parts):
-            with self.phase("from_host"):
+            with self.setting.phase("from_host"):
                 self.residency.wake(*parts)
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """A model, its loss, and what it is measured on."""
+
+    sharded: ShardedModel
+    objective: Objective
+    sets: Sequence[EvaluationSet] = ()
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What every run has: a model that is trained, what it is measured on, and where its batches come from."""
+
+    trained: Trained
+    evaluation: Evaluation
+    """Of the trained model."""
+    stream: BatchStream[Any, Any]
+    source_names: tuple[str, ...]
+    """Data sources that get a loss of their own in the metrics."""
+    observers: Sequence[Observer]
+    identity: Identity
+    """Hashes of what a checkpoint relies on and does not hold."""
+    companions: dict[str, Trained] = field(default_factory=dict)
+    """Models that are trained beside the run's own, by the name that goes before those of their tensors in
+    checkpoints."""
+    assets: dict[str, bytes] = field(default_factory=dict)
+    """Small files of every checkpoint, filled at the first save."""
+
+    @property
+    def setting(self) -> Setting:
+        """Where the run takes place."""
+        return self.trained.setting
 
     @property
     def beside(self) -> dict[str, Companion]:
         """What checkpoints hold besides the run's own model, by name."""
-        companions = {name: Companion(each.policy, each.optimizer) for name, each in self.companions.items()}
-        if self.following is not None:
-            trained = {name for name, value in sharded_parameters(self.policy).items() if value.requires_grad}
-            companions[REFERENCE] = Companion(self.following.model, None, trained | self.unfreezing.names)
+        trained = self.trained
+        companions = {name: Companion(each.model, each.optimizer) for name, each in self.companions.items()}
+        if trained.following is not None:
+            names = {name for name, value in sharded_parameters(trained.model).items() if value.requires_grad}
+            companions[REFERENCE] = Companion(trained.following.model, None, names | trained.unfreezing.names)
         return companions
 
     @property
     def finished(self) -> bool:
         """Whether no step is left."""
-        return self.total_steps is not None and self.state.step >= self.total_steps
+        total = self.trained.total_steps
+        return total is not None and self.trained.state.step >= total
 
     @property
     def is_whole(self) -> bool:
         """Whether all tensors are of one step: no update is being made, here or of a companion in the same step."""
-        step = self.state.step
+        step = self.trained.state.step
         return not (
-            self.updating or any(each.updating and each.state.step == step for each in self.companions.values())
+            self.trained.updating or any(each.updating and each.state.step == step for each in self.companions.values())
         )
 
 
-def cost_of(policy: PolicyModel, origin: Blueprint) -> ModelCost:
+def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
     """Return what a token costs with the parameters that are trained now."""
     text = origin.skeleton.config.get_text_config()
     sizes = {True: 0.0, False: 0.0}
-    for name, value in named_parameters(policy).items():
-        unused = policy.routers.unused(name, value.shape) if policy.routers is not None else 0.0
+    for name, value in named_parameters(model).items():
+        unused = model.routers.unused(name, value.shape) if model.routers is not None else 0.0
         sizes[value.requires_grad] += value.numel() - unused
     return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)

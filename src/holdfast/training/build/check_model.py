@@ -6,35 +6,24 @@ from time import perf_counter
 
 import torch
 
-from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build.model import Blueprint
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
 from holdfast.models.check.witness import witness_of
-from holdfast.models.heads.policy import PolicyModel
-from holdfast.parallel.collectives import RankGroup
-from holdfast.parallel.mesh import World
-from holdfast.parallel.plan import ShardPlan
 from holdfast.training.build.gradient_check import Gradients, check_gradients
+from holdfast.training.run import ShardedModel
 
 
-def check_model(  # noqa: PLR0913 - what a run has by then
-    config: TrainingConfig,
-    origin: Blueprint,
-    policy: PolicyModel,
-    plan: ShardPlan,
-    world: World,
-    ranks: RankGroup,
-    images: ImageSide | None,
-) -> list[str]:
-    """Check a policy that is sharded and filled; return what to print. All ranks call this together.
+def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
+    """Check a model that is sharded and filled; return what to print. All ranks call this together.
 
     Raises:
         ModelError: Its outputs or gradients are not those of the model in its files; the same on all ranks.
     """
     start = perf_counter()
+    config, origin, ranks = sharded.setting.config, sharded.origin, sharded.setting.ranks
+    policy, plan = sharded.model, sharded.plan
     witness = witness_of(type(origin.skeleton), origin.original_config)
-    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device, images)
+    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), sharded.setting.world.device, images)
     may_fall_back = config.model.attention == "auto"
     result, note = ranks.on_all_ranks(
         lambda: check_forward(sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(ranks.gather(agrees))),

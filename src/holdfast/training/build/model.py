@@ -33,22 +33,22 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.source.vision import image_side, towers_of, video_options
 from holdfast.models.weights.four_bit import four_bit_layers
 from holdfast.parallel.apply import apply_plan
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise
 from holdfast.training.build.check_model import check_model
+from holdfast.training.run import ShardedModel
+from holdfast.training.setting import Setting
 from holdfast.types import Example, Scores
 
 
-def build_policy(
-    config: TrainingConfig, origin: Blueprint, world: World, ranks: RankGroup, *, trained: bool = True
-) -> tuple[PolicyModel, ShardPlan]:
-    """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
+def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> ShardedModel:
+    """Plan, shard, fill and check a model; one that is not `trained` is stored like it, and all of it is frozen.
 
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
+    config, world, ranks = setting.config, setting.world, setting.ranks
     mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     storage, frozen = storage_of(config.model)
@@ -66,12 +66,13 @@ def build_policy(
     with ranks.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     side = images if isinstance(images, ImageSide) else None
-    checked = check_model(config, origin, policy, plan, world, ranks, side)
+    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
+    checked = check_model(sharded, side)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
             if line:
                 print(line, flush=True)
-    return policy, plan
+    return sharded
 
 
 def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:

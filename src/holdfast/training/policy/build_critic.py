@@ -1,27 +1,24 @@
-"""Build a policy's critic: a run of its own with the same rows, planned, sharded and checked like the policy."""
+"""Build a policy's critic: a model of its own, planned, sharded and checked like the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError
 from holdfast.models.build.model import Blueprint, blueprint
-from holdfast.objectives.value import ValueLoss
-from holdfast.optim.unfreezing import Unfreezing
-from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.build.begin import Live
+from holdfast.training.build.begin import Live, trained_of
 from holdfast.training.build.model import build_policy
-from holdfast.training.build.optimizers import optimizer_of
 from holdfast.training.policy.run import CRITIC, PolicyRun
-from holdfast.training.run import Run
+from holdfast.training.run import Trained
+from holdfast.training.setting import Logbook
 
 
-def add_critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> None:
+def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
     """Give a policy's run the critic that its configuration asks for.
 
     Raises:
@@ -29,55 +26,38 @@ def add_critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) ->
             the same on all ranks.
     """
     with _named():
-        critic = _critic(run, section, base, live)
-    run.companions[CRITIC] = critic
-    run.state.companions[CRITIC] = critic.state
+        critic = _critic(run, section, live)
+    run.common.companions[CRITIC] = critic
+    run.trained.state.companions[CRITIC] = critic.state
 
 
-def _critic(run: PolicyRun, section: CriticConfig, base: Path, live: Live) -> Run:
-    config, ranks = critic_training(run.config, section), run.ranks
+def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
+    policy, config, ranks = run.trained, critic_training(run.config, section), run.setting.ranks
     _refuse_unread(run, section, live)
     own = section.path is not None
     origin = ranks.first_rank_first(
         lambda: blueprint(
-            config.model, base, seed=config.seed, tokenizer=None if own else run.origin.tokenizer, scorer=True
+            config.model,
+            run.setting.base,
+            seed=config.seed,
+            tokenizer=None if own else policy.origin.tokenizer,
+            scorer=True,
         ),
     )
-    ranks.on_all_ranks(lambda: _check_tokens(run.origin, origin))
-    if run.policy.padded:
+    ranks.on_all_ranks(lambda: _check_tokens(policy.origin, origin))
+    if policy.model.padded:
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
-    if run.world.is_first:
+    if run.setting.world.is_first:
         print("critic: its plan:", flush=True)
-    model, plan = build_policy(config, origin, run.world, ranks)
-    if model.padded and not run.policy.padded:
+    critic = build_policy(replace(run.setting, config=config, log=Logbook()), origin)
+    if critic.model.padded and not policy.model.padded:
         raise ConfigError(
             f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "
             "policy's are packed. Set data.packing: none."
         )
-    parameters = sharded_parameters(model)
-    optimizer = optimizer_of(section.optim, base, parameters, ranks, model)
-    return Run(
-        config=config,
-        world=run.world,
-        ranks=ranks,
-        origin=origin,
-        plan=plan,
-        policy=model,
-        objective=ValueLoss(section.value_clip),
-        evaluation_sets=(),
-        directory=run.directory,
-        optimizer=optimizer,
-        unfreezing=Unfreezing((), optimizer, parameters),
-        averages=None,
-        stream=run.stream,
-        total_steps=run.total_steps,
-        cost=run.cost,
-        peak_flops=run.peak_flops,
-        source_names=(),
-        observers=(),
-        identity={},
-        residency=run.residency,
-    )
+    trained = trained_of(critic, policy.total_steps)
+    trained.residency = policy.residency
+    return trained
 
 
 def _refuse_unread(run: PolicyRun, section: CriticConfig, live: Live) -> None:
@@ -86,10 +66,10 @@ def _refuse_unread(run: PolicyRun, section: CriticConfig, live: Live) -> None:
             "the policy was given in Python (model=), and there are no files of it to start from. Name a directory in "
             "critic.path, such as the one the policy was loaded from."
         )
-    if isinstance(run.images, ImageSide):
+    if isinstance(run.evaluation.images, ImageSide):
         raise ConfigError(
-            f"{run.origin.family.name} sees images, and a critic reads text alone. Use an advantage that compares "
-            "completions with each other, such as advantage: grpo."
+            f"{run.trained.origin.family.name} sees images, and a critic reads text alone. Use an advantage that "
+            "compares completions with each other, such as advantage: grpo."
         )
 
 

@@ -14,7 +14,7 @@ from holdfast.training.policy.run import PolicyRun
 
 def controlled_objective(run: PolicyRun) -> Objective:
     """Return the objective with the coefficients of the present step."""
-    objective, controllers, config = run.objective, run.state.controllers, run.config
+    objective, controllers, config = run.evaluation.objective, run.trained.state.controllers, run.config
     if not isinstance(objective, PolicyGradient) or not controllers:
         return objective
     # What has no target (any more) is the configuration's, whatever a checkpoint remembers.
@@ -29,7 +29,7 @@ def controlled_objective(run: PolicyRun) -> Objective:
 
 def measured(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:
     """Move the coefficients by what the step measured, and return those that will act in the next one."""
-    config, state = run.config, run.state
+    config, state = run.config, run.trained.state
     if config.kl.target is None and config.entropy.target is None:
         return {}
     before = state.controllers or {"kl": config.kl.coefficient, "entropy": config.entropy.coefficient}

@@ -54,17 +54,17 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     """Write the step that was just made, if `rollout.record` asks for it; all ranks call this together."""
     if not run.config.rollout.record:
         return
-    everyone = run.ranks.gather([_group_line(group) for group in rollout.groups])
-    if not run.world.is_first:
+    everyone = run.setting.ranks.gather([_group_line(group) for group in rollout.groups])
+    if not run.setting.world.is_first:
         return
     lines = {line["prompt_id"]: line for part in everyone for line in part}
     head = {
-        "step": run.state.step,
-        "base": str(run.base),
+        "step": run.trained.state.step,
+        "base": str(run.setting.base),
         "metrics": {name: metrics[name] for name in REPLAYED_METRICS},
-        "compute_dtype": run.plan.compute_dtype,
+        "compute_dtype": run.trained.plan.compute_dtype,
     }
-    path = record_path(run.directory, run.state.step)
+    path = record_path(run.setting.directory, run.trained.state.step)
     path.parent.mkdir(exist_ok=True)
     beside = path.with_suffix(".tmp")
     with gzip.open(beside, "wt", encoding="utf-8", compresslevel=3) as file:

@@ -31,17 +31,17 @@ class Shown(NamedTuple):
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     """Every `rollout.show_every` steps, leave some completions to be shown, and all that were sampled to be written."""
-    config, step = run.config.rollout, run.state.step
+    config, step = run.config.rollout, run.trained.state.step
     if step % config.show_every and step != 1:
         return
     own_samples = [_shown(step, group, trained=True) for group in rollout.groups]
     own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
-    everyone = [item for of_rank in run.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
+    everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
     shown = sorted(everyone, key=lambda item: item.sample_id)
-    if run.world.is_first and shown:
-        run.samples += [item._asdict() for item in shown]
+    if run.setting.world.is_first and shown:
+        run.setting.log.samples += [item._asdict() for item in shown]
         if config.show:
-            run.messages.append(table(choose_samples(shown, config.show), step))
+            run.setting.log.messages.append(table(choose_samples(shown, config.show), step))
 
 
 def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:

@@ -23,50 +23,50 @@ from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.answers import answers_of
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.parallel.collectives import reduce_sums
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import Reference
 from holdfast.training.scorers.scoring import scored
 from holdfast.types import Batch, Example, MiniBatch, Scores
 
 
 @torch.no_grad()
-def divergence(run: Evaluation, others: Sequence[Batch]) -> float:
+def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
     """Return z0 of an update in nats per answer, the same on every rank; all ranks call this together.
 
     Where the update has one row and the batch brings no other answer, z0 is 0.
 
     Args:
-        run: The policy.
+        sharded: The policy.
         others: The update's prompts with answers of other rows and what the reference says of them; as many batches on
             every rank.
     """
     if not others:
         return 0.0
-    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=run.world.device)}
-    with without_dropout(run.policy):
+    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=sharded.setting.world.device)}
+    with without_dropout(sharded.model):
         for other in others:
-            batch = to_device(other, run.world.device)
-            scores = run.policy(batch, temperature=run.temperature)
+            batch = to_device(other, sharded.setting.world.device)
+            scores = sharded.model(batch, temperature=sharded.temperature)
             assert isinstance(scores, Scores)
             answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
             sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
-    total, count = reduce_sums(sums, run.world.device)["kl"].tolist()
+    total, count = reduce_sums(sums, sharded.setting.world.device)["kl"].tolist()
     return max(0.0, float(total / count))
 
 
 def answered_by_next_rows(
-    run: Evaluation, reference: Reference, mini_batch: MiniBatch, layout: Layout
+    sharded: ShardedModel, reference: Reference, mini_batch: MiniBatch, layout: Layout
 ) -> Sequence[Batch]:
     """Return prompts with the next row's answer and what the reference says of them; none where there is one row.
 
     All ranks call this together.
     """
     examples = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
-    candidates = with_next_answers(examples, run.ranks, run.config.data.max_length)
+    candidates = with_next_answers(examples, sharded.setting.ranks, sharded.setting.config.data.max_length)
     if len(candidates.sequences) < 2:
         return []
-    batches = assemble(candidates, run.ranks, run.config.data, replace(layout, columns={}))
-    return scored(run, reference, batches, "reference_logprobs").micro_batches
+    batches = assemble(candidates, sharded.setting.ranks, sharded.setting.config.data, replace(layout, columns={}))
+    return scored(sharded, reference, batches, "reference_logprobs").micro_batches
 
 
 def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length: int) -> Candidates[Example]:

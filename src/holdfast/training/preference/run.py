@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.training.evaluate import evaluate
 from holdfast.training.preference.kto import answered_by_next_rows, divergence
@@ -21,7 +21,8 @@ from holdfast.types import MiniBatch
 class PreferenceEvaluation(Evaluation):
     """A policy, and what its answers are compared with."""
 
-    config: DPOConfig
+    takes_pairs: bool
+    """Whether two answers to a prompt are compared, and not single ones judged."""
     layout: Layout
     """How its batches are packed."""
     reference: Reference | None
@@ -30,24 +31,30 @@ class PreferenceEvaluation(Evaluation):
 
 
 @dataclass(kw_only=True)
-class PreferenceRun(PreferenceEvaluation, Run):
+class PreferenceRun:
     """Everything a step touches."""
 
+    common: Run
+    """What every run has."""
+    evaluation: PreferenceEvaluation
+    """Of the policy that is trained."""
 
-def compared_with_reference(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+
+def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
-    if run.layout.brings_other_answers:
-        with run.phase("divergence"):
-            return _with_divergence(mini_batch, divergence(run, mini_batch.other_answers))
-    if run.reference is None:
+    sharded, layout, reference = evaluation.sharded, evaluation.layout, evaluation.reference
+    if layout.brings_other_answers:
+        with sharded.setting.phase("divergence"):
+            return _with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
+    if reference is None:
         return mini_batch
-    with run.phase("reference"):
-        result = scored(run, run.reference, mini_batch, "reference_logprobs")
-    if run.config.preference.takes_pairs:
+    with sharded.setting.phase("reference"):
+        result = scored(sharded, reference, mini_batch, "reference_logprobs")
+    if evaluation.takes_pairs:
         return result
-    with run.phase("divergence"):
-        others = answered_by_next_rows(run, run.reference, mini_batch, run.layout)
-        return _with_divergence(result, divergence(run, others))
+    with sharded.setting.phase("divergence"):
+        others = answered_by_next_rows(sharded, reference, mini_batch, layout)
+        return _with_divergence(result, divergence(sharded, others))
 
 
 def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
@@ -65,10 +72,10 @@ def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
 
 
 def evaluate_preferences(
-    run: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
+    evaluation: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
     """Return eval/<set>/<metric>, as `evaluate`; a loss is compared there with what it is compared with in training."""
-    return with_margins(evaluate(run, label, interrupted, lambda mini_batch: compared_with_reference(run, mini_batch)))
+    return with_margins(evaluate(evaluation, label, interrupted, partial(compared_with_reference, evaluation)))
 
 
 def with_margins(metrics: dict[str, float]) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Moment:
     @classmethod
     def now(cls, run: Run) -> Moment:
         """Describe the run as it stands between two steps."""
-        return cls(run.state.step, run.state.as_plain(), run.stream.state(), random_state())
+        return cls(run.trained.state.step, run.trained.state.as_plain(), run.stream.state(), random_state())
 
 
 Write = Callable[[Moment, RankGroup], Manifest | None]
@@ -59,7 +59,7 @@ class Emergency:
         self._write = write
         self._grace = grace_seconds
         self._ranks = RankGroup(grace_seconds / 60)
-        self._name = run.ranks.agree(uuid.uuid4().hex[:8])
+        self._name = run.setting.ranks.agree(uuid.uuid4().hex[:8])
         self._moment = Moment.now(run)
         self._taken = threading.Lock()
         self._stop = threading.Event()
@@ -68,7 +68,7 @@ class Emergency:
     def start(self) -> None:
         """Begin to watch."""
         # A thread cannot copy from a GPU whose stream waits in a collective: there, all ranks must raise.
-        if self._run.world.size > 1 and self._run.world.device.type == "cpu":
+        if self._run.setting.world.size > 1 and self._run.setting.world.device.type == "cpu":
             self._thread.start()
 
     def stop(self) -> None:
@@ -89,7 +89,7 @@ class Emergency:
         Returns:
             The manifest; None if ranks stand at different steps, one is gone, or the step is on disk already.
         """
-        self._run.world.failure.ask_for_save(self._name)
+        self._run.setting.world.failure.ask_for_save(self._name)
         if self._taken.acquire(blocking=False):
             self._save()
         elif self._thread.ident is not None:  # another rank was faster, and the watching thread is at it
@@ -98,7 +98,7 @@ class Emergency:
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
-            if self._run.world.failure.save_is_asked_for(self._name):
+            if self._run.setting.world.failure.save_is_asked_for(self._name):
                 if self._taken.acquire(blocking=False):  # else the main thread raised too, and is at it
                     self._save()
                 return
@@ -126,4 +126,4 @@ class Emergency:
         run = self._run
         if not run.is_whole:
             return None  # an update that was broken off leaves some tensors new and some old
-        return self._moment if run.state.step == self._moment.step else Moment.now(run)
+        return self._moment if run.trained.state.step == self._moment.step else Moment.now(run)

@@ -58,9 +58,9 @@ def collect_together(run: Run, session: Session) -> Saved | None:
         saved = session.collect()
     except CheckpointError as caught:
         error = caught
-    run.world.failure.in_background("")
+    run.setting.world.failure.in_background("")
     failure = None if error is None else (session.broken, str(error))
-    failures = [words for words in run.ranks.gather(failure) if words is not None]
+    failures = [words for words in run.setting.ranks.gather(failure) if words is not None]
     if not failures:
         return saved
     # Ranks that waited know more than those whose connections the waiting ones then closed.
@@ -72,7 +72,7 @@ def collect_together(run: Run, session: Session) -> Saved | None:
 
 def meet_again(run: Run, session: Session) -> RankGroup:
     """Return the process group of the saves to come: a new one if a save lost a rank, as its connections are closed."""
-    if any(run.ranks.gather(session.broken)):
-        session.ranks = RankGroup(run.config.checkpoint.timeout_minutes)
+    if any(run.setting.ranks.gather(session.broken)):
+        session.ranks = RankGroup(run.setting.config.checkpoint.timeout_minutes)
         session.broken = ""
     return session.ranks

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.sections.reference import ServerReferenceConfig, sync_of
@@ -29,7 +28,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.begin import Live
 from holdfast.training.build.model import build_policy, probe_logprobs
 from holdfast.training.copies import free_bytes
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference_server import connect_reference
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.types import Batch, LossSum, Scores
@@ -61,13 +60,12 @@ class AdapterOff:
 
 
 def build_reference(
-    policy: Evaluation, base: Path, live: Live, section: ReferenceConfig | ServerReferenceConfig, *, why: str
+    policy: ShardedModel, live: Live, section: ReferenceConfig | ServerReferenceConfig, *, why: str
 ) -> Reference:
     """Return the reference policy.
 
     Args:
         policy: Freshly built: both hold the same numbers.
-        base: The YAML's directory.
         live: Objects in the place of what the configuration names.
         section: Where it lives; of auto, see `training/scorers/reference.py`.
         why: What needs it, for the user.
@@ -78,7 +76,7 @@ def build_reference(
     """
     if isinstance(section, ServerReferenceConfig):
         return connect_reference(policy, section, why=why)
-    config, world, ranks = policy.config, policy.world, policy.ranks
+    config, world, ranks = policy.setting.config, policy.setting.world, policy.setting.ranks
     kind, words = chosen_place(policy, section)
     if world.is_first and words:
         print(words, flush=True)
@@ -86,22 +84,24 @@ def build_reference(
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
         _check_off(policy, ranks)
-        return AdapterOff(policy.policy)
+        return AdapterOff(policy.model)
     offload = config.parallel.cpu_offload or kind == "offloaded"
-    twin = config.model_copy(update={"parallel": config.parallel.model_copy(update={"cpu_offload": offload})})
+    twin = policy.setting.with_sections(parallel=config.parallel.model_copy(update={"cpu_offload": offload}))
     origin = ranks.first_rank_first(
-        lambda: blueprint(config.model, base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer),
+        lambda: blueprint(
+            config.model, twin.base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer
+        ),
     )
     if world.is_first:
         where = "in host memory" if offload else "sharded like the policy"
         print(f"reference policy: {where}, for {why}; its plan:", flush=True)
-    reference, plan = build_policy(twin, origin, world, ranks, trained=False)
-    reference.padded = policy.policy.padded
-    reference.eval()
+    reference = build_policy(twin, origin, trained=False)
+    reference.model.padded = policy.model.padded
+    reference.model.eval()
     with ranks.together():
-        check_place(reference, plan, world.device, "reference policy")
-    _check_numbers(reference, policy, ranks)
-    return reference
+        check_place(reference, "reference policy")
+    _check_numbers(reference.model, policy, ranks)
+    return reference.model
 
 
 def following_of(reference: Reference | None, section: ReferenceConfig | ServerReferenceConfig) -> Following | None:
@@ -114,15 +114,15 @@ def following_of(reference: Reference | None, section: ReferenceConfig | ServerR
 
 
 @torch.no_grad()
-def _check_off(policy: Evaluation, ranks: RankGroup) -> None:
+def _check_off(policy: ShardedModel, ranks: RankGroup) -> None:
     """See that adapters can be switched off, and begin as nothing: both ways every bit is the same.
 
     But for DoRA's: lengths of rows come from the CPU at start, and are rounded otherwise where the model computes.
     """
-    adapted = _probe(policy.policy, policy)
-    with adapters_off(policy.policy):
-        plain = _probe(policy.policy, policy)
-    rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.policy).values())
+    adapted = _probe(policy.model, policy)
+    with adapters_off(policy.model):
+        plain = _probe(policy.model, policy)
+    rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.model).values())
     allowed = _ROUNDING[policy.plan.compute_dtype] if rescaled else 0.0
     if any(ranks.gather(not bool(((adapted - plain).abs() <= allowed).all()))):
         raise ModelError(
@@ -131,20 +131,19 @@ def _check_off(policy: Evaluation, ranks: RankGroup) -> None:
         )
 
 
-def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: str) -> None:
+def check_place(sharded: ShardedModel, title: str) -> None:
     """See that a frozen model is frozen, and lies where its plan puts it.
 
     Args:
-        model: Built.
-        plan: Its own.
-        device: Of the rank.
+        sharded: Built.
         title: What messages call it.
 
     Raises:
         ModelError: A parameter is trained, or lies on another device or split otherwise than planned.
     """
-    expected = "cpu" if plan.cpu_offload else device.type
-    for name, parameter in sharded_parameters(model).items():
+    plan = sharded.plan
+    expected = "cpu" if plan.cpu_offload else sharded.setting.world.device.type
+    for name, parameter in sharded_parameters(sharded.model).items():
         if parameter.requires_grad:
             raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
@@ -154,9 +153,9 @@ def check_place(model: nn.Module, plan: ShardPlan, device: torch.device, title: 
 
 
 @torch.no_grad()
-def _check_numbers(reference: PolicyModel, policy: Evaluation, ranks: RankGroup) -> None:
+def _check_numbers(reference: PolicyModel, policy: ShardedModel, ranks: RankGroup) -> None:
     """Compare both on one sequence: they hold the same weights, so every bit is the same."""
-    logprobs = [_probe(model, policy) for model in (policy.policy, reference)]
+    logprobs = [_probe(model, policy) for model in (policy.model, reference)]
     differ = not torch.equal(logprobs[0], logprobs[1])
     if any(ranks.gather(differ)):
         gap = float((logprobs[0] - logprobs[1]).abs().max())
@@ -166,28 +165,32 @@ def _check_numbers(reference: PolicyModel, policy: Evaluation, ranks: RankGroup)
         )
 
 
-def _probe(model: PolicyModel, policy: Evaluation) -> Tensor:
+def _probe(model: PolicyModel, policy: ShardedModel) -> Tensor:
     vocabulary = int(policy.origin.skeleton.config.get_text_config().vocab_size)
     tokens = torch.arange(_PROBE_TOKENS).mul(7919).remainder(vocabulary).numpy()
-    return probe_logprobs(model, tokens, policy.world.device)
+    return probe_logprobs(model, tokens, policy.setting.world.device)
 
 
 ReferencePlace = Literal["none", "adapter_off", "sharded", "offloaded"]
 
 
-def chosen_place(policy: Evaluation, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
+def chosen_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
     """Return where the reference lives, and for auto what a user should read of the choice; on all ranks the same."""
     if section.kind != "auto":
         return section.kind, ""
     adapters_stay = why_not_adapter_off(policy, section)
-    free = min(policy.ranks.gather(free_bytes(policy.world))) if policy.world.device.type == "cuda" else None
+    free = (
+        min(policy.setting.ranks.gather(free_bytes(policy.setting.world)))
+        if policy.setting.world.device.type == "cuda"
+        else None
+    )
     place, why = choose_place(policy.plan, adapters_stay, free)
     return place, f"reference: auto is {place}, since {why}. {alternatives(policy.plan, adapters_stay)}"
 
 
-def why_not_adapter_off(policy: Evaluation, section: ReferenceConfig) -> str:
+def why_not_adapter_off(policy: ShardedModel, section: ReferenceConfig) -> str:
     """Return why the policy without its adapters is not the reference; "" where it is."""
-    lora = policy.config.model.lora
+    lora = policy.setting.config.model.lora
     if lora is None:
         return "model.lora is not set"
     if lora.train:

@@ -6,7 +6,7 @@ import numpy as np
 
 from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.errors import ModelError
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.server import Role, ScoringServer, meet
 
 _ROLE = Role("reference", "reference policy", "policy")
@@ -14,7 +14,7 @@ NO_IMAGES = "reference.kind: server sends tokens, and no images; use sharded"
 """Why no row may have images."""
 
 
-def connect_reference(policy: Evaluation, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
+def connect_reference(policy: ShardedModel, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
     """Return the reference policy behind an endpoint, compared with the policy; all ranks call this together.
 
     Args:
@@ -26,9 +26,9 @@ def connect_reference(policy: Evaluation, section: ServerReferenceConfig, *, why
         ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
         ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
     """
-    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.config.samples, drift=section.bound)
+    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.setting.config.samples, drift=section.bound)
     probe, model = scoring_server.probe, scoring_server.server.model
-    difference = max(policy.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
+    difference = max(policy.setting.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:
         raise ModelError(
             f"reference: {model} at {section.url} is not the model at start: of one text their log-probabilities "
@@ -36,7 +36,7 @@ def connect_reference(policy: Evaluation, section: ServerReferenceConfig, *, why
             "model.path; or set reference.bound: null if another reference is what you want, or a larger bound if its "
             "precision is lower."
         )
-    if policy.world.is_first:
+    if policy.setting.world.is_first:
         note = "" if compared else "; its tokenizer could not be compared, since it named no tokens"
         print(
             f"reference policy: {model} at {section.url}, for {why}; of one text its log-probabilities differ "

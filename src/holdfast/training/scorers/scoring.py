@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from holdfast.data.batches.packing import to_device
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import Reference
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.types import Batch, MiniBatch, Scores
 
 
 @torch.no_grad()
-def scored(run: Evaluation, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False) -> MiniBatch:
+def scored(
+    sharded: ShardedModel, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False
+) -> MiniBatch:
     """Add a model's log-probabilities, and perhaps `entropy`, to every trained token; all ranks call this together.
 
     Args:
-        run: Where the batch goes, and at which temperature it is scored.
+        sharded: Where the batch goes, and at which temperature it is scored.
         model: Scores a batch.
         mini_batch: What is scored.
         name: Of the column.
@@ -29,8 +31,8 @@ def scored(run: Evaluation, model: Reference, mini_batch: MiniBatch, name: str, 
         return model.scored(mini_batch, name)
     batches = []
     for micro_batch in mini_batch.micro_batches:
-        batch = to_device(micro_batch, run.world.device)
-        scores = model(batch, temperature=run.temperature, entropy=entropy)
+        batch = to_device(micro_batch, sharded.setting.world.device)
+        scores = model(batch, temperature=sharded.temperature, entropy=entropy)
         assert isinstance(scores, Scores)
         added = {name: on_tokens(batch, scores.logprobs)}
         if scores.entropy is not None:
