@@ -181,7 +181,7 @@ class Exporter:
         from holdfast.parallel.failure.channel import FailureChannel
         from holdfast.parallel.mesh import World
         from holdfast.training.build.model import build_policy
-        from holdfast.training.setting import Setting
+        from holdfast.training.run import Setting
 
         rank, size = dist.get_rank(), dist.get_world_size()
         model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}

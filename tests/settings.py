@@ -9,7 +9,7 @@ from holdfast.config.sections.optim import OptimConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.setting import Setting
+from holdfast.training.run import Setting
 
 
 def setting_of(optim: OptimConfig, world: World) -> Setting:

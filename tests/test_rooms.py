@@ -59,11 +59,8 @@ ROOMS = {
     """,
     "training": """
         directory observe randomness
-        setting
-        reward_files
-        fingerprints
         run
-        control copies journal
+        control fingerprints journal
         engines saving step
         evaluate
         build fit

@@ -17,7 +17,7 @@ from holdfast.data.tasks.characters import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.rows import open_data, row_tokeniser, training_stream
-from holdfast.training.setting import Setting
+from holdfast.training.run import Setting
 
 Served = list[list[tuple[int, tuple[int, ...]]]]
 """Per update: (sample id, tokens) of every sequence, over all ranks."""

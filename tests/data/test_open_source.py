@@ -14,7 +14,7 @@ import pytest
 from holdfast.config.sections.data import SourceConfig
 from holdfast.data.rows.rows import Source, columns_of, from_rows, open_source
 from holdfast.errors import DataError
-from holdfast.training.setting import RunFile
+from holdfast.training.run import RunFile
 
 ROWS = [{"question": f"q{number}", "answer": f"a{number}"} for number in range(7)]
 

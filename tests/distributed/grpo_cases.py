@@ -23,7 +23,7 @@ from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.training.build.begin import Live
-from holdfast.training.copies import copy_bytes, layout_bytes, shared_by_ranks
+from holdfast.training.engines import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.experience import with_advantages
 from holdfast.training.policy.metrics import rollout_metrics

@@ -25,7 +25,7 @@ from holdfast.recipes.dpo import dpo_step
 from holdfast.training.build.begin import Live
 from holdfast.training.preference.build import build_preference_run
 from holdfast.training.preference.run import evaluate_preferences
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.scorers.reference import scored
 from holdfast.types import Example
 from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle

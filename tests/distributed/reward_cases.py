@@ -20,8 +20,7 @@ from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.reward_model import SharedRewardModel, open_reward_model
 from holdfast.training.policy.rewards import open_rewards
-from holdfast.training.run import StepAbandoned
-from holdfast.training.setting import Setting
+from holdfast.training.run import Setting, StepAbandoned
 
 
 def score(world: World, tree: dict[str, Any], calls: Sequence[Sequence[Sequence[Sample]]]) -> list[list[Scored]]:

@@ -28,7 +28,7 @@ from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.rewards import RewardScorer
-from holdfast.training.setting import Setting
+from holdfast.training.run import Setting
 from tests.distributed.grpo_cases import settings
 from tests.models.architectures import DYNAMIC, fresh
 from tests.tiny import COMMON, tiny_directory

@@ -16,7 +16,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.objectives.base import Objective, Tokens
 from holdfast.objectives.preference import KTO, PairedPreference
 from holdfast.training.build.losses import preference_objective
-from holdfast.training.setting import RunFile
+from holdfast.training.run import RunFile
 from holdfast.types import Scores
 from tests.objectives.cases import means
 from tests.oracle import preference as oracle

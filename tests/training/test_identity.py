@@ -11,9 +11,8 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, user_files
-from holdfast.training.reward_files import reward_model_hashes
-from holdfast.training.setting import RunFile
+from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, reward_model_hashes, user_files
+from holdfast.training.run import RunFile
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

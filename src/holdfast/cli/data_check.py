@@ -112,7 +112,7 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
     from holdfast.data.survey import Survey
     from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import filter_of, open_data, row_filter
-    from holdfast.training.setting import RunFile
+    from holdfast.training.run import RunFile
 
     data = open_data(RunFile(config=config, base=base))
     tokenizer = load_tokenizer(config.model, base)
@@ -182,7 +182,7 @@ def _tokenise(
     from holdfast.data.batches.prompts import prompt_tokeniser
     from holdfast.data.tokens.chat import RowTokeniser
     from holdfast.training.build.rows import preference_tokeniser, row_tokeniser
-    from holdfast.training.setting import RunFile
+    from holdfast.training.run import RunFile
 
     if config.data.overlong == "refuse":
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
@@ -212,7 +212,7 @@ class _Answers:
             ConfigError: A reward cannot work here.
         """
         from holdfast.training.policy.rewards import RewardScorer
-        from holdfast.training.setting import RunFile
+        from holdfast.training.run import RunFile
 
         if not isinstance(config, GRPOConfig):
             return cls({}, None)

@@ -72,7 +72,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from holdfast.data.rows.rows import open_source
     from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import preference_tokeniser, row_tokeniser, task_rows
-    from holdfast.training.setting import RunFile
+    from holdfast.training.run import RunFile
 
     loaded = load_run(path, overrides)
     config = loaded.config

@@ -24,8 +24,8 @@ from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
+from holdfast.training.run import Setting
 from holdfast.training.saving.parents import notes_of_exports
-from holdfast.training.setting import Setting
 
 
 def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, float]:

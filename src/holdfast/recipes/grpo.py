@@ -8,27 +8,30 @@ which loss and which average are the configuration's business (`advantage`, `obj
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.objectives.base import Objective
+from holdfast.objectives.entropy import acting_entropy_coefficient, next_entropy_coefficient
+from holdfast.objectives.kl import next_kl_coefficient
+from holdfast.objectives.policy import PolicyGradient
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.coefficients import controlled_objective, measured
 from holdfast.training.policy.critic import is_warming_up, stand_still, train_critic, with_values
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.metrics import entropy_estimate, of_several_updates, rollout_metrics
 from holdfast.training.policy.offload import awake_afterwards
-from holdfast.training.policy.recorder import record
+from holdfast.training.policy.recorder import record, tell_samples
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.policy.samples import tell_samples
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
 
@@ -80,3 +83,35 @@ def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) 
         lines.append(made.metrics)
         sums.append(made.sums)
     return of_several_updates(lines, sums)
+
+
+def controlled_objective(run: PolicyRun) -> Objective:
+    """Return the objective with the coefficients of the present step."""
+    objective, controllers, config = run.evaluation.objective, run.trained.state.controllers, run.config
+    if not isinstance(objective, PolicyGradient) or not controllers:
+        return objective
+    # What has no target (any more) is the configuration's, whatever a checkpoint remembers.
+    kl = config.kl.coefficient if config.kl.target is None else controllers["kl"]
+    entropy = config.entropy.coefficient
+    if config.entropy.target is not None:
+        entropy = acting_entropy_coefficient(
+            config.entropy, controllers["entropy"], controllers.get("measured_entropy")
+        )
+    return objective.with_coefficients(kl, entropy)
+
+
+def measured(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Move the coefficients by what the step measured, and return those that will act in the next one."""
+    config, state = run.config, run.trained.state
+    if config.kl.target is None and config.entropy.target is None:
+        return {}
+    before = state.controllers or {"kl": config.kl.coefficient, "entropy": config.entropy.coefficient}
+    completions = config.data.batch_size * config.rollout.group_size
+    entropy = metrics.get("entropy", math.nan)
+    state.controllers = {
+        "kl": next_kl_coefficient(config.kl, before["kl"], metrics.get("kl", math.nan), completions),
+        "entropy": next_entropy_coefficient(config.entropy, before["entropy"], entropy),
+    }
+    if not math.isnan(entropy):
+        state.controllers["measured_entropy"] = entropy
+    return {"kl/coefficient": state.controllers["kl"], "entropy/coefficient": state.controllers["entropy"]}

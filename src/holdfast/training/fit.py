@@ -16,7 +16,7 @@ from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
 from holdfast.training.journal import Journal
-from holdfast.training.run import Run, StepAbandoned
+from holdfast.training.run import Run, Setting, StepAbandoned
 from holdfast.training.saving.checkpoints import Checkpoints
 from holdfast.training.saving.exports import (
     BEST,
@@ -26,7 +26,6 @@ from holdfast.training.saving.exports import (
     note_exported,
     set_final_aside,
 )
-from holdfast.training.setting import Setting
 from holdfast.types import StepEvent
 
 Step = Callable[[], dict[str, float] | None]

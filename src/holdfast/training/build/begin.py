@@ -41,9 +41,8 @@ from holdfast.training.engines import pad_token
 from holdfast.training.fingerprints import identity, image_marks, is_marked, mark_base_of_adapters, mark_once
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Evaluation, EvaluationSet, Run, ShardedModel, Trained, cost_of
+from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained, cost_of
 from holdfast.training.saving.parents import notes_of_exports
-from holdfast.training.setting import Setting
 
 
 @dataclass(frozen=True)

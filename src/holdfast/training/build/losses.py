@@ -27,7 +27,7 @@ from holdfast.objectives.policy import build_policy_objective
 from holdfast.objectives.preference import KTO, PairedPreference, PairedScores, WeightedLoss
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
 from holdfast.training.observe import load_function
-from holdfast.training.setting import RunFile
+from holdfast.training.run import RunFile
 
 
 def supervised_objective(section: SupervisedObjective, setting: RunFile) -> Objective:

@@ -19,7 +19,7 @@ from holdfast.optim.muon import Stack
 from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.observe import load_function
-from holdfast.training.setting import RunFile, Setting
+from holdfast.training.run import RunFile, Setting
 
 
 def optimizer_of(

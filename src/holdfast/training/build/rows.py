@@ -26,8 +26,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import EvaluationSet
-from holdfast.training.setting import RunFile, Setting
+from holdfast.training.run import EvaluationSet, RunFile, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1

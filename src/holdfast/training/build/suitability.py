@@ -34,7 +34,7 @@ from holdfast.models.source.skeleton import maker, on_meta
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy, check_positions, image_side_of
-from holdfast.training.setting import Setting
+from holdfast.training.run import Setting
 
 _SMALL = 30_000_000
 """Parameters of a model that is looked at as it is, if its weights are here."""

@@ -39,12 +39,10 @@ from holdfast.training.distillation.run import (
 )
 from holdfast.training.engines import open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
-from holdfast.training.fingerprints import Identity
 from holdfast.training.policy.run import Sampler
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Identity, Setting, ShardedModel
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.training.scorers.teacher import Teacher, build_teacher
-from holdfast.training.setting import Setting
 from holdfast.types import Example
 
 _BLIND = "A distillation reads text alone"

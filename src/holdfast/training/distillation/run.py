@@ -20,13 +20,11 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.evaluate import evaluate, split_at_answer
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics
-from holdfast.training.policy.rollouts import sample_groups
+from holdfast.training.policy.rollouts import example_of_trajectory, sample_groups
 from holdfast.training.policy.run import Sampler
-from holdfast.training.policy.trajectories import example_of_trajectory
-from holdfast.training.preference.kto import known_of
+from holdfast.training.preference.run import known_of
 from holdfast.training.run import Evaluation, Run, ShardedModel
-from holdfast.training.scorers.reference import Reference
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.scorers.reference import Reference, scored
 from holdfast.training.scorers.teacher import Teacher
 from holdfast.types import Example, Group, MiniBatch, Prompt
 

@@ -27,15 +27,13 @@ from holdfast.training.build.rows import (
 )
 from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.fingerprints import mark_reward_models
-from holdfast.training.policy.build_critic import add_critic
+from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.offload import check_residency
 from holdfast.training.policy.recorder import what_is_deleted
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score
 from holdfast.training.policy.walk import walk_a_step
-from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.reference import Reference, build_reference, following_of
-from holdfast.training.scorers.reference_server import NO_IMAGES
-from holdfast.training.setting import Setting
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.types import Prompt
 
 

@@ -26,11 +26,10 @@ from holdfast.objectives.policy import PolicyGradient
 from holdfast.training.build.begin import layout_of
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
-from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.policy.trajectories import example_of_trajectory
 from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.scorers.reference import scored
 from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 
 

@@ -39,9 +39,9 @@ from holdfast.models.layers.positions import positions_of
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy
-from holdfast.training.copies import free_bytes, free_host_bytes
+from holdfast.training.engines import free_bytes, free_host_bytes
+from holdfast.training.run import Setting
 from holdfast.training.scorers.reference import check_place
-from holdfast.training.setting import Setting
 from holdfast.types import Batch, Example, Scores
 
 

@@ -21,7 +21,7 @@ from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
-from holdfast.training.setting import RunFile, Setting
+from holdfast.training.run import RunFile, Setting
 
 _MOST_WORKERS = 4
 _SHARE_OF_WAIT = 0.75

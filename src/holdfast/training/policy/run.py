@@ -11,9 +11,8 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import give_weights
-from holdfast.training.run import Evaluation, Run, ShardedModel, Trained
+from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
 from holdfast.training.scorers.reference import Reference
-from holdfast.training.setting import Setting
 from holdfast.types import Prompt
 
 CRITIC = "critic"

@@ -30,11 +30,9 @@ from holdfast.training.build.rows import (
     training_stream,
 )
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
-from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.reference import Reference, build_reference, following_of
-from holdfast.training.scorers.reference_server import NO_IMAGES
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, refuse_without_other_answers, with_table
-from holdfast.training.setting import Setting
 from holdfast.types import Example
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from holdfast.checkpoint.export.about import check_weights, read_about
 from holdfast.models.source.origin import locate
 from holdfast.training import directory
-from holdfast.training.run import Run
-from holdfast.training.setting import RunFile
+from holdfast.training.run import Run, RunFile
 
 
 def notes_of_exports(setting: RunFile, model: Path | None, *, whole: bool = False) -> list[str]:

@@ -1,6 +1,7 @@
 """The reference policy: the model as it was at the start of the run, frozen, built like the policy itself.
 
-It stays so, unless `reference.sync` lets it follow the policy (optim/reference_ema.py).
+It stays so, unless `reference.sync` lets it follow the policy (optim/reference_ema.py). It may stand behind an
+endpoint, and is then to say what the policy says. `scored` makes a column of what it, or another model, says of a mini-batch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.sections.reference import ServerReferenceConfig, sync_of
 from holdfast.config.sections.rollout import ReferenceConfig
+from holdfast.data.batches.packing import to_device
 from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters.live import adapters_of, adapters_off
@@ -27,11 +30,10 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.begin import Live
 from holdfast.training.build.model import build_policy, probe_logprobs
-from holdfast.training.copies import free_bytes
+from holdfast.training.engines import free_bytes
 from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.reference_server import connect_reference
-from holdfast.training.scorers.server import ScoringServer
-from holdfast.types import Batch, LossSum, Scores
+from holdfast.training.scorers.server import Role, ScoringServer, meet
+from holdfast.types import Batch, LossSum, MiniBatch, Scores
 
 _PROBE_TOKENS = 24
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
@@ -229,3 +231,74 @@ def alternatives(plan: ShardPlan, why_not_off: str) -> str:
         f"Each rank would hold 0 bytes with adapter_off{off}, {shards} on the device with sharded, {shards} in host "
         f"memory with offloaded, which brings up to {gathered} at a time to the device"
     )
+
+
+_ROLE = Role("reference", "reference policy", "policy")
+NO_IMAGES = "reference.kind: server sends tokens, and no images; use sharded"
+"""Why no row may have images."""
+
+
+def connect_reference(policy: ShardedModel, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
+    """Return the reference policy behind an endpoint, compared with the policy; all ranks call this together.
+
+    Args:
+        policy: Freshly built: as it is at the start of the run.
+        section: Where the endpoint is.
+        why: What needs it, for the user.
+
+    Raises:
+        ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
+        ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
+    """
+    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.setting.config.samples, drift=section.bound)
+    probe, model = scoring_server.probe, scoring_server.server.model
+    difference = max(policy.setting.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
+    if section.bound is not None and not difference <= section.bound:
+        raise ModelError(
+            f"reference: {model} at {section.url} is not the model at start: of one text their log-probabilities "
+            f"differ by {difference:.2g} nats, and reference.bound is {section.bound:g}. Serve the weights of "
+            "model.path; or set reference.bound: null if another reference is what you want, or a larger bound if its "
+            "precision is lower."
+        )
+    if policy.setting.world.is_first:
+        note = "" if compared else "; its tokenizer could not be compared, since it named no tokens"
+        print(
+            f"reference policy: {model} at {section.url}, for {why}; of one text its log-probabilities differ "
+            f"from the policy's by at most {difference:.1e} nats{note}",
+            flush=True,
+        )
+    return scoring_server
+
+
+@torch.no_grad()
+def scored(
+    sharded: ShardedModel, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False
+) -> MiniBatch:
+    """Add a model's log-probabilities, and perhaps `entropy`, to every trained token; all ranks call this together.
+
+    Args:
+        sharded: Where the batch goes, and at which temperature it is scored.
+        model: Scores a batch.
+        mini_batch: What is scored.
+        name: Of the column.
+        entropy: Also add entropies.
+    """
+    if isinstance(model, ScoringServer):
+        return model.scored(mini_batch, name)
+    batches = []
+    for micro_batch in mini_batch.micro_batches:
+        batch = to_device(micro_batch, sharded.setting.world.device)
+        scores = model(batch, temperature=sharded.temperature, entropy=entropy)
+        assert isinstance(scores, Scores)
+        added = {name: on_tokens(batch, scores.logprobs)}
+        if scores.entropy is not None:
+            added["entropy"] = on_tokens(batch, scores.entropy)
+        batches.append(replace(batch, per_token={**batch.per_token, **added}))
+    return replace(mini_batch, micro_batches=tuple(batches))
+
+
+def on_tokens(batch: Batch, values: Tensor) -> Tensor:
+    """Return [B, T] with [N] values at the scored tokens and 0 elsewhere."""
+    spread = values.new_zeros(batch.tokens.numel())
+    spread[batch.scored] = values.detach()
+    return spread.view_as(batch.tokens)

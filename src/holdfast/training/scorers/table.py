@@ -47,8 +47,7 @@ from holdfast.training.fingerprints import (
     weights_mark,
 )
 from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.reference import Reference, build_reference
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.scorers.reference import Reference, build_reference, scored
 from holdfast.types import Example
 
 LOGPROB_COLUMN = "reference_logprobs"

@@ -16,10 +16,9 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.source.origin import load_tokenizer
 from holdfast.training.build.model import build_policy, check_positions
 from holdfast.training.fingerprints import mark_once, weights_mark
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import check_place
 from holdfast.training.scorers.server import Role, ScoringServer, meet
-from holdfast.training.setting import Setting
 
 
 @dataclass(frozen=True)
