@@ -181,6 +181,7 @@ class Exporter:
         from holdfast.parallel.failure.channel import FailureChannel
         from holdfast.parallel.mesh import World
         from holdfast.training.build.model import build_policy
+        from holdfast.training.run import Setting
 
         rank, size = dist.get_rank(), dist.get_world_size()
         model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}
@@ -188,7 +189,8 @@ class Exporter:
         world = World(rank, size, rank, torch.device("cpu"), FailureChannel(dist.HashStore(), rank, size))
         self.place, self.ranks = place, RankGroup()
         self.origin = blueprint(config.model, place, seed=0)
-        self.policy, _ = build_policy(config, self.origin, world, self.ranks)
+        setting = Setting(config=config, base=Path.cwd(), world=world, ranks=self.ranks)
+        self.policy = build_policy(setting, self.origin).model
         sizes = [value.numel() * value.element_size() for value in self.policy.parameters()]
         self.bytes_, self.largest = sum(sizes), max(sizes)
 

@@ -163,15 +163,15 @@ def rank_of_rollouts(device: str) -> None:
         )
         run = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
         calls: list[int] = []
-        run.engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+        run.evaluation.sampler.engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
         for number in range(STEPS):
-            prompts = run.stream.next(number, 2).own_prompts[:1]
-            run.state.updates = number  # new weights, as far as the engine can know
+            prompts = run.common.stream.next(number, 2).own_prompts[:1]
+            run.trained.state.updates = number  # new weights, as far as the engine can know
             seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}
             take_turn()
             start = meter.seconds()
-            groups = sample_groups(run, prompts, config.rollout, seeds)
+            groups = sample_groups(run.trained, run.evaluation.sampler, prompts, config.rollout, seeds)
             times.append(meter.seconds() - start)
             tokens = sum(trajectory.completion_length for group in groups for trajectory in group.trajectories)
             assert tokens == shape.rows * shape.completion

@@ -79,7 +79,7 @@ def holdfast(config: Any, world: Any) -> tuple[Callable[[], object], Any]:
 
     rows = texts(world.size, config.data.tokens_per_micro_batch, config.steps)
     run = build_run(config, Path.cwd(), world, Live(rows=[{"text": text} for text in rows]))
-    return lambda: sft_step(run), run.policy
+    return lambda: sft_step(run), run.trained.model
 
 
 def bare(world: Any) -> tuple[Callable[[], object], Any]:

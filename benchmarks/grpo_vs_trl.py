@@ -196,9 +196,9 @@ def holdfast(shape: Shape, device: str) -> None:
             rows=[{"prompt": text} for text in shape.texts()], model=endless(device), tokenizer=character_tokenizer()
         )
         run = build_policy_run(settings, Path.cwd(), world, score, live)
-        decoder = run.engine._replica.model  # what `rollout_forwards` counts
-        watch = Watch(shape, Meter(device), run.policy.language_model.base_model, decoder.base_model)
-        run.policy.register_forward_pre_hook(note)
+        decoder = run.evaluation.sampler.engine._replica.model  # what `rollout_forwards` counts
+        watch = Watch(shape, Meter(device), run.trained.model.language_model.base_model, decoder.base_model)
+        run.trained.model.register_forward_pre_hook(note)
         watch.tick()
         for _ in range(STEPS):
             grpo_step(run)
@@ -206,7 +206,7 @@ def holdfast(shape: Shape, device: str) -> None:
     if run.peak_flops is None:
         watch.report()
     else:
-        watch.report(lambda positions, seconds: run.cost.flops(positions, length) / seconds / run.peak_flops)
+        watch.report(lambda positions, seconds: run.trained.cost.flops(positions, length) / seconds / run.peak_flops)
 
 
 def trl(shape: Shape, device: str, *, fast_head: bool) -> None:

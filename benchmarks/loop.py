@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import sft_vs_trl
@@ -25,6 +26,7 @@ def main() -> None:
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
     from holdfast.training.build.begin import Live, build_run
+    from holdfast.training.evaluate import evaluate
     from holdfast.training.fit import fit
     from holdfast.training.run import Run
 
@@ -56,7 +58,8 @@ def main() -> None:
     with joined_world(config.launch) as world:
         rows = [{"text": text} for text in setting.texts()]
         live = Live(rows=rows, model=sft_vs_trl.model(setting), tokenizer=character_tokenizer())
-        fit(build_run(config, Path.cwd(), world, live), step)
+        run = build_run(config, Path.cwd(), world, live)
+        fit(run, partial(step, run), partial(evaluate, run.evaluation))
     inside = statistics.median(end - start for start, end in list(zip(starts, ends, strict=True))[WARM_UP:])
     between = statistics.median(start - end for end, start in list(zip(ends, starts[1:], strict=False))[WARM_UP:])
     print(heading("transformers"))

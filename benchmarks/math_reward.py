@@ -30,7 +30,8 @@ def forms_of(golds: Sequence[str], solutions: Sequence[str]) -> dict[str, list[s
 
 def main() -> None:
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.functions.mathematics import MathReward, final_answer
+    from holdfast.rewards.functions.answers import final_answer
+    from holdfast.rewards.functions.mathematics import MathReward
 
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROWS
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

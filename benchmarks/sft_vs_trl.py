@@ -196,7 +196,7 @@ def holdfast(device: str) -> None:
     with joined_world(settings.launch) as world:
         live = Live(rows=rows, model=model(setting), tokenizer=character_tokenizer())
         run = build_run(settings, Path.cwd(), world, live)
-        watch = Watch(run.policy.language_model, Meter(device))
+        watch = Watch(run.trained.model.language_model, Meter(device))
         watch.tick()
         for _ in range(STEPS):
             sft_step(run)

@@ -57,10 +57,9 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe randomness reward_files
-        fingerprints
+        directory observe randomness
         run
-        control copies journal
+        control fingerprints journal
         engines saving step
         evaluate
         build fit

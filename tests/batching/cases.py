@@ -17,6 +17,7 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.rows import open_data, row_tokeniser, training_stream
+from holdfast.training.run import Setting
 
 Served = list[list[tuple[int, tuple[int, ...]]]]
 """Per update: (sample id, tokens) of every sequence, over all ranks."""
@@ -36,12 +37,13 @@ def ranks() -> RankGroup:
     return RankGroup()
 
 
-def open_stream(settings: dict[str, Any]) -> SampleStream:
+def open_stream(world: World, settings: dict[str, Any]) -> SampleStream:
     """Build the training stream as a run does, a model and its check aside."""
     config = from_mapping(settings, SFTConfig)
-    data = open_data(config, Path.cwd())
-    tokenise = row_tokeniser(character_tokenizer(), config.data, Path.cwd(), data.formats)
-    return training_stream(config, data, tokenise, ranks(), Layout(), Path.cwd())
+    setting = Setting(config=config, base=Path.cwd(), world=world, ranks=ranks())
+    data = open_data(setting)
+    tokenise = row_tokeniser(setting, character_tokenizer(), data.formats)
+    return training_stream(setting, data, tokenise, Layout())
 
 
 def serve(stream: SampleStream, first: int, last: int) -> list[dict[str, Any]]:
@@ -74,7 +76,7 @@ BY_SPLIT = {"data/fill", "data/micro_batches"}
 
 def straight(world: World, settings: dict[str, Any], steps: int) -> tuple[list[dict[str, Any]], int]:
     """Serve from the start; also return how many rows this rank made into tokens."""
-    stream = open_stream(settings)
+    stream = open_stream(world, settings)
     return serve(stream, 0, steps), stream.rows_tokenised
 
 
@@ -82,7 +84,7 @@ def resumed(world: World, settings: dict[str, Any], starts: list[tuple[dict[str,
     """Serve updates first..last-1 from each (state, first, last), with a stream of its own each time."""
     found = []
     for state, first, last in starts:
-        stream = open_stream(settings)
+        stream = open_stream(world, settings)
         stream.load_state(state)
         found.append(serve(stream, first, last))
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ from holdfast.config.sections.optim import (
 )
 from holdfast.optim.state import collect
 from holdfast.optim.wrapped import placed_like
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build.optimizers import optimizer_of
 from tests.distributed.toys import Toy, shard
 from tests.optim.own import Momentum
+from tests.settings import setting_of
 
 
 class Scaled(Tensor):
@@ -126,7 +125,7 @@ def built(world: World, kind: str, *, seed: int = 0, middle: int = 66) -> tuple[
         shard(world, toy)
         if kind == "own":
             return toy, ScaledMomentum(list(toy.parameters()), 0.01)
-        return toy, optimizer_of(CONFIGS[kind], Path(), sharded_parameters(toy), RankGroup())
+        return toy, optimizer_of(setting_of(CONFIGS[kind], world), sharded_parameters(toy))
 
 
 def steps(world: World, toy: Toy, optimizer: Optimizer, numbers: Sequence[int]) -> None:

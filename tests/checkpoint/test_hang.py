@@ -21,7 +21,7 @@ from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.session import Session
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.saving.save_in_flight import wait_for_all
+from holdfast.training.saving.emergency import wait_for_all
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.cases import look_after, session_of, train_and_save
 from tests.crash.faulty import SlowStorage

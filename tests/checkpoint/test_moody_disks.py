@@ -14,12 +14,12 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.verification import read_manifest, verify_checkpoint
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.export.model import EXPORTED_CONFIG
 from holdfast.checkpoint.place import layout
 from holdfast.cli import prove, train
+from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.parallel import mesh
 from holdfast.training import directory
 from tests.cli.conftest import write_rows, write_run

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training import directory
 from holdfast.training.build.begin import build_run
+from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.training.run import Run
 from tests.crash.disks import Remount
@@ -157,7 +159,7 @@ def raise_while_another_rank_saves(world: World, values: dict[str, Any]) -> str:
         plain(self, staging, final)
 
     def step(run: Run) -> dict[str, float] | None:
-        if run.state.step == 2:
+        if run.trained.state.step == 2:
             LocalStorage.publish = slow  # type: ignore[method-assign]
             time.sleep(1.2 * world.rank)
             raise ArithmeticError("on all ranks")
@@ -165,7 +167,8 @@ def raise_while_another_rank_saves(world: World, values: dict[str, Any]) -> str:
 
     try:
         with printed() as said, pytest.raises(ArithmeticError):
-            fit(build_run(from_mapping(values, SFTConfig), Path(), world), step)
+            run = build_run(from_mapping(values, SFTConfig), Path(), world)
+            fit(run, partial(step, run), partial(evaluate, run.evaluation))
         return said.getvalue()
     finally:
         LocalStorage.publish = plain  # type: ignore[method-assign]

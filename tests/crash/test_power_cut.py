@@ -33,6 +33,7 @@ from holdfast.training.build.model import build_policy
 from tests.checkpoint.cases import save_after
 from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
 from tests.crash.processes import acknowledged, run_doomed
+from tests.settings import plain_setting
 from tests.training.cases import tree
 
 
@@ -171,7 +172,7 @@ def export_a_model(world: World, directory: Path) -> None:
     config = from_mapping(tree("(nowhere)"), SFTConfig)
     ranks = RankGroup()
     origin = blueprint(config.model, Path(), seed=0)
-    policy, _ = build_policy(config, origin, world, ranks)
+    policy = build_policy(plain_setting(config, world), origin).model
     texts = {"holdfast.yaml": "steps: 4"}
     export(policy, origin, directory, ranks, largest_file_bytes=20_000, extra_files=texts)
 

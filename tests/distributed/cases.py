@@ -15,6 +15,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
 from holdfast.training.build.begin import Live, build_run
+from holdfast.training.run import Trained
 
 
 def rows_of(count: int, seed: int = 0) -> list[dict[str, str]]:
@@ -43,9 +44,9 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
     return tree
 
 
-def recorded_gradients(run: Any) -> list[dict[str, Any]]:
+def recorded_gradients(trained: Trained) -> list[dict[str, Any]]:
     """Return the list that every update will add its gradients to, whole and by name."""
-    names = {id(parameter): name for name, parameter in sharded_parameters(run.policy).items()}
+    names = {id(parameter): name for name, parameter in sharded_parameters(trained.model).items()}
     gradients: list[dict[str, Any]] = []
 
     def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -58,14 +59,14 @@ def recorded_gradients(run: Any) -> list[dict[str, Any]]:
             }
         )
 
-    run.optimizer.register_step_pre_hook(keep)
+    trained.optimizer.register_step_pre_hook(keep)
     return gradients
 
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return losses, norms, first gradients, final parameters and the sample ids of every step."""
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(run)
+    gradients = recorded_gradients(run.trained)
     losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
         metrics = sft_step(run)
@@ -74,7 +75,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         norms.append(metrics["grad_norm"])
         forwards.append(metrics["data/micro_batches"])
         lines.append(metrics)
-    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
+    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
     return {
         "losses": losses,
         "norms": norms,
@@ -83,7 +84,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "micro_batches": forwards,
         "metrics": lines,
         "rows_tokenised": run.stream.rows_tokenised,
-        "padded": run.policy.padded,
+        "padded": run.trained.model.padded,
     }
 
 

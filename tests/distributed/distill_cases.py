@@ -49,48 +49,48 @@ def settings(student: Path, teacher: Path, /, **sections: Any) -> dict[str, Any]
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
     """Train and return metrics, gradients, parameters, the texts of every step, and what became of the teacher."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(run)
+    gradients = recorded_gradients(run.common.trained)
     texts: list[dict[int, Text]] = []
 
     def read(module: Any, args: Any) -> None:
         texts[-1] |= {one.sample_id: (one.tokens.tolist(), one.loss_mask.tolist()) for one in unpack(args[0])}
 
-    run.policy.register_forward_pre_hook(read)
+    run.common.trained.model.register_forward_pre_hook(read)
     lines = []
     for _ in range(steps):
         texts.append({})
         metrics = distill_step(run)
         assert metrics is not None
         lines.append(metrics)
-    teacher = sharded_parameters(run.teacher.model)
+    parameters = sharded_parameters(run.common.trained.model)
+    teacher = sharded_parameters(run.evaluation.teacher.model)
     placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
     held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
     everyone = [
-        {number: text for part in run.ranks.gather(of_step) for number, text in part.items()} for of_step in texts
+        {number: text for part in run.common.setting.ranks.gather(of_step) for number, text in part.items()}
+        for of_step in texts
     ]
     return {
         "lines": lines,
         "gradients": gradients,
-        "parameters": {
-            name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()
-        },
+        "parameters": {name: full_tensor(p).double().numpy().copy() for name, p in parameters.items()},
         "texts": [[text for _, text in sorted(of_step.items())] for of_step in everyone],
         "teacher": {name: full_tensor(value).numpy().copy() for name, value in teacher.items()},
         "placed": placed,
         "held": held,
-        "evaluated": evaluate_distilled(run, interrupted=lambda: False),
+        "evaluated": evaluate_distilled(run.evaluation, interrupted=lambda: False),
     }
 
 
 def abandoned(world: World, tree: dict[str, Any], rows: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Leave a step while the student writes; return where the stream stood before and after, and the next loss."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    before = run.stream.state()
-    run.interrupted = lambda: world.rank == world.size - 1
+    before = run.common.stream.state()
+    run.common.setting.interrupted = lambda: world.rank == world.size - 1
     with pytest.raises(StepAbandoned):
         distill_step(run)
-    after = run.stream.state()
-    run.interrupted = lambda: False
+    after = run.common.stream.state()
+    run.common.setting.interrupted = lambda: False
     line = distill_step(run)
     assert line is not None
     return before, after, line["loss"]
@@ -100,14 +100,18 @@ def measured(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> d
     """Train and return the metrics of every step, those of an evaluation at the end, and the teacher's mark."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     lines = [distill_step(run) for _ in range(steps)]
-    return {"lines": lines, "evaluated": evaluate_distilled(run), "mark": run.identity["model"]["teacher"]}
+    return {
+        "lines": lines,
+        "evaluated": evaluate_distilled(run.evaluation),
+        "mark": run.common.identity["model"]["teacher"],
+    }
 
 
 def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: str, fault: str) -> None:
     """Make a step, spoil the teacher's server, and make another."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     distill_step(run)
-    run.ranks.gather(None)
+    run.common.setting.ranks.gather(None)
     Path(faults).write_text(fault)
     distill_step(run)
 
@@ -115,16 +119,16 @@ def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: 
 def evaluated_twice(world: World, tree: dict[str, Any], rows: Any) -> list[dict[str, float]]:
     """Return the metrics of evaluations before and after a step."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    before = evaluate_distilled(run)
+    before = evaluate_distilled(run.evaluation)
     distill_step(run)
-    return [before, evaluate_distilled(run)]
+    return [before, evaluate_distilled(run.evaluation)]
 
 
 def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
     """Let the teacher's server score a batch that holds nothing on any rank."""
     run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert isinstance(run.teacher.model, ScoringServer)
-    run.teacher.model.scored(MiniBatch((pack([], []),), 0.0, 0, 0, 0), "teacher_logprobs")
+    assert isinstance(run.evaluation.teacher.model, ScoringServer)
+    run.evaluation.teacher.model.scored(MiniBatch((pack([], []),), 0.0, 0, 0, 0), "teacher_logprobs")
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:

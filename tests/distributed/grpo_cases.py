@@ -23,14 +23,13 @@ from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.training.build.begin import Live
-from holdfast.training.copies import copy_bytes, layout_bytes, shared_by_ranks
+from holdfast.training.engines import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.experience import with_advantages
 from holdfast.training.policy.metrics import rollout_metrics
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import next_rollout
-from holdfast.training.policy.run import publish, rest
 from holdfast.training.run import StepAbandoned
 from tests.memory import mapped_weights, most_allocated
 
@@ -105,12 +104,12 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
             (sample.sample_id, tuple(sample.prompt_tokens), tuple(sample.completion_tokens), sample.finish, value)
             for sample, value in zip(samples, values, strict=True)
         ]
-        seen.append(sorted(item for part in run.ranks.gather(mine) for item in part))
+        seen.append(sorted(item for part in run.setting.ranks.gather(mine) for item in part))
         return [Scored(value, {"exact": value}, drop="sample" if value is None else None) for value in values]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     calls = {"policy": 0, "reference": 0}
-    _count(run.policy, calls, "policy")
+    _count(run.trained.model, calls, "policy")
     if isinstance(run.reference, PolicyModel):
         _count(run.reference, calls, "reference")
     lines, forwards = [], []
@@ -120,13 +119,13 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
         assert metrics is not None
         lines.append(metrics)
         forwards.append({name: calls[name] - before[name] for name in calls})
-    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
+    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
     return {
         "lines": lines,
         "parameters": final,
         "sampled": seen,
         "forwards": forwards,
-        "state": run.state.as_plain(),
+        "state": run.trained.state.as_plain(),
     }
 
 
@@ -142,8 +141,8 @@ def train_and_publish_averages(world: World, tree: dict[str, Any], rows: Any, *,
     for _ in range(4):
         assert grpo_step(run) is not None
         if between:
-            with run.averaged():
-                publish(run)
+            with run.trained.averaged():
+                run.evaluation.sampler.publish(run.trained)
     return seen
 
 
@@ -173,7 +172,7 @@ def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -
     rollout = with_advantages(run, sampled)
     return {
         "metrics": rollout_metrics(rollout, 1e-6),
-        "said": run.messages,
+        "said": run.setting.log.messages,
         "greedy": {fact.prompt_id: fact.greedy for fact in rollout.facts},
         "advantages": {
             trajectory.sample_id: (trajectory.reward, float(trajectory.advantages[-1]))
@@ -188,7 +187,7 @@ def sample_of_no_numbers(world: World, tree: dict[str, Any], rows: Any) -> str:
     """Put a NaN into one weight of the head, and return what sampling says."""
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
     with torch.no_grad():
-        local_part(sharded_parameters(run.policy)["model.norm.weight"])[:1] = math.nan
+        local_part(sharded_parameters(run.trained.model)["model.norm.weight"])[:1] = math.nan
     with pytest.raises(RunStopped) as caught:
         next_rollout(run)
     return str(caught.value)
@@ -200,20 +199,25 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[
 
     def score(samples: Sequence[Sample]) -> list[Scored]:
         mine = [(sample.sample_id, tuple(sample.completion_tokens)) for sample in samples]
-        seen.append(sorted(item for part in run.ranks.gather(mine) for item in part))
+        seen.append(sorted(item for part in run.setting.ranks.gather(mine) for item in part))
         return [Scored(even_share(sample), {"exact": even_share(sample)}) for sample in samples]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     grpo_step(run)
-    before = run.stream.state()
-    run.interrupted = lambda: world.rank == world.size - 1  # one rank alone hears of it
+    before = run.common.stream.state()
+    run.setting.interrupted = lambda: world.rank == world.size - 1  # one rank alone hears of it
     left = False
     try:
         grpo_step(run)
     except StepAbandoned:
         left = True
-    run.interrupted = lambda: False
-    state = {"left": left, "stream": run.stream.state() == before, "step": run.state.step, "scored": len(seen)}
+    run.setting.interrupted = lambda: False
+    state = {
+        "left": left,
+        "stream": run.common.stream.state() == before,
+        "step": run.trained.state.step,
+        "scored": len(seen),
+    }
     grpo_step(run)
     return state | {"sampled": seen}
 
@@ -284,21 +288,21 @@ def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[i
     shared = []
 
     def sample() -> None:
-        publish(run)
-        generate(run.engine, [request], SamplingConfig(max_new_tokens=4))
+        run.evaluation.sampler.publish(run.trained)
+        generate(run.evaluation.sampler.engine, [request], SamplingConfig(max_new_tokens=4))
         shared.append(mapped_weights())
-        rest(run)
+        run.evaluation.sampler.rest(run.trained)
 
     most = most_allocated(sample)
-    counted = copy_bytes(run, shared_by_ranks(run)) + layout_bytes(run)
+    counted = copy_bytes(run.trained, shared_by_ranks(run.trained)) + layout_bytes(run.trained)
     return most, counted, shared[0], mapped_weights()
 
 
 def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:
     """Look for the columns that a reward needs in the first batch; return what the run says."""
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], None)
-    check_columns(run, {"exact": ["answer"]})
-    return [line for line in run.messages if "column" in line]
+    check_columns(run.evaluation, {"exact": ["answer"]})
+    return [line for line in run.setting.log.messages if "column" in line]
 
 
 def answers_of_a_batch(world: World, tree: dict[str, Any]) -> list[str]:
@@ -306,5 +310,5 @@ def answers_of_a_batch(world: World, tree: dict[str, Any]) -> list[str]:
     config = from_mapping(tree, GRPOConfig)
     with open_rewards(config, Path.cwd(), world) as rewards:
         run = build_policy_run(config, Path.cwd(), world, rewards.score, None)
-        check_answers(run, rewards.answers, rewards.unreadable)
-    return [line for line in run.messages if "cannot read" in line]
+        check_answers(run.evaluation, rewards.answers, rewards.unreadable)
+    return [line for line in run.setting.log.messages if "cannot read" in line]

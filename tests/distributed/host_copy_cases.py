@@ -33,15 +33,15 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
         blind: A rank that can open no more files, so that it cannot look at rank 0's memory.
     """
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    gathered = {name: full_tensor(tensor).clone() for name, tensor in held_tensors(run.policy).items()}
+    gathered = {name: full_tensor(tensor).clone() for name, tensor in held_tensors(run.trained.model).items()}
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if world.rank == blind:
         lowest_free = os.open("/dev/null", os.O_RDONLY)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
     try:
-        shared = dict(live_tensors(run.policy, run.ranks, torch.float64))
-        common = common_bytes(run.policy, run.ranks, torch.float64)
+        shared = dict(live_tensors(run.trained.model, run.setting.ranks, torch.float64))
+        common = common_bytes(run.trained.model, run.setting.ranks, torch.float64)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     told: Told = {
@@ -59,14 +59,15 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
 def local_parts(run: Any) -> list[torch.Tensor]:
     """Return what a rank holds of a model."""
     return [
-        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held_tensors(run.policy).values()
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for tensor in held_tensors(run.trained.model).values()
     ]
 
 
 def mapped_of(run: Any, dtype: torch.dtype) -> int:
     """Return the bytes that ranks share more of while weights are used in a dtype."""
     before = mapped_weights()
-    found = dict(live_tensors(run.policy, run.ranks, dtype))
+    found = dict(live_tensors(run.trained.model, run.setting.ranks, dtype))
     assert found
     return mapped_weights() - before
 

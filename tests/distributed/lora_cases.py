@@ -41,20 +41,22 @@ def probe(policy: Any) -> torch.Tensor:
 
 def merged(training: Any) -> dict[str, torch.Tensor]:
     """Return the matrices that an engine gets."""
-    dtype = getattr(torch, training.plan.compute_dtype)
-    return {name: tensor.clone() for name, tensor in live_tensors(training.policy, training.ranks, dtype)}
+    dtype = getattr(torch, training.trained.plan.compute_dtype)
+    return {
+        name: tensor.clone() for name, tensor in live_tensors(training.trained.model, training.setting.ranks, dtype)
+    }
 
 
 def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
     """Train, and return what the model says with and without its adapters, and the matrices an engine would get."""
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    before = probe(training.policy)
+    before = probe(training.trained.model)
     for _ in range(steps):
         sft_step(training)
-    after = probe(training.policy)
-    with adapters_off(training.policy):
-        off = probe(training.policy)
-    parameters = sharded_parameters(training.policy)
+    after = probe(training.trained.model)
+    with adapters_off(training.trained.model):
+        off = probe(training.trained.model)
+    parameters = sharded_parameters(training.trained.model)
     return {
         "before": before,
         "after": after,
@@ -78,15 +80,15 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
 
     def parameters() -> dict[str, Any]:
-        found = sharded_parameters(training.policy)
+        found = sharded_parameters(training.trained.model)
         return {name: full_tensor(value).clone().numpy() for name, value in found.items()}
 
-    start, before = parameters(), probe(training.policy)
+    start, before = parameters(), probe(training.trained.model)
     lines = [sft_step(training) or {} for _ in range(steps)]
-    after = probe(training.policy)
-    with adapters_off(training.policy):
-        off = probe(training.policy)
-    own = [local_part(value.data) for value in training.policy.parameters()]
+    after = probe(training.trained.model)
+    with adapters_off(training.trained.model):
+        off = probe(training.trained.model)
+    own = [local_part(value.data) for value in training.trained.model.parameters()]
     return {
         "start": start,
         "parameters": parameters(),
@@ -97,8 +99,8 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "off": off,
         "merged": merged(training),
         "packed": sum(part.numel() for part in own if part.dtype == torch.uint8),
-        "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.plan.shard_bytes),
-        "numbers": (training.plan.parameters, training.plan.trainable),
+        "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.trained.plan.shard_bytes),
+        "numbers": (training.trained.plan.parameters, training.trained.plan.trainable),
     }
 
 
@@ -106,6 +108,6 @@ def optimizer_bytes(world: World, tree: dict[str, Any], rows: Any) -> int:
     """Take a step, and return what this rank's optimizer keeps in tensors with a dimension: its parts of moments."""
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
     sft_step(training)
-    kept = [value for state in training.optimizer.state.values() for value in state.values()]
+    kept = [value for state in training.trained.optimizer.state.values() for value in state.values()]
     parts = [local_part(value) for value in kept if isinstance(value, torch.Tensor) and value.ndim]
     return sum(part.numel() * part.element_size() for part in parts)

@@ -25,7 +25,7 @@ from holdfast.recipes.dpo import dpo_step
 from holdfast.training.build.begin import Live
 from holdfast.training.preference.build import build_preference_run
 from holdfast.training.preference.run import evaluate_preferences
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.scorers.reference import scored
 from holdfast.types import Example
 from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle
@@ -81,11 +81,11 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return metrics, gradients, final parameters, how often models were called, and the phases timed."""
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(run)
+    gradients = recorded_gradients(run.common.trained)
     calls = {"policy": 0, "reference": 0}
-    _count(run.policy, calls, "policy")
-    if isinstance(run.reference, PolicyModel):
-        _count(run.reference, calls, "reference")
+    _count(run.common.trained.model, calls, "policy")
+    if isinstance(run.evaluation.reference, PolicyModel):
+        _count(run.evaluation.reference, calls, "reference")
     lines, forwards = [], []
     for _ in range(steps):
         before = dict(calls)
@@ -93,24 +93,30 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         assert metrics is not None
         lines.append(metrics)
         forwards.append({name: calls[name] - before[name] for name in calls})
-    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.policy).items()}
-    timed = {name.removeprefix("timing/") for name in run.clock.read()}
+    final = {
+        name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.common.trained.model).items()
+    }
+    timed = {name.removeprefix("timing/") for name in run.common.setting.log.clock.read()}
     return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards, "timed": timed}
 
 
 def scored_while_training(world: World, tree: dict[str, Any], rows: Any) -> dict[str, np.ndarray]:
     """Return what the policy and its reference say of the first update's tokens, the policy twice."""
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert run.policy.training
-    mini_batch = run.stream.next(1)
+    assert run.common.trained.model.training
+    mini_batch = run.common.stream.next(1)
     assert mini_batch is not None
-    models = {"policy": run.policy, "again": run.policy, "reference": run.reference}
+    models = {
+        "policy": run.common.trained.model,
+        "again": run.common.trained.model,
+        "reference": run.evaluation.reference,
+    }
     found = {}
     for name, model in models.items():
         assert model is not None
-        batches = scored(run, model, mini_batch, "said").micro_batches
+        batches = scored(run.common.trained, model, mini_batch, "said").micro_batches
         found[name] = np.concatenate([batch.per_token["said"].flatten().numpy() for batch in batches])
-    assert run.policy.training
+    assert run.common.trained.model.training
     return found
 
 
@@ -119,7 +125,7 @@ def evaluate(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     for _ in range(steps):
         dpo_step(run)
-    return evaluate_preferences(run, interrupted=lambda: False)
+    return evaluate_preferences(run.evaluation, interrupted=lambda: False)
 
 
 def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:

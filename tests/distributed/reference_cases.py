@@ -29,10 +29,10 @@ def follow(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[st
     """Train and return metrics, and the whole tensors of policy and reference at start and after each step."""
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
     assert isinstance(run.reference, PolicyModel)
-    lines, policies, references = [], [whole(run.policy)], [whole(run.reference)]
+    lines, policies, references = [], [whole(run.trained.model)], [whole(run.reference)]
     for _ in range(steps):
         lines.append(grpo_step(run))
-        policies.append(whole(run.policy))
+        policies.append(whole(run.trained.model))
         references.append(whole(run.reference))
     kinds = {str(parameter.dtype) for parameter in run.reference.parameters()}
     return {"lines": lines, "policies": policies, "references": references, "dtypes": kinds}

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ def held(tensors: Iterable[Tensor]) -> int:
 
 def parameters_of(run: PolicyRun) -> int:
     """Return the bytes that a rank holds of the parameters of policy and critic."""
-    return sum(held(sharded_parameters(each.policy).values()) for each in (run, *run.companions.values()))
+    return sum(held(sharded_parameters(each.model).values()) for each in (run.trained, *run.common.companions.values()))
 
 
 def states_of(run: PolicyRun) -> int:
     """Return the bytes of optimizer states and averages."""
-    found = [] if run.averages is None else list(run.averages.tensors.values())
-    for each in (run, *run.companions.values()):
+    found = [] if run.trained.averages is None else list(run.trained.averages.tensors.values())
+    for each in (run.trained, *run.common.companions.values()):
         found += [value for state in each.optimizer.state.values() for value in state.values()]
     return held(value for value in found if isinstance(value, Tensor))
 
@@ -53,7 +54,7 @@ class Watching:
     """
 
     def __init__(self, run: PolicyRun, action: str, place: Path) -> None:
-        self.inner, self.run, self.action, self.place = run.engine, run, action, place
+        self.inner, self.run, self.action, self.place = run.evaluation.sampler.engine, run, action, place
         self.seen: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -62,12 +63,12 @@ class Watching:
     def collect(self, interrupted: Any) -> Any:
         self.seen.append((parameters_of(self.run), states_of(self.run)))
         if len(self.seen) == 3 and self.action == "raise":
-            if self.run.world.rank == 0:
+            if self.run.setting.world.rank == 0:
                 deadline = time.monotonic() + 90
                 while not self.place.exists() and time.monotonic() < deadline:
                     time.sleep(0.05)
             raise ValueError("in the middle of a rollout")
-        if len(self.seen) == 3 and self.action == "sigterm" and self.run.world.rank == 0:
+        if len(self.seen) == 3 and self.action == "sigterm" and self.run.setting.world.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return self.inner.collect(interrupted)
 
@@ -79,8 +80,8 @@ def _score(samples: Sequence[Sample]) -> list[Scored]:
 def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "") -> dict[str, Any]:
     """Run to the end, and return what the engine saw, and what was there between steps."""
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
-    engine = Watching(run, action, run.directory / "checkpoints" / "step-00000002")
-    run.engine = engine  # type: ignore[assignment]  # it passes everything on
+    engine = Watching(run, action, run.setting.directory / "checkpoints" / "step-00000002")
+    run.evaluation.sampler.engine = engine  # type: ignore[assignment]  # it passes everything on
     between: list[tuple[int, int]] = []
     lines: list[dict[str, float]] = []
 
@@ -92,8 +93,8 @@ def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "
 
     error = ""
     try:
-        fit(run, step, evaluate_policy)
+        fit(run.common, partial(step, run), partial(evaluate_policy, run.evaluation))
     except ValueError as raised:
         error = str(raised)
-    times = sorted({name for name in run.clock.read() if name.endswith("_host")})
+    times = sorted({name for name in run.setting.log.clock.read() if name.endswith("_host")})
     return {"seen": engine.seen, "between": between, "lines": lines, "error": error, "times": times}

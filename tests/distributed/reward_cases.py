@@ -11,7 +11,6 @@ from typing import Any
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.evaluation import evaluate_run
@@ -21,7 +20,7 @@ from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.reward_model import SharedRewardModel, open_reward_model
 from holdfast.training.policy.rewards import open_rewards
-from holdfast.training.run import StepAbandoned
+from holdfast.training.run import Setting, StepAbandoned
 
 
 def score(world: World, tree: dict[str, Any], calls: Sequence[Sequence[Sequence[Sample]]]) -> list[list[Scored]]:
@@ -37,7 +36,7 @@ def look(world: World, tree: dict[str, Any], of_ranks: Sequence[int]) -> dict[st
     (section,) = config.reward
     assert isinstance(section, ModelRewardConfig)
     with contextlib.redirect_stdout(said):
-        model = open_reward_model(section, config, Path.cwd(), world, RankGroup(config.launch.timeout_minutes))
+        model = open_reward_model(section, Setting.of(config, Path.cwd(), world))
     assert isinstance(model, SharedRewardModel)
     parts = [local_part(value.detach()) for value in sharded_parameters(model.model).values()]
     passes: list[None] = []
@@ -72,9 +71,9 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> list[
     with open_rewards(config, Path.cwd(), world) as rewards:
         run = build_policy_run(config, Path.cwd(), world, rewards.score, Live(rows=rows))
         lines = [grpo_step(run)]
-        run.interrupted = lambda: world.rank == world.size - 1
+        run.setting.interrupted = lambda: world.rank == world.size - 1
         with contextlib.suppress(StepAbandoned):
             lines.append(grpo_step(run))
-        run.interrupted = lambda: False
+        run.setting.interrupted = lambda: False
         lines.append(grpo_step(run))
     return lines

@@ -256,6 +256,6 @@ def spoiled_after_a_step(world: Any, tree: dict[str, Any], rows: Any, faults: st
 
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     dpo_step(run)
-    run.ranks.gather(None)
+    run.common.setting.ranks.gather(None)
     Path(faults).write_text(fault)
     dpo_step(run)

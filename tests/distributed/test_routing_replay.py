@@ -102,7 +102,7 @@ def first_mini_batch(world: World, tree: dict[str, Any]) -> tuple[PolicyRun, Min
 def routed(world: World, tree: dict[str, Any]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Sample, turn every router upside down, and return what packs carry and what a pass over them chose."""
     run, mini_batch = first_mini_batch(world, tree)
-    policy: PolicyModel = run.policy
+    policy: PolicyModel = run.trained.model
     for name, parameter in policy.named_parameters():
         if name.endswith("gate.weight"):
             parameter.data.neg_()
@@ -131,7 +131,7 @@ def scored_with_wrong_choices(world: World, tree: dict[str, Any]) -> dict[str, f
     told = batch.per_token[CHOICES_COLUMN]
     others = replace(batch, per_token={**batch.per_token, CHOICES_COLUMN: torch.where(told > 0, 5 - told, told)})
     found = {}
-    for name, model in (("policy", run.policy), ("reference", run.reference)):
+    for name, model in (("policy", run.trained.model), ("reference", run.reference)):
         with torch.no_grad():
             one, other = (model(each).logprobs for each in (batch, others))  # type: ignore[misc,operator,union-attr]
         found[name] = float((one - other).abs().max())

@@ -231,7 +231,9 @@ def test_adapters_of_a_reward_model_resume_export_merged_and_alone_and_start_ano
 
 def started(world: World, values: dict[str, Any]) -> dict[str, Any]:
     run = build_preference_run(run_from_mapping(values), Path(), world, Live(rows=ROWS))
-    return {name: full_tensor(value).numpy().copy() for name, value in sharded_parameters(run.policy).items()}
+    return {
+        name: full_tensor(value).numpy().copy() for name, value in sharded_parameters(run.common.trained.model).items()
+    }
 
 
 def test_the_layer_that_files_lack_is_drawn_the_same_on_every_number_of_ranks(pools: Any, tmp_path: Path) -> None:

@@ -26,11 +26,13 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_rows, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build.begin import Live, build_run
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import check_place
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
 from tests.distributed.cases import rows_of, settings
 from tests.distributed.toys import Experts, Scale, Toy, shard
+from tests.settings import plain_setting
 from tests.tiny import tiny_directory
 
 
@@ -120,12 +122,12 @@ def what_reaches_the_loss(world: World, directory: str) -> dict[str, Any]:
     batch = pack([Example(0, 0, ids, mask, per_token={"advantages": advantages})], [Share(0.7654321, 1.0)])
     Recorder.seen.clear()
     cosines: list[torch.Tensor] = []
-    rotary = run.policy.language_model.model.rotary_emb
+    rotary = run.trained.model.language_model.model.rotary_emb
     hook = rotary.register_forward_hook(lambda module, args, out: cosines.append(out[0].detach().clone()))
-    run.policy(batch, Recorder())
+    run.trained.model(batch, Recorder())
     hook.remove()
     weights, seen_advantages, logprobs = Recorder.seen[0]
-    frequencies = run.origin.buffers["model.rotary_emb.inv_freq"]
+    frequencies = run.trained.origin.buffers["model.rotary_emb.inv_freq"]
     angles = torch.arange(12.0)[None, :, None] * frequencies
     expected = torch.cat([angles, angles], -1).cos().to(torch.bfloat16)
     return {
@@ -151,13 +153,13 @@ def frozen_base(world: World, directory: str) -> dict[str, Any]:
         directory, model={"dtype": "float32", "frozen_dtype": "bfloat16", "freeze": ["self_attn", "embed_tokens"]}
     )
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
-    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.policy).items()}
+    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.trained.model).items()}
     mini_batch = run.stream.next(0)
     assert mini_batch is not None
-    train_step(run, mini_batch)
-    after = {name: full_tensor(p) for name, p in sharded_parameters(run.policy).items()}
-    in_optimizer = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    named = sharded_parameters(run.policy)
+    train_step(run.trained, mini_batch, run.evaluation.objective)
+    after = {name: full_tensor(p) for name, p in sharded_parameters(run.trained.model).items()}
+    in_optimizer = {id(p) for group in run.trained.optimizer.param_groups for p in group["params"]}
+    named = sharded_parameters(run.trained.model)
     return {
         "moved": sorted(name for name, value in after.items() if not torch.equal(value, before[name])),
         "bfloat16": sorted(name for name, value in after.items() if value.dtype == torch.bfloat16),
@@ -190,20 +192,20 @@ def poisoned_steps(world: World, directory: str, bad_steps: list[int]) -> dict[s
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8), objective=Poison()))
     skipped, moved, stopped = [], [], ""
     for step in range(4):
-        before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.policy).items()}
+        before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.trained.model).items()}
         bad = step in bad_steps and world.rank == 1
         ids, mask = np.arange(2, 10), np.arange(8) > 0
         example = Example(0, 0, ids, mask, per_token={"bad": np.full(8, float(bad))})
         batch = MiniBatch((pack([example], [Share(1.0, 7.0)], dtype=torch.float64),), 14.0, 2, 16, 14)
         try:
-            metrics = train_step(run, batch)
+            metrics = train_step(run.trained, batch, run.evaluation.objective).metrics
         except RunStopped as error:
             stopped = str(error)
             break
         skipped.append(metrics["optim/skipped_steps"])
-        after = {name: full_tensor(p) for name, p in sharded_parameters(run.policy).items()}
+        after = {name: full_tensor(p) for name, p in sharded_parameters(run.trained.model).items()}
         moved.append(any(not torch.equal(after[name], before[name]) for name in after))
-    return {"skipped": skipped, "moved": moved, "stopped": stopped, "steps": run.state.step}
+    return {"skipped": skipped, "moved": moved, "stopped": stopped, "steps": run.trained.state.step}
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pools: Any, tmp_path: Any) -> None:
@@ -226,9 +228,10 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(pools: Any, tmp_path: Any)
 
 def empty_step(world: World, directory: str) -> dict[str, Any]:
     run = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
-    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.policy).items()}
-    metrics = train_step(run, MiniBatch((pack([], [], dtype=torch.float64),) * 2, 0.0, 0, 0, 0))
-    after = {name: full_tensor(p) for name, p in sharded_parameters(run.policy).items()}
+    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.trained.model).items()}
+    mini_batch = MiniBatch((pack([], [], dtype=torch.float64),) * 2, 0.0, 0, 0, 0)
+    metrics = train_step(run.trained, mini_batch, run.evaluation.objective).metrics
+    after = {name: full_tensor(p) for name, p in sharded_parameters(run.trained.model).items()}
     return {
         "loss": metrics["loss"],
         "norm": metrics["grad_norm"],
@@ -284,7 +287,9 @@ def frozen_twin(world: World, _: str) -> bool:
     toy = Toy(Tempered(4))
     toy.requires_grad_(False)  # noqa: FBT003 - torch's own form
     plan = shard(world, toy)
-    check_place(toy, plan, torch.device("cpu"), "reference policy")
+    setting = plain_setting(SFTConfig.model_construct(), world)
+    twin: Any = {"setting": setting, "origin": None, "plan": plan, "model": toy}
+    check_place(ShardedModel(**twin), "reference policy")
     return plan.sharded
 
 
@@ -310,24 +315,24 @@ def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
     tree = settings(directory, parallel={"reshard": reshard})
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(64)))
     batch = run.stream.next(0).micro_batches[0]
-    root = run.policy.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
+    root = run.trained.model.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
     shards = type(root).__name__
-    found: dict[str, Any] = {"units": len(run.plan.units)}
+    found: dict[str, Any] = {"units": len(run.trained.plan.units)}
 
     def count(name: str, work: Callable[[], object]) -> None:
         with CommDebugMode() as seen:
             work()
         found[name] = sum(n for operation, n in seen.get_comm_counts().items() if "gather" in str(operation))
-        held = run.policy.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
+        held = run.trained.model.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
         found[f"{name}: root"] = "shards" if type(held).__name__ == shards else "gathered"
 
     with torch.no_grad():
-        count("evaluation", lambda: run.policy(batch, run.objective))
+        count("evaluation", lambda: run.trained.model(batch, run.evaluation.objective))
     loss: list[Any] = []
-    count("forward", lambda: loss.append(run.policy(batch, run.objective).loss))
+    count("forward", lambda: loss.append(run.trained.model(batch, run.evaluation.objective).loss))
     count("backward", loss[0].backward)
     with torch.no_grad():
-        count("evaluation after it", lambda: run.policy(batch, run.objective))
+        count("evaluation after it", lambda: run.trained.model(batch, run.evaluation.objective))
     return found
 
 

@@ -66,7 +66,7 @@ def naive_buffers(lab: Lab) -> Observed:
 def frequencies_of_a_run(world: World, directory: str) -> list[float]:
     """Return the rotary frequencies of a run's policy."""
     run = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
-    buffers = dict(run.policy.named_buffers())
+    buffers = dict(run.trained.model.named_buffers())
     return next(value for name, value in buffers.items() if name.endswith("rotary_emb.inv_freq")).tolist()
 
 
@@ -117,13 +117,13 @@ def train_tied(world: World, directory: str, folder: str) -> dict[str, Any]:
     tree = settings(directory, run={"dir": folder, "name": "tied"})
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
     sft_step(run)
-    manifest = checkpoint.save(f"{folder}/checkpoints/step-00000001", run.policy, run.optimizer)
+    manifest = checkpoint.save(f"{folder}/checkpoints/step-00000001", run.trained.model, run.trained.optimizer)
     place = export_run(run, "last")
-    embedding = full_tensor(sharded_parameters(run.policy)["model.embed_tokens.weight"].detach())
+    embedding = full_tensor(sharded_parameters(run.trained.model)["model.embed_tokens.weight"].detach())
     stored = [name for name in manifest.tensors if "embed_tokens" in name or "lm_head" in name]
     return {
         "weight": embedding.numpy(),
-        "ties": tied_names(run.policy),
+        "ties": tied_names(run.trained.model),
         "stored": sorted(name for name in stored if name.startswith("model.")),
         "place": place,
     }

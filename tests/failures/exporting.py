@@ -92,9 +92,9 @@ def hand_on(world: World, directory: str, folder: str) -> dict[str, Any]:
     )
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
     sft_step(run)
-    probe(run.policy)  # leaves units gathered, outside host memory
-    checkpoint.save(f"{folder}/checkpoints/step-00000001", run.policy, run.optimizer)
-    probe(run.policy)
+    probe(run.trained.model)  # leaves units gathered, outside host memory
+    checkpoint.save(f"{folder}/checkpoints/step-00000001", run.trained.model, run.trained.optimizer)
+    probe(run.trained.model)
     place = export_run(run, "last")
     metrics = sft_step(run)
     assert metrics is not None

@@ -127,7 +127,7 @@ def build_with_a_reference(world: World, directory: str, kind: str) -> dict[str,
         found[name] = scores
 
     with torch.no_grad():
-        score("policy", run.policy)
+        score("policy", run.trained.model)
     during, after = shares(reference, reference.language_model.model.layers[-1], lambda: score("reference", reference))
     return {
         "during": during,

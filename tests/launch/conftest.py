@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.launch.local import Patience, launch_local
+from holdfast.launch.local import launch_local
+from holdfast.patience import Patience
 
 PRELUDE = """
 import os, signal, subprocess, sys, time

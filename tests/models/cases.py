@@ -24,6 +24,7 @@ from holdfast.parallel.stream import full_tensor
 from holdfast.training.build.model import build_policy
 from holdfast.types import Example, Scores
 from tests.models.sides import sides_of
+from tests.settings import plain_setting
 
 
 def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -> tuple[PolicyModel, Blueprint]:
@@ -31,7 +32,8 @@ def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -
     tree = {"steps": 1, "seed": seed, "model": model, "data": {"path": "rows", "batch_size": 4}}
     config = from_mapping(tree | sections, SFTConfig)
     origin = blueprint(config.model, Path.cwd(), seed=config.seed)
-    policy, _ = build_policy(config, origin, world, RankGroup())
+    setting = plain_setting(config, world)
+    policy = build_policy(setting, origin).model
     return policy, origin
 
 

@@ -210,8 +210,12 @@ def test_state_is_saved_by_two_ranks_and_goes_on_on_any_number(pools: Any, tmp_p
 
 def algorithms(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    names = {id(value): name for name, value in sharded_parameters(run.policy).items()}
-    return {names[id(value)]: group["algorithm"] for group in run.optimizer.param_groups for value in group["params"]}
+    names = {id(value): name for name, value in sharded_parameters(run.trained.model).items()}
+    return {
+        names[id(value)]: group["algorithm"]
+        for group in run.trained.optimizer.param_groups
+        for value in group["params"]
+    }
 
 
 MUON: dict[str, Any] = {"kind": "muon", "lr": 0.25, "schedule": "constant", "weight_decay": 0.0}
@@ -255,8 +259,12 @@ def test_the_layer_of_scores_is_no_matrix_of_muons(pools: Any, tmp_path: Path) -
 
 def algorithms_of_scorer(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    names = {id(value): name for name, value in sharded_parameters(run.policy).items()}
-    return {names[id(value)]: group["algorithm"] for group in run.optimizer.param_groups for value in group["params"]}
+    names = {id(value): name for name, value in sharded_parameters(run.common.trained.model).items()}
+    return {
+        names[id(value)]: group["algorithm"]
+        for group in run.common.trained.optimizer.param_groups
+        for value in group["params"]
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

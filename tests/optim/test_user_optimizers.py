@@ -11,12 +11,12 @@ import torch
 from holdfast import checkpoint
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.optim.build import build_optimizer
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.optimizers import optimizer_of
 from tests.checkpoint.cases import build, contents, step
 from tests.distributed.toys import Toy
+from tests.settings import setting_of
 
 OWN = Path(__file__).with_name("own.py")
 
@@ -24,7 +24,7 @@ OWN = Path(__file__).with_name("own.py")
 def made(world: World, path: str, kwargs: dict[str, Any], *, seed: int = 0, **values: Any) -> tuple[Toy, Any]:
     toy = build(world, seed=seed)
     config = UserOptimizerConfig(path=path, lr=0.01, kwargs=kwargs, **values)
-    return toy, optimizer_of(config, Path(), sharded_parameters(toy), RankGroup())
+    return toy, optimizer_of(setting_of(config, world), sharded_parameters(toy))
 
 
 def try_to_make(world: World, path: str, kwargs: dict[str, Any], values: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.config.sections.data import SyntheticConfig
 from holdfast.config.sections.reward import (
     CodeConfig,
     CountdownConfig,
@@ -17,7 +18,7 @@ from holdfast.config.sections.reward import (
     RepetitionConfig,
     Reward,
 )
-from holdfast.data.tasks.synthetic import SyntheticConfig, SyntheticSource, check_answer
+from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import rule
 from tests.rewards.conftest import Start, sample

@@ -18,12 +18,12 @@ from holdfast.models.build.model import blueprint
 from holdfast.models.check.forward import Sides
 from holdfast.models.check.witness import follow_implementation, witness_of
 from holdfast.models.layers.attention import packed_attention
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.training.build.gradient_check import check_gradients
 from holdfast.training.build.model import build_policy
 from tests.models.architectures import settings_of
+from tests.settings import plain_setting
 from tests.tiny import COMMON, EXTRA, tiny_model
 
 
@@ -39,7 +39,9 @@ def built(world: World, model: dict[str, Any], live: Any = None, **sections: Any
     tree = {"steps": 1, "model": model, "data": {"path": "rows", "batch_size": 4}}
     config = from_mapping(tree | sections, SFTConfig)
     origin = blueprint(config.model, Path.cwd(), seed=0, live=live, tokenizer=character_tokenizer())
-    policy, plan = build_policy(config, origin, world, RankGroup())
+    setting = plain_setting(config, world)
+    sharded = build_policy(setting, origin)
+    policy, plan = sharded.model, sharded.plan
     witness = witness_of(type(origin.skeleton), origin.original_config)
     follow_implementation(witness, policy.language_model)
     return Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device), plan
@@ -62,7 +64,7 @@ def every_kind(world: World, kinds: list[str], sections: dict[str, Any]) -> dict
         live = tiny_model(kind, **settings_of(kind))
         origin = blueprint(config.model, Path.cwd(), seed=0, live=live, tokenizer=character_tokenizer())
         try:
-            build_policy(config, origin, world, RankGroup())
+            build_policy(plain_setting(config, world), origin)
         except ModelError as error:
             refused[kind] = str(error)
     return refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from holdfast.models.source.vision import image_side
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training.build.begin import Live, build_run
+from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.types import Example
 from tests.distributed.cases import rows_of
@@ -116,19 +118,19 @@ def _furthest(ones: list[NDArray[np.float32]], others: list[NDArray[np.float32]]
 def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Example]) -> dict[str, Any]:
     """Train to the end and return the export, and what the trained policy itself says of the examples."""
     run = build_run(from_mapping(values, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    outcome = fit(run, sft_step)
-    run.policy.eval()
+    outcome = fit(run, partial(sft_step, run), partial(evaluate, run.evaluation))
+    run.trained.model.eval()
     logits: list[NDArray[np.float32]] = []
 
     def look(hidden: torch.Tensor, head: HeadWeights) -> None:
-        logits.append(logits_of(hidden, head, run.policy.head_spec)[0].numpy())
+        logits.append(logits_of(hidden, head, run.trained.model.head_spec)[0].numpy())
 
     for example in examples:
-        run.policy.show_predictors(pack([example], [Share(1.0, 1.0)], padded=run.policy.padded), look)
+        run.trained.model.show_predictors(pack([example], [Share(1.0, 1.0)], padded=run.trained.model.padded), look)
     return {
         "export": str(outcome.export),
-        "packed": not run.policy.padded,
-        "parameters": sum(value.numel() for value in run.policy.parameters()),
+        "packed": not run.trained.model.padded,
+        "parameters": sum(value.numel() for value in run.trained.model.parameters()),
         "logits": logits,
     }
 

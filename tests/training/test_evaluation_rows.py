@@ -35,7 +35,7 @@ def on_rows(place: Path, data: dict[str, Any], **sections: Any) -> dict[str, Any
 def batches(world: World, values: dict[str, Any], base: str) -> dict[str, list[int]]:
     """Return sequences and tokens, over all ranks, of the first batch to train, and of every evaluation set."""
     run = build_run(from_mapping(values, SFTConfig), Path(base), world)
-    streams = {"training": run.stream} | {held_out.name: held_out.open_stream() for held_out in run.evaluation_sets}
+    streams = {"training": run.stream} | {held_out.name: held_out.open_stream() for held_out in run.evaluation.sets}
     found = {}
     for name, stream in streams.items():
         batch = stream.next(0)

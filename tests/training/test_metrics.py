@@ -122,7 +122,8 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[dict[str, float]
         for micro_batch in mini_batch.micro_batches
         for example in unpack(micro_batch)
     ]
-    return train_step(built, mini_batch), held
+    names = built.source_names
+    return train_step(built.trained, mini_batch, built.evaluation.objective, source_names=names).metrics, held
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

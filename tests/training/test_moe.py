@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training.build.begin import build_run
+from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.training.step import train_step
 from holdfast.types import Example, Scores
@@ -54,11 +56,11 @@ def values_of(place: Path, model: str, steps: int, **sections: Any) -> dict[str,
 def trained(world: World, values: dict[str, Any]) -> tuple[str | None, np.ndarray]:
     """Return where the export stands, and what the trained policy itself says of some tokens."""
     built = build_run(from_mapping(values, SFTConfig), Path(), world)
-    outcome = fit(built, sft_step)
+    outcome = fit(built, partial(sft_step, built), partial(evaluate, built.evaluation))
     example = Example(0, 0, TOKENS, np.arange(TOKENS.size) > 0)
-    built.policy.eval()
+    built.trained.model.eval()
     with torch.no_grad():
-        scores = built.policy(pack([example], [Share(1.0, 1.0)], padded=built.policy.padded))
+        scores = built.trained.model(pack([example], [Share(1.0, 1.0)], padded=built.trained.model.padded))
     assert isinstance(scores, Scores)
     return outcome.export, scores.logprobs.numpy()
 
@@ -69,8 +71,8 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[list[list[int]],
     mini_batch = built.stream.next(0)
     assert mini_batch is not None
     mine = [example.tokens.tolist() for batch in mini_batch.micro_batches for example in unpack(batch)]
-    sequences = [tokens for part in built.ranks.gather(mine) for tokens in part]
-    return sequences, train_step(built, mini_batch)
+    sequences = [tokens for part in built.setting.ranks.gather(mine) for tokens in part]
+    return sequences, train_step(built.trained, mini_batch, built.evaluation.objective).metrics
 
 
 def test_a_resumed_run_is_the_straight_run_bit_for_bit(pools: Any, tmp_path: Path, mixtral: str) -> None:

@@ -38,9 +38,9 @@ def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:
 
 def bits(run: PolicyRun) -> dict[str, bytes]:
     """Return everything of a run, and of its critic, that a step changes."""
-    found = {"draws": torch.get_rng_state().numpy().tobytes(), "state": repr(run.state.as_plain()).encode()}
-    for name, each in {"": run, **run.companions}.items():
-        for parameter, value in sharded_parameters(each.policy).items():
+    found = {"draws": torch.get_rng_state().numpy().tobytes(), "state": repr(run.trained.state.as_plain()).encode()}
+    for name, each in {"": run.trained, **run.common.companions}.items():
+        for parameter, value in sharded_parameters(each.model).items():
             found[f"{name}/{parameter}"] = local_part(value.detach()).contiguous().view(torch.uint8).numpy().tobytes()
         for number, state in enumerate(each.optimizer.state.values()):
             for key, value in state.items():
@@ -60,14 +60,14 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
     walked = bits(run)
     metrics = grpo_step(run)
     assert metrics is not None
-    gradients = [name for name, value in sharded_parameters(run.policy).items() if value.grad is not None]
+    gradients = [name for name, value in sharded_parameters(run.trained.model).items() if value.grad is not None]
     return {
         "unchanged": before == walked,
         "empty": not any("/0/" in name for name in before),
         "after": bits(run),
         "loss": (metrics["loss"], metrics["grad_norm"]),
         "gradients": gradients,
-        "said": list(run.messages),
+        "said": list(run.setting.log.messages),
     }
 
 
@@ -93,6 +93,6 @@ def without_branches(world: World, tree: dict[str, Any], rows: Any, kind: str) -
 
     ALL_ATTENTION_FUNCTIONS.register("no_branches", attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("no_branches", lambda *_, **__: None)
-    model: Any = run.policy.language_model
+    model: Any = run.trained.model.language_model
     model.set_attn_implementation("no_branches")
     walk_a_step(run)

@@ -112,11 +112,12 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
     from holdfast.data.survey import Survey
     from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import filter_of, open_data, row_filter
+    from holdfast.training.run import RunFile
 
-    data = open_data(config, base)
+    data = open_data(RunFile(config=config, base=base))
     tokenizer = load_tokenizer(config.model, base)
     images = images_of(config, tokenizer, base)
-    accept = row_filter(config, base)
+    accept = row_filter(RunFile(config=config, base=base))
     written = config.rollout.max_new_tokens if isinstance(config, GRPOConfig) else None
     answers = _Answers.of(config, base, processes)
     every: list[tuple[str, Source, Mapping[str, Any], Accept | None]] = [
@@ -181,6 +182,7 @@ def _tokenise(
     from holdfast.data.batches.prompts import prompt_tokeniser
     from holdfast.data.tokens.chat import RowTokeniser
     from holdfast.training.build.rows import preference_tokeniser, row_tokeniser
+    from holdfast.training.run import RunFile
 
     if config.data.overlong == "refuse":
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
@@ -189,8 +191,8 @@ def _tokenise(
         rows = RowTokeniser(tokenizer, config.data, base, images)
         return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
     if isinstance(config, DPOConfig):
-        return preference_tokeniser(tokenizer, config, base, images)
-    return row_tokeniser(tokenizer, config.data, base, formats, images)
+        return preference_tokeniser(config, RunFile(config=config, base=base), tokenizer, images)
+    return row_tokeniser(RunFile(config=config, base=base), tokenizer, formats, images)
 
 
 @dataclass
@@ -210,6 +212,7 @@ class _Answers:
             ConfigError: A reward cannot work here.
         """
         from holdfast.training.policy.rewards import RewardScorer
+        from holdfast.training.run import RunFile
 
         if not isinstance(config, GRPOConfig):
             return cls({}, None)
@@ -218,7 +221,8 @@ class _Answers:
             return cls({}, None)
         logs = Path(processes.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-answers-")))
         section = config.rewards.model_copy(update={"workers": 1})
-        scorer = RewardScorer(rewards, section, base, {}, logs)
+        run_file = RunFile(config=config.model_copy(update={"reward": rewards}), base=base)
+        scorer = RewardScorer(run_file, section, {}, logs)
         processes.callback(scorer.close)
         scorer.start()
         return cls({each.label: each.column for each in rewards}, scorer)

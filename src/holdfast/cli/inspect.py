@@ -72,6 +72,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from holdfast.data.rows.rows import open_source
     from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import preference_tokeniser, row_tokeniser, task_rows
+    from holdfast.training.run import RunFile
 
     loaded = load_run(path, overrides)
     config = loaded.config
@@ -88,10 +89,11 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
         return
+    run_file = RunFile(config=config, base=loaded.base)
     tokenise: Tokenise[Example] = (
-        preference_tokeniser(tokenizer, config, loaded.base, images)
+        preference_tokeniser(config, run_file, tokenizer, images)
         if isinstance(config, DPOConfig)
-        else row_tokeniser(tokenizer, config.data, loaded.base, {source.name: section.rows}, images)
+        else row_tokeniser(run_file, tokenizer, {source.name: section.rows}, images)
     )
     sequences = tokenise(content, row, source.name, f"{source.name} row {row}")
     for example in sequences.examples:

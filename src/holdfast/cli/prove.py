@@ -19,8 +19,7 @@ from typing import Any
 
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch.environment import inherited
-from holdfast.launch.local import resolve_ranks
+from holdfast.launch.environment import inherited, resolve_ranks
 
 PROOF_PHASES = {
     "sft": ("data", "forward_backward", "optimizer"),

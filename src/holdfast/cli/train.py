@@ -14,7 +14,8 @@ from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
-from holdfast.launch.local import launch_local, resolve_ranks, under_torchrun
+from holdfast.launch.environment import resolve_ranks, under_torchrun
+from holdfast.launch.local import launch_local
 from holdfast.training.directory import run_directory
 
 

@@ -7,6 +7,7 @@ algorithm 1). Which divergence is the configuration's business (`distill.loss`),
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.distill import DistillConfig
@@ -15,7 +16,6 @@ from holdfast.training.build.begin import Live
 from holdfast.training.distillation.build import build_distillation_run
 from holdfast.training.distillation.run import (
     DistillRun,
-    SampledDistillRun,
     compared_with_teacher,
     completed,
     evaluate_distilled,
@@ -28,32 +28,26 @@ from holdfast.training.step import train_step
 def distill(config: DistillConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     run = build_distillation_run(config, base, world, live)
-    outcome = fit(run, distill_step, evaluate_distilled)
-    run.ranks.close()
+    outcome = fit(run.common, partial(distill_step, run), partial(evaluate_distilled, run.evaluation))
+    run.common.setting.ranks.close()
     return outcome
 
 
 def distill_step(run: DistillRun) -> dict[str, float] | None:
     """Let the student write, or take the rows' answers, and make one update; None when the data has ended."""
-    if isinstance(run, SampledDistillRun) and run.samples_now:
-        return sampled_step(run)
-    run.objective = run.of_rows
-    with run.phase("data"):
-        mini_batch = run.stream.next(run.state.step)
-    return None if mini_batch is None else train_step(run, compared_with_teacher(run, mini_batch))
-
-
-def sampled_step(run: SampledDistillRun) -> dict[str, float] | None:
-    """Let the student complete the rows' prompts, and make one update on what it wrote."""
-    run.objective = run.of_samples
-    before = run.stream.state()
-    with run.phase("data"):
-        mini_batch = run.stream.next(run.state.step)
+    student, stream, writing = run.common.trained, run.common.stream, run.writing
+    before = stream.state()
+    with student.setting.phase("data"):
+        mini_batch = stream.next(student.state.step)
     if mini_batch is None:
         return None
-    try:
-        mini_batch = completed(run, mini_batch)
-    except StepAbandoned:
-        run.stream.load_state(before)  # its rows are read again after a resume
-        raise
-    return train_step(run, compared_with_teacher(run, mini_batch))
+    objective = run.evaluation.objective
+    if writing is not None and writing.is_due(student.state.step):
+        objective = writing.objective
+        try:
+            mini_batch = completed(run, writing, mini_batch)
+        except StepAbandoned:
+            stream.load_state(before)  # its rows are read again after a resume
+            raise
+    mini_batch = compared_with_teacher(student, run.evaluation.teacher.model, objective, mini_batch)
+    return train_step(student, mini_batch, objective, source_names=run.common.source_names).metrics

@@ -7,6 +7,7 @@ single answers with a label.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.dpo import DPOConfig
@@ -25,14 +26,22 @@ from holdfast.training.step import train_step
 
 def dpo(config: DPOConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
-    run = build_preference_run(config, base, world, live)
-    outcome = fit(run, dpo_step, evaluate_preferences)
-    run.ranks.close()
+    return train_preferences(build_preference_run(config, base, world, live))
+
+
+def train_preferences(run: PreferenceRun) -> Outcome:
+    """Train, evaluate and export a run on preferences."""
+    outcome = fit(run.common, partial(dpo_step, run), partial(evaluate_preferences, run.evaluation))
+    run.common.setting.ranks.close()
     return outcome
 
 
 def dpo_step(run: PreferenceRun) -> dict[str, float] | None:
     """Ask the reference, and make one update; None when the data has ended."""
-    with run.phase("data"):
-        mini_batch = run.stream.next(run.state.step)
-    return None if mini_batch is None else with_margins(train_step(run, compared_with_reference(run, mini_batch)))
+    policy = run.common.trained
+    with policy.setting.phase("data"):
+        mini_batch = run.common.stream.next(policy.state.step)
+    if mini_batch is None:
+        return None
+    mini_batch = compared_with_reference(run.evaluation, mini_batch)
+    return with_margins(train_step(policy, mini_batch, run.evaluation.objective).metrics)

@@ -12,7 +12,6 @@ from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped_paragraph
 from holdfast.models.source.origin import locate
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import build_evaluation
 from holdfast.training.directory import run_directory
@@ -25,6 +24,7 @@ from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
+from holdfast.training.run import Setting
 from holdfast.training.saving.parents import notes_of_exports
 
 
@@ -36,7 +36,7 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
     """
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
-    _check_weights(config, base)
+    _check_weights(Setting.of(config, base, world))
     model = config.model.model_copy(update={"check_gradients": False})  # nothing is trained
     metrics, messages = _measured(config.model_copy(update={"model": model}), base, world)
     if world.is_first:
@@ -57,7 +57,7 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
                 policy = build_policy_evaluation(config, base, world, rewards.score)
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
-                return evaluate_policy(policy, "eval"), policy.messages
+                return evaluate_policy(policy, "eval"), policy.setting.log.messages
         case DPOConfig():
             return evaluate_preferences(build_preference_evaluation(config, base, world), "eval"), []
         case DistillConfig():
@@ -68,17 +68,17 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
             raise AssertionError(type(config))
 
 
-def _check_weights(config: TrainingConfig, base: Path) -> None:
+def _check_weights(setting: Setting) -> None:
     """Compare every byte of an export with what it says of itself; all ranks call this together.
 
     Raises:
         ModelError: The weights are others.
     """
-    path, ranks = config.model.path, RankGroup(config.launch.timeout_minutes)
+    path, ranks = setting.config.model.path, setting.ranks
     with ranks.together():
         if path is not None and ranks.rank == 0:
-            place = locate(path, config.model, base, weights=True)
-            notes_of_exports(config, place, base, whole=True)
+            place = locate(path, setting.config.model, setting.base, weights=True)
+            notes_of_exports(setting, place, whole=True)
     ranks.close()
 
 

@@ -8,25 +8,29 @@ which loss and which average are the configuration's business (`advantage`, `obj
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.objectives.base import Objective
+from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.regularisers import acting_entropy_coefficient, next_entropy_coefficient, next_kl_coefficient
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.coefficients import controlled_objective, measured
 from holdfast.training.policy.critic import is_warming_up, stand_still, train_critic, with_values
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.metrics import entropy_estimate, of_several_updates, rollout_metrics
 from holdfast.training.policy.offload import awake_afterwards
-from holdfast.training.policy.recorder import record
+from holdfast.training.policy.recorder import record, tell_samples
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.policy.samples import tell_samples
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
 
@@ -35,30 +39,30 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
     """Train, evaluate and export as the configuration says."""
     with open_rewards(config, base, world, live) as rewards:
         run = build_policy_run(config, base, world, rewards.score, live)
-        check_columns(run, rewards.columns)
-        check_answers(run, rewards.answers, rewards.unreadable)
-        outcome = fit(run, grpo_step, evaluate_policy)
-        run.ranks.close()
+        check_columns(run.evaluation, rewards.columns)
+        check_answers(run.evaluation, rewards.answers, rewards.unreadable)
+        outcome = fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+        run.setting.ranks.close()
     return outcome
 
 
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
-    run.objective = controlled_objective(run)
-    with awake_afterwards(run):
+    with awake_afterwards(run.trained):
         rollout = next_rollout(run)
         return None if rollout is None else learn(run, rollout)
 
 
 def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     """Compare the completions of each prompt, and update the policy on them."""
+    objective = controlled_objective(run)
     rollout = with_advantages(run, rollout)
-    mini_batches = score_rollout(run, pack_rollout(run, rollout))
+    mini_batches = score_rollout(run, objective, pack_rollout(run, rollout))
     metrics: dict[str, float] = {}
     if run.critic is not None:
-        rollout, mini_batches, metrics = with_values(run, run.critic, rollout, mini_batches)
+        rollout, mini_batches, metrics = with_values(run, run.critic, objective, rollout, mini_batches)
         metrics |= train_critic(run, run.critic, mini_batches)
-    metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, mini_batches)
+    metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, objective, mini_batches)
     metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
@@ -67,11 +71,46 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     return metrics
 
 
-def update(run: PolicyRun, mini_batches: list[MiniBatch]) -> dict[str, float]:
+def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> dict[str, float]:
     """Update the policy on every mini-batch, once or in several passes."""
     updates = mini_batches * run.config.updates.passes
     lines, sums = [], []
     for number, mini_batch in enumerate(updates):
-        lines.append(train_step(run, mini_batch, ends_step=number == len(updates) - 1))
-        sums.append(run.sums)
+        ends_step = number == len(updates) - 1
+        names = run.common.source_names
+        made = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
+        lines.append(made.metrics)
+        sums.append(made.sums)
     return of_several_updates(lines, sums)
+
+
+def controlled_objective(run: PolicyRun) -> Objective:
+    """Return the objective with the coefficients of the present step."""
+    objective, controllers, config = run.evaluation.objective, run.trained.state.controllers, run.config
+    if not isinstance(objective, PolicyGradient) or not controllers:
+        return objective
+    # What has no target (any more) is the configuration's, whatever a checkpoint remembers.
+    kl = config.kl.coefficient if config.kl.target is None else controllers["kl"]
+    entropy = config.entropy.coefficient
+    if config.entropy.target is not None:
+        entropy = acting_entropy_coefficient(
+            config.entropy, controllers["entropy"], controllers.get("measured_entropy")
+        )
+    return objective.with_coefficients(kl, entropy)
+
+
+def measured(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Move the coefficients by what the step measured, and return those that will act in the next one."""
+    config, state = run.config, run.trained.state
+    if config.kl.target is None and config.entropy.target is None:
+        return {}
+    before = state.controllers or {"kl": config.kl.coefficient, "entropy": config.entropy.coefficient}
+    completions = config.data.batch_size * config.rollout.group_size
+    entropy = metrics.get("entropy", math.nan)
+    state.controllers = {
+        "kl": next_kl_coefficient(config.kl, before["kl"], metrics.get("kl", math.nan), completions),
+        "entropy": next_entropy_coefficient(config.entropy, before["entropy"], entropy),
+    }
+    if not math.isnan(entropy):
+        state.controllers["measured_entropy"] = entropy
+    return {"kl/coefficient": state.controllers["kl"], "entropy/coefficient": state.controllers["entropy"]}

@@ -16,7 +16,6 @@ from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import FOLDER
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.coefficients import controlled_objective
 from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
 from holdfast.training.saving.resume import resume
 
@@ -49,11 +48,16 @@ def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tupl
         apart = _as_recorded(config, record).model_copy(update=changed)
         run = build_policy_run(apart, record.base, world, lambda _: [])
         if step > 1:
-            manifest = verified_manifest(storage, before, run.ranks)
-            resume(run, storage, Choice(before, manifest, f"weights of step {step - 1}"), run.ranks, manifest.run_id)
-        run.objective = controlled_objective(run)
+            manifest = verified_manifest(storage, before, run.setting.ranks)
+            resume(
+                run.common,
+                storage,
+                Choice(before, manifest, f"weights of step {step - 1}"),
+                run.setting.ranks,
+                manifest.run_id,
+            )
         metrics = learn(run, record.rollout)
-        run.ranks.close()
+        run.setting.ranks.close()
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
     return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(

@@ -10,16 +10,12 @@ from pathlib import Path
 
 from holdfast.config.verbs.dpo import ScorerConfig
 from holdfast.parallel.mesh import World
-from holdfast.recipes.dpo import dpo_step
+from holdfast.recipes.dpo import train_preferences
 from holdfast.training.build.begin import Live
-from holdfast.training.fit import Outcome, fit
+from holdfast.training.fit import Outcome
 from holdfast.training.preference.build import build_preference_run
-from holdfast.training.preference.run import evaluate_preferences
 
 
 def reward(config: ScorerConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
-    run = build_preference_run(config, base, world, live)
-    outcome = fit(run, dpo_step, evaluate_preferences)
-    run.ranks.close()
-    return outcome
+    return train_preferences(build_preference_run(config, base, world, live))

@@ -6,11 +6,14 @@ is the batch's business (`data.average`), what counts as a trained token the row
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, build_run
+from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.run import Run
 from holdfast.training.step import train_step
@@ -19,20 +22,21 @@ from holdfast.training.step import train_step
 def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     run = build_run(config, base, world, live)
-    outcome = fit(run, sft_step)
-    run.ranks.close()
+    outcome = fit(run, partial(sft_step, run), partial(evaluate, run.evaluation))
+    run.setting.ranks.close()
     return outcome
 
 
 def sft_step(run: Run) -> dict[str, float] | None:
     """Make one update; None when the data has ended."""
-    config = run.config
+    trained, config = run.trained, run.setting.config
     assert isinstance(config, SFTConfig)
-    with run.phase("data"):
-        mini_batch = run.stream.next(run.state.step)
+    with run.setting.phase("data"):
+        mini_batch = run.stream.next(trained.state.step)
     if mini_batch is None:
         return None
-    if config.neftune_alpha is None:
-        return train_step(run, mini_batch)
-    with run.policy.noisy(config.neftune_alpha, seed=config.seed, step=run.state.step):
-        return train_step(run, mini_batch)
+    noise: AbstractContextManager[None] = nullcontext()
+    if config.neftune_alpha is not None:
+        noise = trained.model.noisy(config.neftune_alpha, seed=config.seed, step=trained.state.step)
+    with noise:
+        return train_step(trained, mini_batch, run.evaluation.objective, source_names=run.source_names).metrics

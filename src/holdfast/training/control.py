@@ -89,11 +89,11 @@ class StopRequests:
 
     def start_clock(self, run: Run) -> None:
         """Let `max_minutes` count, from the start of the process; it asks for nothing before `min_steps` are done."""
-        config, started = run.config, run.world.began
+        config, started = run.setting.config, run.setting.world.began
 
         def over() -> str | None:
             limit = config.max_minutes
-            if limit is None or run.state.step < config.min_steps or time.monotonic() - started < 60 * limit:
+            if limit is None or run.trained.state.step < config.min_steps or time.monotonic() - started < 60 * limit:
                 return None
             return f"max_minutes={limit:g} have passed"
 
@@ -180,8 +180,8 @@ class Control:
     def __init__(self, run: Run, requests: StopRequests) -> None:
         self._run = run
         self._requests = requests
-        self._evaluations = Timetable(run.config.evaluation, run.stream.epoch)
-        self._saves = Timetable(run.config.checkpoint, run.stream.epoch)
+        self._evaluations = Timetable(run.setting.config.evaluation, run.stream.epoch)
+        self._saves = Timetable(run.setting.config.checkpoint, run.stream.epoch)
 
     def decide(self, event: StepEvent, saving: Status) -> Decision:
         """Let rank 0 decide what follows a step, and every rank follow.
@@ -196,13 +196,13 @@ class Control:
             HoldfastError: An observer failed; on every rank.
         """
         first: Decision | HoldfastError | None = None
-        if self._run.world.is_first:
+        if self._run.setting.world.is_first:
             try:
                 first = self._first_rank_decides(event)
             except HoldfastError as error:
                 first = error
         wants_save, self._requests.save = self._requests.save, False
-        rank_reports = self._run.ranks.gather((self._requests.reason, wants_save, saving, first))
+        rank_reports = self._run.setting.ranks.gather((self._requests.reason, wants_save, saving, first))
         decision = rank_reports[0][3]
         if isinstance(decision, HoldfastError):
             raise decision
@@ -217,9 +217,9 @@ class Control:
 
     def _first_rank_decides(self, event: StepEvent) -> Decision:
         run = self._run
-        asked = ask(run.observers, event, run.state.observers)
+        asked = ask(run.observers, event, run.trained.state.observers)
         late = self._requests.asked
-        may_stop = event.step >= run.config.min_steps
+        may_stop = event.step >= run.setting.config.min_steps
         stop = None
         if may_stop and "stop" in asked:
             stop = BY_OBSERVER

@@ -1,25 +1,28 @@
-"""Choose what samples from a policy."""
+"""Choose what samples from a policy, and see that a rank has room for whole weights, where training has shards."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
+from torch import nn
 
 from holdfast.config.sections.rollout import EngineConfig, EngineKind, GraphsKind
 from holdfast.errors import ConfigError
+from holdfast.files import size_words
 from holdfast.models.build.model import Blueprint
-from holdfast.parallel.host_copy import live_tensors
+from holdfast.parallel.host_copy import common_bytes, live_tensors
+from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.stopping import Stops
-from holdfast.training.copies import check_copy_fits, shared_by_ranks
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 
 
-def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
+def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
     All ranks call this together, and all of them raise what any of them raises.
@@ -27,28 +30,28 @@ def open_engine(measured: Evaluation, rollout: EngineConfig, *, tells_experts: b
     Raises:
         ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
     """
-    common = shared_by_ranks(measured)
+    common = shared_by_ranks(sharded)
 
     def opened() -> RolloutEngine:
-        if not stop_tokens(measured.origin) and not rollout.stop:
+        if not stop_tokens(sharded.origin) and not rollout.stop:
             raise ConfigError(
                 "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
                 "text. Give the tokenizer an eos_token, or set rollout.stop."
             )
-        check_copy_fits(measured, rollout.copy_gib, common, in_process=samples_in_process(measured, rollout.engine))
-        return build_engine(measured, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
+        check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, rollout.engine))
+        return build_engine(sharded, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
-    return measured.ranks.on_all_ranks(opened)
+    return sharded.setting.ranks.on_all_ranks(opened)
 
 
-def give_weights(engine: RolloutEngine, run: Evaluation) -> None:
+def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
     """Let an engine take over the policy's present weights; all ranks call this together."""
-    dtype: torch.dtype = getattr(torch, run.plan.compute_dtype)
-    engine.update_weights(live_tensors(run.policy, run.ranks, dtype), run.state.updates)
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
 
 
 def build_engine(
-    measured: Evaluation,
+    sharded: ShardedModel,
     kind: EngineKind = "auto",
     rows: int = 512,
     graphs: GraphsKind = "off",
@@ -58,7 +61,7 @@ def build_engine(
     """Return an engine without weights: our own decoding where the model's attention allows it.
 
     Args:
-        measured: The policy.
+        sharded: The policy.
         kind: Which engine.
         rows: Most completions decoded together.
         graphs: Whether our own decoding replays recorded steps on CUDA; `off` where no key of a run says.
@@ -67,7 +70,7 @@ def build_engine(
     Raises:
         ConfigError: The engine that was asked for cannot decode this model.
     """
-    origin, tokenizer, device = measured.origin, measured.origin.tokenizer, measured.world.device
+    origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
     # Behind an image token that is no image's, training and sampling would read different things: it ends a completion.
     marks = (origin.family.image_token_id, origin.family.video_token_id)
     ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
@@ -75,15 +78,15 @@ def build_engine(
         frozenset(ends),
         lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
     )
-    dtype = getattr(torch, measured.plan.compute_dtype)
-    can = _decodes_in_process(measured)
+    dtype = getattr(torch, sharded.plan.compute_dtype)
+    can = _decodes_in_process(sharded)
     if kind == "inprocess" and not can:
         why = origin.family.why_not_packed or "its attention is not computed per document (model.attention)"
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
-    if samples_in_process(measured, kind):
-        wide = measured.config.model.head.dtype == "float32"
+    if samples_in_process(sharded, kind):
+        wide = sharded.setting.config.model.head.dtype == "float32"
         # On the CPU calling an operation costs little beside it, and a room of tokens is more than the tokens in it.
         replays = graphs == "auto" and device.type == "cuda" and not tells_experts
         return InProcessEngine(
@@ -96,7 +99,7 @@ def build_engine(
             float32_head=wide,
             recorder=CudaRecorder(device) if replays else None,
         )
-    if kind == "auto" and measured.world.is_first:
+    if kind == "auto" and sharded.setting.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"
         print(
             f"rollouts by transformers' generate, which is slower: {origin.family.name} is padded ({why})", flush=True
@@ -105,18 +108,18 @@ def build_engine(
     return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
 
 
-def _decodes_in_process(measured: Evaluation) -> bool:
-    return measured.origin.packed and not measured.policy.padded
+def _decodes_in_process(sharded: ShardedModel) -> bool:
+    return sharded.origin.packed and not sharded.model.padded
 
 
-def samples_in_process(measured: Evaluation, kind: EngineKind) -> bool:
+def samples_in_process(sharded: ShardedModel, kind: EngineKind) -> bool:
     """Return whether it is our own decoding that an engine of this kind samples by."""
-    return _decodes_in_process(measured) and kind != "transformers"
+    return _decodes_in_process(sharded) and kind != "transformers"
 
 
-def why_no_videos(measured: Evaluation, kind: EngineKind) -> str:
+def why_no_videos(sharded: ShardedModel, kind: EngineKind) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
-    if samples_in_process(measured, kind):
+    if samples_in_process(sharded, kind):
         return ""
     return "transformers' generate, which samples here, would place its frames as if they were images"
 
@@ -134,3 +137,91 @@ def pad_token(tokenizer: Any) -> int:
         if token is not None:
             return int(token)
     return 0
+
+
+_GIB = 2**30
+
+
+def shared_by_ranks(sharded: ShardedModel) -> int:
+    """Return how many bytes of weights all ranks sample over together; all of them call this together."""
+    return common_bytes(sharded.model, sharded.setting.ranks, getattr(torch, sharded.plan.compute_dtype))
+
+
+def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int, *, in_process: bool) -> None:
+    """Refuse rollouts that would run out of memory in step 1; else say what they take.
+
+    Args:
+        sharded: The policy, on its device already.
+        budget_gib: Most that sampling may take; None for what is free now.
+        common: From `shared_by_ranks`.
+        in_process: Whether our own decoding samples, and not transformers' `generate`.
+
+    Raises:
+        ConfigError: Sampling takes more.
+    """
+    dtype = sharded.plan.compute_dtype
+    copied = copy_bytes(sharded, common)
+    laid_out = layout_bytes(sharded) if in_process else 0
+    needed = copied + laid_out
+    world, parts = sharded.setting.world, _parts(copied, -(-common // sharded.setting.ranks.size), laid_out, dtype)
+    budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
+    if needed > budget:
+        limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
+        if budget_gib is None:
+            limit = f"has {size_words(budget)} free"
+        advice = "" if dtype == "bfloat16" else ", set parallel.compute_dtype: bfloat16"
+        room = "devices with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
+        raise ConfigError(
+            f"rollout: sampling takes {size_words(needed)} on every rank, {parts}, and rank "
+            f"{world.rank} {limit}. Use a smaller model{advice}, or use {room}."
+        )
+    if world.is_first:
+        print(f"rollouts: {parts}, on every rank", flush=True)
+
+
+def copy_bytes(sharded: ShardedModel, common: int) -> int:
+    """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype.
+
+    Of the `common` bytes that all ranks share, a rank has its part.
+    """
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    plan = sharded.plan
+    whole = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
+    if whole and sharded.setting.config.model.lora is None:
+        numbers = sum(value.numel() for value in sharded.model.parameters() if value.dtype != dtype)
+    else:
+        numbers = sum(value.numel() for value in sharded.origin.skeleton.parameters())
+    return int(numbers) * dtype.itemsize - common + -(-common // sharded.setting.ranks.size)
+
+
+def layout_bytes(sharded: ShardedModel) -> int:
+    """Return what decoding takes on the CPU for matrices that it lays out anew while the first ones stay."""
+    if sharded.setting.world.device.type != "cpu":
+        return 0
+    layers = [layer for layer in sharded.origin.skeleton.modules() if type(layer) is nn.Linear]
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    return sum(int(layer.weight.numel()) for layer in layers) * dtype.itemsize
+
+
+def free_bytes(world: World) -> int:
+    """Return the memory that is free on this rank's device; of a host's, its share among the ranks there."""
+    if world.device.type == "cuda":
+        cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+        return int(torch.cuda.mem_get_info(world.device)[0]) + cached
+    return free_host_bytes(world)
+
+
+def free_host_bytes(world: World) -> int:
+    """Return this rank's share of the memory that is free on its machine."""
+    return int(psutil.virtual_memory().available) // (world.local_size or 1)
+
+
+def _parts(copied: int, shared: int, laid_out: int, dtype: str) -> str:
+    """Say what sampling takes; `shared` of what is copied is this rank's part of what all ranks read."""
+    whose = {
+        "a part of the copy of the weights that all ranks share": shared,
+        f"a copy of the {'other ' if shared else ''}weights": copied - shared,
+    }
+    parts = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
+    laid = [f"{size_words(laid_out)} of matrices laid out for decoding"] if laid_out else []
+    return ", and ".join([*(parts or ["the policy's own weights"]), *laid])

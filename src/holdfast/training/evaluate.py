@@ -21,7 +21,7 @@ from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights
-from holdfast.training.run import Evaluation
+from holdfast.training.run import Evaluation, ShardedModel
 from holdfast.types import Example, Finish, LossSum, MiniBatch
 
 Prepare = Callable[[MiniBatch], MiniBatch]
@@ -41,7 +41,7 @@ class Answered:
 
 
 def evaluate(
-    run: Evaluation,
+    evaluation: Evaluation,
     label: str | None = None,
     interrupted: Callable[[], bool] = lambda: False,
     prepare: Prepare = lambda mini_batch: mini_batch,
@@ -52,59 +52,61 @@ def evaluate(
     before every batch, the same on all ranks: what was begun is then left, and only finished sets are returned.
     `prepare` adds to a batch what its loss compares with.
     """
-    label = label or f"step-{run.state.step:08d}"
+    sharded = evaluation.sharded
+    setting = sharded.setting
+    label = label or f"step-{sharded.state.step:08d}"
     metrics: dict[str, float] = {}
-    options = run.config.evaluation.completions
-    with run.phase("evaluation"):
+    options = setting.config.evaluation.completions
+    with setting.phase("evaluation"):
         engine = None
-        for held_out in run.evaluation_sets:
-            set_metrics = evaluate_loss(run, held_out.open_stream(), interrupted, prepare)
+        for held_out in evaluation.sets:
+            set_metrics = evaluate_loss(evaluation, held_out.open_stream(), interrupted, prepare)
             if set_metrics is None:
                 return metrics
             if options is not None:
                 if engine is None:
-                    engine = build_engine(run)
-                    give_weights(engine, run)
-                examples = run.ranks.on_all_ranks(lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
-                completed = evaluate_completions(engine, run, examples, options)
+                    engine = build_engine(sharded)
+                    give_weights(engine, sharded)
+                examples = setting.ranks.on_all_ranks(lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
+                completed = evaluate_completions(engine, sharded, examples, options)
                 if completed is None:
                     return metrics
                 more, answered = completed
                 set_metrics |= more
-                if run.world.is_first:
+                if setting.world.is_first:
                     name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
-                    write_completions(run.directory / COMPLETIONS / name, answered)
+                    write_completions(setting.directory / COMPLETIONS / name, answered)
             metrics |= {f"eval/{held_out.name}/{name}": value for name, value in set_metrics.items()}
     return metrics
 
 
 @torch.no_grad()
 def evaluate_loss(
-    run: Evaluation, stream: SampleStream, interrupted: Callable[[], bool], prepare: Prepare
+    evaluation: Evaluation, stream: SampleStream, interrupted: Callable[[], bool], prepare: Prepare
 ) -> dict[str, float] | None:
     """Return the mean loss and its companions over one pass, the same on every rank; None if it was interrupted."""
-    policy, device = run.policy, run.world.device
-    policy.eval()
+    model, device = evaluation.sharded.model, evaluation.sharded.setting.world.device
+    model.eval()
     sums: dict[str, Tensor] = {}
     step = 0
     while (mini_batch := stream.next(step)) is not None:
         if interrupted():
-            policy.train()
+            model.train()
             return None
         for micro_batch in prepare(mini_batch).micro_batches:
             batch = to_device(micro_batch, device)
-            output = policy(batch, run.objective)
+            output = model(batch, evaluation.objective)
             assert isinstance(output, LossSum)
             part = {"loss": ratio(output.loss, batch.count)} | output.sums
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
         step += 1
-    policy.train()
+    model.train()
     numbers = {name: value.tolist() for name, value in reduce_sums(sums, device).items()}
     return {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
 
 
 def evaluate_completions(
-    engine: RolloutEngine, run: Evaluation, examples: Sequence[Example], options: CompletionsConfig
+    engine: RolloutEngine, sharded: ShardedModel, examples: Sequence[Example], options: CompletionsConfig
 ) -> tuple[dict[str, float], list[Answered]] | None:
     """Complete this rank's prompts and compare with their last trained span.
 
@@ -114,13 +116,13 @@ def evaluate_completions(
         Metrics over all ranks, and all ranks' completions by sample id (the same on every rank); None if a rank was
         asked to stop meanwhile.
     """
-    tokenizer = run.origin.tokenizer
+    tokenizer = sharded.origin.tokenizer
     answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
     requests = [_request(number, example, len(answers[number][0])) for number, example in enumerate(examples)]
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     own_answers = []
-    completions = generate(engine, requests, sampling, run.interrupted)
-    if any(run.ranks.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
+    completions = generate(engine, requests, sampling, sharded.setting.interrupted)
+    if any(sharded.setting.ranks.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
         return None
     for sampled in completions:
         prompt, reference = answers[sampled.request_id]
@@ -128,10 +130,10 @@ def evaluate_completions(
         expected = tokenizer.decode(reference, skip_special_tokens=True)
         finished = sampled.finish is Finish.STOP
         right = finished and text.strip() == expected.strip()
-        asked = tokenizer.decode(_images_shortened(prompt, run.origin.family.image_token_id))
+        asked = tokenizer.decode(_images_shortened(prompt, sharded.origin.family.image_token_id))
         own_answers.append(Answered(examples[sampled.request_id].sample_id, asked, text, expected, right, finished))
     answered = sorted(
-        (item for part in run.ranks.gather(own_answers) for item in part), key=lambda item: item.sample_id
+        (item for part in sharded.setting.ranks.gather(own_answers) for item in part), key=lambda item: item.sample_id
     )
     if not answered:
         return {}, []

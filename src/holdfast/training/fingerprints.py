@@ -1,35 +1,37 @@
-"""What a checkpoint remembers of things that are not in it: rows, the user's files, the tokenizer.
+"""What a checkpoint remembers of things that are not in it: rows, the user's files and what
+they import, the tokenizer, models that score.
 
 A run that goes on with other rows or another loss is another run; it must say so.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.config.sections.algorithm import UserObjectiveConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.sections.preference import UserLossConfig
 from holdfast.config.sections.reference import sync_of
-from holdfast.config.sections.reward import UserRewardConfig
+from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.content.images import ImageFiles, images_mark
 from holdfast.data.tokens.chat_template import template_text
+from holdfast.errors import ModelError
+from holdfast.files import read_bytes
 from holdfast.models.build.model import Blueprint
 from holdfast.models.source.origin import files_mark, locate, same_files, tell_mark
 from holdfast.models.source.vision import VIDEO_FILE
 from holdfast.parallel.collectives import RankGroup
-from holdfast.training.reward_files import helper_hashes, is_new, reward_model_hashes, reward_models
-
-Identity = Mapping[str, Mapping[str, str]]
-"""Kind (data, files, tokenizer) -> what -> hash or value"""
+from holdfast.training.run import Identity, RunFile, Setting
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
@@ -45,22 +47,16 @@ _IMAGES = "images of source "
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
-def identity(
-    config: TrainingConfig,
-    base: Path,
-    stream: BatchStream[Any, Any],
-    origin: Blueprint,
-    marks: Mapping[str, str],
-) -> Identity:
+def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint, marks: Mapping[str, str]) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
     Args:
-        config: The run.
-        base: The YAML's directory.
+        setting: Of the run.
         stream: The training rows.
         origin: The model and its tokenizer.
         marks: Of images, as `image_marks` returns them.
     """
+    config = setting.config
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
@@ -74,10 +70,10 @@ def identity(
     model |= _adapters(config)
     if _starts_from_files(config):
         model["model.path"] = weights_mark(origin, config.seed)
-    model |= _adapter_of_reference(config, base)
+    model |= _adapter_of_reference(setting)
     return {
         "data": data,
-        "files": user_files(config, base) | reward_model_hashes(config, base),
+        "files": user_files(setting) | reward_model_hashes(setting),
         "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin),
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
@@ -116,11 +112,11 @@ def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 
 
-def image_marks(config: TrainingConfig, base: Path, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
+def image_marks(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
     """Return marks of the images that rows hold or name, for a model that sees them; reads files."""
     if origin.image_processor is None:
         return {}
-    files = ImageFiles(config.data.image_dir, base)
+    files = ImageFiles(setting.config.data.image_dir, setting.base)
     marks = {f"{_IMAGES}{index}": images_mark(source, files) for index, source in enumerate(stream.sources)}
     return {what: mark for what, mark in marks.items() if mark is not None}
 
@@ -186,17 +182,17 @@ def weights_mark(origin: Blueprint, seed: int) -> str:
     return files_mark(origin.directory)
 
 
-def _adapter_of_reference(config: TrainingConfig, base: Path) -> dict[str, str]:
-    mark = adapter_mark(config, base) if _has_reference(config) else ""
+def _adapter_of_reference(setting: RunFile) -> dict[str, str]:
+    mark = adapter_mark(setting) if _has_reference(setting.config) else ""
     return {"model.lora.path": mark} if mark else {}
 
 
-def adapter_mark(config: TrainingConfig, base: Path) -> str:
+def adapter_mark(setting: RunFile) -> str:
     """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
-    lora = config.model.lora
-    if lora is None or lora.path is None:
+    section = setting.config.model
+    if section.lora is None or section.lora.path is None:
         return ""
-    files = sorted(locate(lora.path, config.model, base, weights=True).glob("*.safetensors"))
+    files = sorted(locate(section.lora.path, section, setting.base, weights=True).glob("*.safetensors"))
     return hash_bytes("\n".join(hash_file(file) for file in files).encode())
 
 
@@ -216,29 +212,30 @@ def _is_new(what: str) -> bool:
     return is_new(what) or what.startswith(_IMAGES)
 
 
-def user_files(config: TrainingConfig, base: Path) -> dict[str, str]:
+def user_files(setting: RunFile) -> dict[str, str]:
     """Return the hashes of the user's files, of what they import from beside them, and of a template in place."""
     hashes: dict[str, str] = {}
-    for key, name in _code_files(config):
-        hashes |= _code_hashes(key, name, base)
-    hashes |= filter_hashes(config, base)
+    for key, name in _code_files(setting.config):
+        hashes |= _code_hashes(key, name, setting)
+    hashes |= filter_hashes(setting)
     for key in ("data.format", "data.chat_template"):
-        value = getattr(config.data, key.removeprefix("data."))
+        value = getattr(setting.config.data, key.removeprefix("data."))
         if value:
-            text = template_text(value, base, key)
+            text = template_text(value, setting.base, key)
             hashes[f"{key} {'written in place' if text == value else value}"] = hash_bytes(text.encode())
     return hashes
 
 
-def filter_hashes(config: TrainingConfig, base: Path) -> dict[str, str]:
+def filter_hashes(setting: RunFile) -> dict[str, str]:
     """Return the hashes of the file that says which rows are taken, and of what it imports from beside it."""
-    return {} if config.data.filter is None else _code_hashes("data.filter", config.data.filter, base)
+    name = setting.config.data.filter
+    return {} if name is None else _code_hashes("data.filter", name, setting)
 
 
-def _code_hashes(key: str, name: str, base: Path) -> dict[str, str]:
+def _code_hashes(key: str, name: str, setting: RunFile) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
-    source_file = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    source_file = next((place for place in (setting.base / file, Path(file)) if place.is_file()), None)
     if source_file is None:  # a class of an installed package lies in none
         return {}
     return {f"{key} {file}": hash_file(source_file)} | helper_hashes(f"{key} {file}", source_file)
@@ -279,23 +276,23 @@ def mark_once(directory: Path | None, ranks: RankGroup) -> None:
         tell_mark(directory, mark)
 
 
-def mark_base_of_adapters(config: TrainingConfig, base: Path, ranks: RankGroup) -> None:
+def mark_base_of_adapters(setting: Setting) -> None:
     """Mark the weights that adapters of a file will be laid beside, before every rank compares their marks.
 
     Raises:
         ModelError: There is no such model.
     """
-    section = config.model
+    section, ranks = setting.config.model, setting.ranks
     if section.path is None or section.lora is None or section.lora.path is None or section.lora.any_base:
         return
     name = section.path
-    mark_once(ranks.first_rank_first(lambda: locate(name, section, base, weights=True)), ranks)
+    mark_once(ranks.first_rank_first(lambda: locate(name, section, setting.base, weights=True)), ranks)
 
 
-def mark_reward_models(config: TrainingConfig, base: Path, ranks: RankGroup) -> None:
+def mark_reward_models(setting: Setting) -> None:
     """Mark the models that score; all ranks call this together."""
-    for directory in ranks.on_all_ranks(lambda: reward_models(config, base)).values():
-        mark_once(directory, ranks)
+    for directory in setting.ranks.on_all_ranks(lambda: reward_models(setting)).values():
+        mark_once(directory, setting.ranks)
 
 
 def is_marked(config: TrainingConfig) -> bool:
@@ -313,3 +310,78 @@ def with_marks_of_now(then: Identity, now: Identity) -> Identity:
         }
         for kind, values in then.items()
     }
+
+
+IMPORTS, REWARD_MODEL = " imports ", "reward model "
+_TEXTS = {".json", ".jinja", ".model", ".txt", ".bin"}
+"""What a model directory holds beside safetensors: its configuration, its tokenizer, weights of the old format."""
+
+
+def is_new(what: str) -> bool:
+    """Say whether earlier versions did not look at this: their checkpoints say nothing of it."""
+    return IMPORTS in what or what.startswith(REWARD_MODEL)
+
+
+def helper_hashes(named: str, file: Path) -> dict[str, str]:
+    """Return the hashes of the modules in a file's folder that it imports, and that these import.
+
+    Read from the import statements, wherever they stand. What is imported by other means is not seen.
+    """
+    root = file.resolve().parent
+    modules: dict[Path, None] = {file.resolve(): None}
+    waiting = [*modules]
+    while waiting:
+        new = [module for module in _imported(waiting.pop(), root) if module not in modules]
+        modules |= dict.fromkeys(new)
+        waiting += new
+    helpers = [*modules][1:]
+    return {f"{named}{IMPORTS}{helper.relative_to(root)}": hash_file(helper) for helper in helpers}
+
+
+def _imported(file: Path, root: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(read_bytes(file))
+    except (SyntaxError, ValueError):
+        return  # whoever imports it says so
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                for name in names:
+                    yield from _modules(root, name.name)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                place = file.parents[level - 1] if 0 < level <= len(file.parents) else root
+                for name in names:
+                    dotted = f"{module}.{name.name}" if module else name.name
+                    yield from (each for each in _modules(place, dotted) if each.is_relative_to(root))
+
+
+def _modules(place: Path, dotted: str) -> Iterator[Path]:
+    """Yield the files behind a dotted name: its packages, and its module."""
+    for part in dotted.split("."):
+        yield from (each for each in (place / f"{part}.py", place / part / "__init__.py") if each.is_file())
+        place /= part
+
+
+def reward_models(setting: RunFile) -> dict[str, Path]:
+    """Return the directories of the models that score, by the names they have in the configuration."""
+    directories = {}
+    for section in getattr(setting.config, "reward", ()):
+        if isinstance(section, ModelRewardConfig):
+            try:
+                directories[section.path] = locate(
+                    section.path, ModelConfig(path=section.path), setting.base, weights=True
+                )
+            except ModelError:
+                continue  # a run that scores has refused it; a replay does without
+    return directories
+
+
+def reward_model_hashes(setting: RunFile) -> dict[str, str]:
+    """Return what tells the models that score from others: their weights, and the files that say how they read text."""
+    hashes = {}
+    for name, directory in reward_models(setting).items():
+        texts = sorted(file for file in directory.iterdir() if file.suffix in _TEXTS and file.is_file())
+        lines = "\n".join(f"{file.name} {hash_file(file)}" for file in texts)
+        hashes[f"{REWARD_MODEL}{name} weights"] = files_mark(directory)
+        hashes[f"{REWARD_MODEL}{name} configuration and tokenizer"] = hash_bytes(lines.encode())
+    return hashes

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import psutil
 import torch
 
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.errors import RankFailed
+from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
 from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
-from holdfast.training.evaluate import evaluate as evaluate_supervised
 from holdfast.training.journal import Journal
-from holdfast.training.run import Run, StepAbandoned
+from holdfast.training.run import Run, Setting, StepAbandoned
 from holdfast.training.saving.checkpoints import Checkpoints
 from holdfast.training.saving.exports import (
     BEST,
@@ -28,15 +28,14 @@ from holdfast.training.saving.exports import (
 )
 from holdfast.types import StepEvent
 
-R = TypeVar("R", bound=Run)
-Step = Callable[[R], dict[str, float] | None]
+Step = Callable[[], dict[str, float] | None]
 """Makes one step and returns its metrics, or None when the data has ended."""
 
 
-class Evaluate(Protocol[R]):  # type: ignore[misc]  # a run is taken, never given
+class Evaluate(Protocol):
     """Measures a run on its evaluation sets."""
 
-    def __call__(self, run: R, /, *, interrupted: Callable[[], bool]) -> dict[str, float]:
+    def __call__(self, *, interrupted: Callable[[], bool]) -> dict[str, float]:
         """Return eval/<set>/<metric>, the same on every rank."""
 
 
@@ -56,35 +55,37 @@ class Outcome:
     """What makes a model of the newest checkpoint; None where there is none."""
 
 
-def fit(run: R, step: Step[R], evaluate: Evaluate[R] = evaluate_supervised) -> Outcome:
+def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
-    dry, first = run.config.dry_run, run.state.step
+    dry, first = run.setting.config.dry_run, run.trained.state.step
     try:
         with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
             checkpoints.rehearse(requests)
             requests.start_clock(run)
-            run.interrupted = lambda: requests.asked is not None
+            run.setting.interrupted = lambda: requests.asked is not None
             try:
                 stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
             except Exception as error:
                 journal.failed(error)
                 raise
-            exports_at_end = run.config.checkpoint.export_at_end or dry
+            exports_at_end = run.setting.config.checkpoint.export_at_end or dry
             place = export_run(run, FINAL) if exports_at_end and stopped in {None, BY_OBSERVER} else None
-            if stopped is None and run.state.step > first:
+            if stopped is None and run.trained.state.step > first:
                 journal.event("done")
     finally:
-        if dry and run.world.is_first:
-            directory.remove(run.directory)
+        if dry and run.setting.world.is_first:
+            directory.remove(run.setting.directory)
     command = None if dry else checkpoints.export_command
-    return Outcome(run.state.step, journal.latest, stopped, str(run.directory), None if dry else place, command)
+    return Outcome(
+        run.trained.state.step, journal.latest, stopped, str(run.setting.directory), None if dry else place, command
+    )
 
 
 @dataclass
-class _Loop(Generic[R]):
-    run: R
-    step: Step[R]
-    evaluate: Evaluate[R]
+class _Loop:
+    run: Run
+    step: Step
+    evaluate: Evaluate
     checkpoints: Checkpoints
     journal: Journal
     requests: StopRequests
@@ -94,21 +95,22 @@ class _Loop(Generic[R]):
 
     def run_to_end(self) -> str | None:
         """Return why the run stopped early; None if it did not."""
-        run, evaluation = self.run, self.run.config.evaluation
+        run, state, dry = self.run, self.run.trained.state, self.run.setting.config.dry_run
+        evaluation = run.setting.config.evaluation
         if run.finished:
             self.journal.say(
-                f"nothing to do: step {run.state.step} is the last one of {run.directory}. Raise steps to go on, or "
-                "give another run.name to begin a new run"
+                f"nothing to do: step {state.step} is the last one of {run.setting.directory}. Raise steps to "
+                "go on, or give another run.name to begin a new run"
             )
             return None
         for words in set_final_aside(run):
             self.journal.say(words)
-        if (evaluation.at_start and run.state.step == 0) or run.config.dry_run:
+        if (evaluation.at_start and state.step == 0) or dry:
             self.journal.report(self._evaluate())
         stopped = self._train()
-        if stopped is None and (evaluation.at_end or run.config.dry_run) and self.evaluated_at != run.state.step:
+        if stopped is None and (evaluation.at_end or dry) and self.evaluated_at != state.step:
             self._evaluate_at_end()
-        if stopped is not None or run.config.checkpoint.at_end:
+        if stopped is not None or run.setting.config.checkpoint.at_end:
             self.journal.saved(self.checkpoints.save_last(self.line))
             self.checkpoints.check_grace(self.requests)
         self.journal.saved(self.checkpoints.collect("The run ends without it"))
@@ -127,26 +129,26 @@ class _Loop(Generic[R]):
 
     def _train(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
-        run.clock.read()  # what came before is no part of the first step's time
-        first = run.state.step
+        run.setting.log.clock.read()  # what came before is no part of the first step's time
+        first = run.trained.state.step
         while not run.finished:
-            run.world.failure.at_step(run.state.step)
-            done = run.state.step
+            run.setting.world.failure.at_step(run.trained.state.step)
+            done = run.trained.state.step
             self.checkpoints.mark()
             try:
-                line = self.step(run)
+                line = self.step()
                 if line is None:
                     return None
                 self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
                 self.journal.saved(self.checkpoints.check_step_after(done, self.requests))
-                event = StepEvent(run.state.step, run.stream.epoch, self.line)
+                event = StepEvent(run.trained.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
             except StepAbandoned:
-                asked = self.requests.pending(run.ranks)
+                asked = self.requests.pending(run.setting.ranks)
                 assert asked is not None
                 stopped = asked.words
-                if run.state.step == first and not asked.by_signal:
+                if run.trained.state.step == first and not asked.by_signal:
                     stopped += " before this start had made a step; the next one makes none either unless it is longer"
             except Exception as error:
                 self._save_before(error)
@@ -164,14 +166,16 @@ class _Loop(Generic[R]):
         if decision.evaluate:
             self.line |= self._evaluate()
             # Evaluating is no part of the next step's time.
-            self.line |= {name: value for name, value in run.clock.read().items() if name == "timing/evaluation"}
-            asked = self.requests.pending(run.ranks)
+            self.line |= {
+                name: value for name, value in run.setting.log.clock.read().items() if name == "timing/evaluation"
+            }
+            asked = self.requests.pending(run.setting.ranks)
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
         self.journal.report(self.line)
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.
-        last = run.finished and run.config.checkpoint.at_end
+        last = run.finished and run.setting.config.checkpoint.at_end
         if decision.save and stopped is None and not last:
             self.journal.saved(self.checkpoints.save(self.line))
         return stopped
@@ -183,30 +187,38 @@ class _Loop(Generic[R]):
 
     def _save_before(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run, whether it is this rank's alone or everybody's."""
-        if isinstance(error, CheckpointError | RankFailed) or self.run.world.failure.broken_by_peer(error):
+        if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
         manifest = self.checkpoints.save_before_leaving()
         if manifest is not None:
             print(f"checkpoint of step {manifest.step} is on disk, saved before the error", flush=True)
 
     def _evaluate(self) -> dict[str, float]:
-        self.evaluated_at = self.run.state.step
-        ema = self.run.config.optim.ema
-        with self.run.averaged() if ema is not None and ema.evaluate else nullcontext():
-            return self.evaluate(self.run, interrupted=lambda: self.requests.pending(self.run.ranks) is not None)
+        self.evaluated_at = self.run.trained.state.step
+        ema = self.run.setting.config.optim.ema
+        with self.run.trained.averaged() if ema is not None and ema.evaluate else nullcontext():
+            return self.evaluate(interrupted=lambda: self.requests.pending(self.run.setting.ranks) is not None)
 
 
 def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
     """Return times, throughput and memory since the last step."""
-    times = run.clock.read()
+    times = run.setting.log.clock.read()
     tokens = line.get("data/tokens", 0.0)
     seconds = max(times["step_time"], 1e-9)
     measured = {**times, "throughput/tokens_per_second": tokens / seconds}
-    if run.peak_flops is not None and tokens:
-        flops = run.cost.flops(tokens, line.get("data/mean_length", 0.0))
-        measured["throughput/mfu"] = flops / seconds / (run.peak_flops * run.world.size)
-    if run.world.device.type == "cuda":
+    flops_per_second = _peak_flops(run.setting)
+    if flops_per_second is not None and tokens:
+        flops = run.trained.cost.flops(tokens, line.get("data/mean_length", 0.0))
+        measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.setting.world.size)
+    if run.setting.world.device.type == "cuda":
         measured["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     else:
         measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
     return measured
+
+
+def _peak_flops(setting: Setting) -> float | None:
+    """Return what one device can do."""
+    if setting.config.metrics.peak_flops is not None or setting.world.device.type != "cuda":
+        return setting.config.metrics.peak_flops
+    return peak_flops(torch.cuda.get_device_name(setting.world.device))

@@ -37,36 +37,38 @@ class Journal:
     """Opens the run directory and its sinks for the length of a block; silent on other ranks than the first."""
 
     def __init__(self, run: Run) -> None:
-        self.latest: dict[str, float] = dict(run.resumed_metrics)
+        self.latest: dict[str, float] = dict(run.setting.log.resumed_metrics)
         """The last value of every metric."""
         self._run = run
-        self._first_step = run.state.step
+        self._first_step = run.trained.state.step
         self._sinks: list[Sink] = []
         self._events: defaultdict[str, float] = defaultdict(float)
         """Of the steps since the last line."""
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
         """The last step, if it has no line."""
-        first = run.world.is_first
-        with run.ranks.together():
+        first = run.setting.world.is_first
+        with run.setting.ranks.together():
             if first:
                 self._open()
         self._samples: JsonlSink | None = None
-        self._health = Health() if run.config.metrics.health.enabled else None
-        kind = run.config.metrics.progress if first else "off"
+        self._health = Health() if run.setting.config.metrics.health.enabled else None
+        kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
-            self._screen = open_progress(kind, run.total_steps, run.state.step)
+            self._screen = open_progress(kind, run.trained.total_steps, run.trained.state.step)
 
     def _open(self) -> None:
         run = self._run
         for name in (directory.EVENTS, SAMPLES):
-            if (run.directory / name).exists():
-                append_text(run.directory / name, "")  # what cannot be appended to is refused before a step is made
-        lines = JsonlSink(run.directory / METRICS)
+            if (run.setting.directory / name).exists():
+                append_text(
+                    run.setting.directory / name, ""
+                )  # what cannot be appended to is refused before a step is made
+        lines = JsonlSink(run.setting.directory / METRICS)
         if lines.had_lines:
-            lines.event({"event": "rewind", "to": run.state.step})
+            lines.event({"event": "rewind", "to": run.trained.state.step})
         self._sinks.append(lines)
-        if "tensorboard" in run.config.metrics.sinks:
-            self._sinks.append(TensorBoardSink(run.directory / "tensorboard"))
+        if "tensorboard" in run.setting.config.metrics.sinks:
+            self._sinks.append(TensorBoardSink(run.setting.directory / "tensorboard"))
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -88,7 +90,7 @@ class Journal:
         if not line:
             return
         self.latest.update(line)
-        step = self._run.state.step
+        step = self._run.trained.state.step
         evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
         if "loss" in line:
             self._write_step(step, line, due=bool(evaluated))
@@ -109,7 +111,7 @@ class Journal:
             if _is_event(name):
                 self._events[name] += value
         self._unwritten = step, line
-        if due or step % self._run.config.metrics.log_every == 0 or step == self._run.total_steps:
+        if due or step % self._run.setting.config.metrics.log_every == 0 or step == self._run.trained.total_steps:
             self._write_last()
 
     def _write_last(self) -> None:
@@ -134,21 +136,21 @@ class Journal:
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
-        for text in run.messages:
+        for text in run.setting.log.messages:
             self.say(text)
-        if run.samples and run.world.is_first:
+        if run.setting.log.samples and run.setting.world.is_first:
             if self._samples is None:
-                self._samples = JsonlSink(run.directory / SAMPLES)
+                self._samples = JsonlSink(run.setting.directory / SAMPLES)
                 if self._samples.had_lines:
                     self._samples.event({"event": "rewind", "to": self._first_step})
-            for sample in run.samples:
+            for sample in run.setting.log.samples:
                 self._samples.event(sample)
-        run.messages.clear()
-        run.samples.clear()
+        run.setting.log.messages.clear()
+        run.setting.log.samples.clear()
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
-        if self._run.world.is_first:
+        if self._run.setting.world.is_first:
             self._screen.say(escaped_paragraph(text))
 
     def saved(self, committed: Sequence[Saved]) -> None:
@@ -173,9 +175,9 @@ class Journal:
 
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl."""
-        if self._run.world.is_first:
-            line = json.dumps({"event": name, "step": self._run.state.step, **values}) + "\n"
-            append_text(self._run.directory / directory.EVENTS, line)
+        if self._run.setting.world.is_first:
+            line = json.dumps({"event": name, "step": self._run.trained.state.step, **values}) + "\n"
+            append_text(self._run.setting.directory / directory.EVENTS, line)
 
 
 def _is_shown(name: str, value: float) -> bool:

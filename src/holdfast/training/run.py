@@ -1,18 +1,22 @@
-"""The built parts of a run, side by side. A record, not an actor: steps are functions that take it."""
+"""The built parts of a run, side by side. Records, not actors: steps are functions that take them.
+
+A `Setting` is where a run takes place and what it is asked for; nothing of it is trained. A `ShardedModel` lives in it,
+a `Trained` one is what `train_step` updates, an `Evaluation` says what a model is measured on, and a `Run` has these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ConfigDict
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
-from holdfast.config.base import SavedCount, SavedNumber
+from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.clock import PhaseClock
@@ -29,9 +33,62 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.offload import Residency
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import Identity
+from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.types import Example
+
+
+@dataclass(kw_only=True)
+class Logbook:
+    """What a run has to say: the journal writes it down, and empties the lists."""
+
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    messages: list[str] = field(default_factory=list)
+    """What a step or an evaluation has to tell the user; rank 0 prints it."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Completions of a step; rank 0 writes them to samples.jsonl."""
+    resumed_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the checkpoint that the run continues from."""
+
+
+@dataclass(kw_only=True)
+class RunFile:
+    """A configuration, and the folder that its paths begin at."""
+
+    config: TrainingConfig
+    base: Path
+    """Directory of the run's YAML, where its files are looked up."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes."""
+        return run_directory(self.config)
+
+    def with_sections(self, **sections: Section) -> Self:
+        """Return the same with other sections of the configuration."""
+        return replace(self, config=self.config.model_copy(update=sections))
+
+
+@dataclass(kw_only=True)
+class Setting(RunFile):
+    """A run's file, the ranks that carry it out, and what they say of it."""
+
+    world: World
+    ranks: RankGroup
+    log: Logbook = field(default_factory=Logbook)
+    interrupted: Callable[[], bool] = lambda: False
+    """Whether this rank was asked to stop; long work may be left for it."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
+        """Return a setting with a group of its own; all ranks call this together."""
+        return cls(config=config, base=base, world=world, ranks=RankGroup(config.launch.timeout_minutes))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
+        with self.log.clock.phase(name), self.world.failure.phase(name):
+            yield
 
 
 @dataclass
@@ -66,6 +123,9 @@ class TrainState:
         return asdict(self)
 
 
+Identity = Mapping[str, Mapping[str, str]]
+"""Kind (data, files, tokenizer) -> what -> hash or value"""
+
 REFERENCE = "reference"
 """Name of a reference policy among the models that checkpoints hold beside the run's own."""
 
@@ -86,70 +146,36 @@ class EvaluationSet:
 
 
 @dataclass(kw_only=True)
-class Evaluation:
-    """A model on its ranks, and what it is measured on."""
+class ShardedModel:
+    """A model on its ranks."""
 
-    config: TrainingConfig
-    world: World
-    ranks: RankGroup
+    setting: Setting
     origin: Blueprint
     plan: ShardPlan
-    policy: PolicyModel
-    objective: Objective
-    evaluation_sets: Sequence[EvaluationSet]
-    directory: Path
+    model: PolicyModel
     temperature: float = 1.0
     """Divides the logits wherever log-probabilities are taken: the one that tokens were sampled at."""
-    interrupted: Callable[[], bool] = lambda: False
-    """Whether this rank was asked to stop; long work may be left for it."""
     state: TrainState = field(default_factory=TrainState)
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    messages: list[str] = field(default_factory=list)
-    """What a step or an evaluation has to tell the user; rank 0 prints it, and the list is emptied."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
-        with self.clock.phase(name), self.world.failure.phase(name):
-            yield
+    holds_averages: bool = False
+    """Whether averages stand in for the weights at the moment."""
 
 
 @dataclass(kw_only=True)
-class Run(Evaluation):
-    """Everything a step touches: what an evaluation has, and what training needs besides."""
+class Trained(ShardedModel):
+    """A model that is trained, with what an update of it touches."""
 
     optimizer: Optimizer
     averages: Averages | None
     """Of the trained weights, if the run keeps some."""
     unfreezing: Unfreezing
     """What is frozen at first and trained later."""
-    stream: BatchStream[Any, Any]
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
-    peak_flops: float | None
-    """Of one device."""
-    source_names: tuple[str, ...]
-    """Data sources that get a loss of their own in the metrics."""
-    observers: Sequence[Observer]
-    identity: Identity
-    """Hashes of what a checkpoint relies on and does not hold."""
-    companions: dict[str, Run] = field(default_factory=dict)
-    """Models that are trained beside this one, each a run of its own, by the name that goes before those of its
-    tensors in checkpoints."""
     residency: Residency = field(default_factory=Residency)
-    """What of this run, and of those beside it, is in host memory at the moment."""
+    """What of this model, and of those trained beside it, is in host memory at the moment."""
     following: Following | None = None
     """The reference policy, where it follows the weights."""
-    resumed_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the checkpoint that the run continues from."""
-    assets: dict[str, bytes] = field(default_factory=dict)
-    """Small files of every checkpoint, filled at the first save."""
-
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Total and denominator of the last update's metrics, over all ranks."""
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """Completions of a step; the journal writes them to samples.jsonl, on rank 0, and empties the list."""
     updating: bool = False
     """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
 
@@ -161,10 +187,10 @@ class Run(Evaluation):
         changing = self.unfreezing.changing(step)
         if not changing:
             return
-        sharded_parameters(self.policy)  # what is gathered would keep its flags
+        sharded_parameters(self.model)  # what is gathered would keep its flags
         self.unfreezing.set_step(step)
-        self.cost = cost_of(self.policy, self.origin)
-        self.messages += [
+        self.cost = cost_of(self.model, self.origin)
+        self.setting.log.messages += [
             f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}"
             for stage in changing
             if stage.at_step <= step
@@ -174,48 +200,85 @@ class Run(Evaluation):
     def averaged(self) -> Iterator[None]:
         """Let the averages stand in for the weights within the block; every rank enters together."""
         assert self.averages is not None
-        was_updating, self.updating = self.updating, True  # the policy meanwhile holds the weights of no step
+        was_updating, self.updating = self.updating, True  # the model meanwhile holds the weights of no step
+        self.holds_averages = True
         try:
-            with self.averages.in_place(sharded_parameters(self.policy)):
+            with self.averages.in_place(sharded_parameters(self.model)):
                 yield
-                sharded_parameters(self.policy)  # units that the block gathered hold averages
+                sharded_parameters(self.model)  # units that the block gathered hold averages
         finally:
-            self.updating = was_updating
+            self.updating, self.holds_averages = was_updating, False
 
     def wake(self, *parts: str) -> None:
         """Bring parts of what rests in host memory back, all where none is named."""
         if self.residency.rests(*parts):
-            with self.phase("from_host"):
+            with self.setting.phase("from_host"):
                 self.residency.wake(*parts)
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """A model, its loss, and what it is measured on."""
+
+    sharded: ShardedModel
+    objective: Objective
+    sets: Sequence[EvaluationSet] = ()
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What every run has: a model that is trained, what it is measured on, and where its batches come from."""
+
+    trained: Trained
+    evaluation: Evaluation
+    """Of the trained model."""
+    stream: BatchStream[Any, Any]
+    source_names: tuple[str, ...]
+    """Data sources that get a loss of their own in the metrics."""
+    observers: Sequence[Observer]
+    identity: Identity
+    """Hashes of what a checkpoint relies on and does not hold."""
+    companions: dict[str, Trained] = field(default_factory=dict)
+    """Models that are trained beside the run's own, by the name that goes before those of their tensors in
+    checkpoints."""
+    assets: dict[str, bytes] = field(default_factory=dict)
+    """Small files of every checkpoint, filled at the first save."""
+
+    @property
+    def setting(self) -> Setting:
+        """Where the run takes place."""
+        return self.trained.setting
 
     @property
     def beside(self) -> dict[str, Companion]:
         """What checkpoints hold besides the run's own model, by name."""
-        companions = {name: Companion(each.policy, each.optimizer) for name, each in self.companions.items()}
-        if self.following is not None:
-            trained = {name for name, value in sharded_parameters(self.policy).items() if value.requires_grad}
-            companions[REFERENCE] = Companion(self.following.model, None, trained | self.unfreezing.names)
+        trained = self.trained
+        companions = {name: Companion(each.model, each.optimizer) for name, each in self.companions.items()}
+        if trained.following is not None:
+            names = {name for name, value in sharded_parameters(trained.model).items() if value.requires_grad}
+            companions[REFERENCE] = Companion(trained.following.model, None, names | trained.unfreezing.names)
         return companions
 
     @property
     def finished(self) -> bool:
         """Whether no step is left."""
-        return self.total_steps is not None and self.state.step >= self.total_steps
+        total = self.trained.total_steps
+        return total is not None and self.trained.state.step >= total
 
     @property
     def is_whole(self) -> bool:
         """Whether all tensors are of one step: no update is being made, here or of a companion in the same step."""
-        step = self.state.step
+        step = self.trained.state.step
         return not (
-            self.updating or any(each.updating and each.state.step == step for each in self.companions.values())
+            self.trained.updating or any(each.updating and each.state.step == step for each in self.companions.values())
         )
 
 
-def cost_of(policy: PolicyModel, origin: Blueprint) -> ModelCost:
+def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
     """Return what a token costs with the parameters that are trained now."""
     text = origin.skeleton.config.get_text_config()
     sizes = {True: 0.0, False: 0.0}
-    for name, value in named_parameters(policy).items():
-        unused = policy.routers.unused(name, value.shape) if policy.routers is not None else 0.0
+    for name, value in named_parameters(model).items():
+        unused = model.routers.unused(name, value.shape) if model.routers is not None else 0.0
         sizes[value.requires_grad] += value.numel() - unused
     return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)

@@ -7,6 +7,8 @@ known before the first forward pass, so each micro-batch's part is final and not
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,23 +16,41 @@ from torch import Tensor
 from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.layers.routers import global_loads
-from holdfast.objectives.base import ratio
+from holdfast.objectives.base import Objective, ratio
 from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradients, scale, squared_norm
 from holdfast.optim.groups import set_learning_rates
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.run import Run
+from holdfast.training.run import Trained
 from holdfast.types import Batch, LossSum, MiniBatch
 
 
-def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> dict[str, float]:
-    """Make one update and return its metrics, the same on every rank.
+@dataclass(frozen=True)
+class Update:
+    """What an update says of itself, the same on every rank."""
+
+    metrics: dict[str, float]
+    sums: Mapping[str, tuple[float, float]]
+    """Total and denominator, over all ranks, of those metrics that are means."""
+
+
+def train_step(
+    trained: Trained,
+    mini_batch: MiniBatch,
+    objective: Objective,
+    *,
+    source_names: Sequence[str] = (),
+    ends_step: bool = True,
+) -> Update:
+    """Make one update of a model.
 
     Args:
-        run: The run.
+        trained: The model.
         mini_batch: What the update is made of.
+        objective: The loss.
+        source_names: Data sources that get a loss of their own in the metrics, if there are several.
         ends_step: Off: more updates belong to this step, and until the last of them no checkpoint can be taken.
 
     A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
@@ -40,76 +60,76 @@ def train_step(run: Run, mini_batch: MiniBatch, *, ends_step: bool = True) -> di
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
-    factor = learning_rate_factor(run.config.optim.schedule, run.state.step, run.total_steps)
-    own = set_learning_rates(run.optimizer, factor)
-    rates = {"learning_rate": run.config.optim.lr * factor}
+    factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
+    own = set_learning_rates(trained.optimizer, factor)
+    rates = {"learning_rate": trained.setting.config.optim.lr * factor}
     rates |= {f"learning_rate/{group}": rate for group, rate in own.items()}
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
-    router_loads = loads_before(run, mini_batch)
-    with run.phase("forward_backward"):
+    router_loads = loads_before(trained, mini_batch)
+    with trained.setting.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
-            set_last_micro_batch(run.policy, run.plan, last=index == len(mini_batch.micro_batches) - 1)
-            batch = to_device(micro_batch, run.world.device)
-            output = run.policy(
+            set_last_micro_batch(trained.model, trained.plan, last=index == len(mini_batch.micro_batches) - 1)
+            batch = to_device(micro_batch, trained.setting.world.device)
+            output = trained.model(
                 batch,
-                run.objective,
-                temperature=run.temperature,
-                entropy=run.config.metrics.entropy,
+                objective,
+                temperature=trained.temperature,
+                entropy=trained.setting.config.metrics.entropy,
                 router_loads=router_loads,
             )
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
-            part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(run, batch, output)
+            part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(source_names, batch, output)
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = load_metrics(sent)
-    run.wake()
-    with run.phase("optimizer"):
-        return _update(run, sums, mini_batch, rates, ends_step=ends_step) | loads
+    trained.wake()
+    with trained.setting.phase("optimizer"):
+        update = _update(trained, sums, mini_batch, rates, ends_step=ends_step)
+    return replace(update, metrics={**update.metrics, **loads})
 
 
 def _update(
-    run: Run, sums: dict[str, Tensor], mini_batch: MiniBatch, rates: dict[str, float], *, ends_step: bool
-) -> dict[str, float]:
-    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    trained: Trained, sums: dict[str, Tensor], mini_batch: MiniBatch, rates: dict[str, float], *, ends_step: bool
+) -> Update:
+    parameters = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
     give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
-    device = run.world.device
+    device = trained.setting.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
-    own = squared_norm(gradients, device) / run.plan.replicate
+    own = squared_norm(gradients, device) / trained.plan.replicate
     reduced = reduce_sums({**sums, "grad_norm": ratio(own, 0.0)}, device)
     numbers = {name: value.tolist() for name, value in reduced.items()}  # the step's one wait for the device
     norm = math.sqrt(numbers.pop("grad_norm")[0])
-    state = run.state
+    state = trained.state
     if norm == 0.0:
         state.skipped_in_a_row = 0  # nothing was learned, and momentum alone must not move the weights
     elif math.isfinite(norm):
-        scale(gradients, clip_factor(norm, run.config.optim.clip_norm))
-        run.updating = True
-        run.optimizer.step()
-        if run.averages is not None:
-            run.averages.update(sharded_parameters(run.policy), state.step)
+        scale(gradients, clip_factor(norm, trained.setting.config.optim.clip_norm))
+        trained.updating = True
+        trained.optimizer.step()
+        if trained.averages is not None:
+            trained.averages.update(sharded_parameters(trained.model), state.step)
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1
         state.skipped_in_a_row += 1
-    run.optimizer.zero_grad(set_to_none=True)
+    trained.optimizer.zero_grad(set_to_none=True)
     state.updates += 1
     if ends_step:
-        _end_step(run)
+        _end_step(trained)
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
-    if state.skipped_in_a_row >= run.config.optim.max_nonfinite_steps:
+    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
         raise RunStopped(
             f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
             f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
         )
-    run.sums = {name: (total, denominator) for name, (total, denominator) in numbers.items()}
-    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in run.sums.items()}
-    return metrics | {
+    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
+    metrics |= {
         "grad_norm": norm,
         **rates,
         "num_tokens": float(state.tokens),
@@ -117,26 +137,27 @@ def _update(
         "optim/no_gradient": float(norm == 0.0),
         **mini_batch.metrics,
     }
+    return Update(metrics, {name: (total, denominator) for name, (total, denominator) in numbers.items()})
 
 
-def _end_step(run: Run) -> None:
+def _end_step(trained: Trained) -> None:
     """Count a step, and do what belongs to its end, so that a checkpoint of it holds what came of it."""
-    following, step = run.following, run.state.step + 1
+    following, step = trained.following, trained.state.step + 1
     due = following is not None and following.is_due(step)
-    run.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
-    run.state.step = step
-    run.unfreeze(step)
+    trained.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
+    trained.state.step = step
+    trained.unfreeze(step)
     if due:
         assert following is not None
-        following.follow(sharded_parameters(run.policy), run.state.step)
-    run.updating = False
+        following.follow(sharded_parameters(trained.model), trained.state.step)
+    trained.updating = False
 
 
-def _by_source(run: Run, batch: Batch, output: LossSum) -> dict[str, Tensor]:
+def _by_source(source_names: Sequence[str], batch: Batch, output: LossSum) -> dict[str, Tensor]:
     """Return the summed negative log-likelihood of each data source's trained tokens."""
-    if len(run.source_names) < 2:
+    if len(source_names) < 2:
         return {}
-    index = {name: number for number, name in enumerate(run.source_names)}
+    index = {name: number for number, name in enumerate(source_names)}
     of_sequence = torch.tensor([index[name] for name in batch.sources] or [0], device=batch.tokens.device)
     of_token = of_sequence[batch.sequence_ids.flatten()[batch.scored]]
     totals = torch.zeros(2, len(index), dtype=torch.float64, device=batch.tokens.device)
@@ -145,7 +166,7 @@ def _by_source(run: Run, batch: Batch, output: LossSum) -> dict[str, Tensor]:
     return {f"nll/{name}": totals[:, number] for name, number in index.items()}
 
 
-def loads_before(run: Run, mini_batch: MiniBatch) -> Tensor | None:
+def loads_before(trained: Trained, mini_batch: MiniBatch) -> Tensor | None:
     """Return [E] what the router loss of an update needs to know of all its sequences; None where it needs nothing.
 
     For `global` that is one more forward pass of every micro-batch; all ranks call this together.
@@ -153,23 +174,23 @@ def loads_before(run: Run, mini_batch: MiniBatch) -> Tensor | None:
     Raises:
         ConfigError: The router loss `batch` meets an update of several micro-batches, which was not accepted.
     """
-    loss, section = run.policy.router_loss, run.config.model.router_loss
+    loss, section = trained.model.router_loss, trained.setting.config.model.router_loss
     if loss is None:
         return None
     several = len(mini_batch.micro_batches)
     if section.kind == "batch" and not section.allow_split and several > 1:
         raise ConfigError(
             f"model.router_loss: batch balances what one forward pass sees, and the update of step "
-            f"{run.state.step + 1} takes {several} micro-batches, since rows gave more sequences than one each. Raise "
-            "data.tokens_per_micro_batch, use router_loss: sequence or global, or accept that the result depends on "
-            "the split: router_loss: {kind: batch, allow_split: true}."
+            f"{trained.state.step + 1} takes {several} micro-batches, since rows gave more sequences than one each. "
+            "Raise data.tokens_per_micro_batch, use router_loss: sequence or global, or accept that the result depends "
+            "on the split: router_loss: {kind: batch, allow_split: true}."
         )
     if loss.kind != "global":
         return None
-    with run.phase("router_loads"):
+    with trained.setting.phase("router_loads"):
         parts = []
         for micro_batch in mini_batch.micro_batches:
-            tally = run.policy.router_tally(to_device(micro_batch, run.world.device))
+            tally = trained.model.router_tally(to_device(micro_batch, trained.setting.world.device))
             parts.append(torch.cat([tally.choices.sum(0), tally.rows.sum()[None]]).double())
         total = add_over_ranks(torch.stack(parts).sum(0))
     return global_loads(total[:-1], total[-1], mini_batch.count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from holdfast.config.sections.algorithm import (
@@ -28,9 +27,10 @@ from holdfast.objectives.policy import build_policy_objective
 from holdfast.objectives.preference import KTO, PairedPreference, PairedScores, WeightedLoss
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
 from holdfast.training.observe import load_function
+from holdfast.training.run import RunFile
 
 
-def supervised_objective(section: SupervisedObjective, base: Path) -> Objective:
+def supervised_objective(section: SupervisedObjective, setting: RunFile) -> Objective:
     """Return the loss of a supervised run.
 
     Raises:
@@ -42,24 +42,24 @@ def supervised_objective(section: SupervisedObjective, base: Path) -> Objective:
         case DFTConfig():
             return DynamicFineTuning()
         case _:
-            return _users_objective(section, base)
+            return _users_objective(section, setting)
 
 
-def policy_objective(config: GRPOConfig, base: Path) -> Objective:
+def policy_objective(config: GRPOConfig, setting: RunFile) -> Objective:
     """Return the loss of a policy's run.
 
     Raises:
         ConfigError: As `supervised_objective`.
     """
     if isinstance(config.objective, UserObjectiveConfig):
-        return _users_objective(config.objective, base)
+        return _users_objective(config.objective, setting)
     made = build_policy_objective(
         config.objective, config.kl, config.entropy, config.correction, config.off_policy_mask
     )
     return made if config.critic is None else replace(made, shapes_advantages=False)
 
 
-def preference_objective(section: PreferenceConfig, base: Path) -> Objective:
+def preference_objective(section: PreferenceConfig, setting: RunFile) -> Objective:
     """Return the loss of a run on preferences.
 
     Raises:
@@ -74,16 +74,18 @@ def preference_objective(section: PreferenceConfig, base: Path) -> Objective:
         weights = (first.weight * first.desirable_weight, first.weight * first.undesirable_weight)
         return KTO(first.beta, *weights, sft=section.sft)
     losses = [
-        WeightedLoss(name, loss.weight, _pair_loss(loss, base))
+        WeightedLoss(name, loss.weight, _pair_loss(loss, setting))
         for name, loss in zip(section.kinds, section.loss, strict=True)
     ]
     return PairedPreference(losses, section.sft, section.needs_reference)
 
 
-def _pair_loss(section: PreferenceLoss, base: Path) -> PairLoss:
+def _pair_loss(section: PreferenceLoss, setting: RunFile) -> PairLoss:
     match section:
         case UserLossConfig():
-            made = _made_by_user(load_function(section.path, base, "preference.loss.path"), section, "preference.loss")
+            made = _made_by_user(
+                load_function(section.path, setting.base, "preference.loss.path"), section, "preference.loss"
+            )
             missing = [name for name in ("losses", "rewards") if not callable(getattr(made, name, None))]
             if missing:
                 raise ConfigError(
@@ -97,8 +99,8 @@ def _pair_loss(section: PreferenceLoss, base: Path) -> PairLoss:
             return pair_loss_of(section)
 
 
-def _users_objective(section: UserObjectiveConfig, base: Path) -> Objective:
-    made = _made_by_user(load_function(section.path, base, "objective.path"), section, "objective")
+def _users_objective(section: UserObjectiveConfig, setting: RunFile) -> Objective:
+    made = _made_by_user(load_function(section.path, setting.base, "objective.path"), section, "objective")
     missing = [name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)]
     if missing:
         raise ConfigError(

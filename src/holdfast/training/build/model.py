@@ -1,9 +1,10 @@
-"""Build a sharded policy: planned, filled, and its forward pass compared with transformers' own."""
+"""Build a sharded model: planned, filled, outputs and gradients compared with what transformers makes of its files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.build.model import Blueprint, set_storage, storage_of
+from holdfast.models.check.forward import CheckResult, Sides, check_forward
+from holdfast.models.check.witness import witness_of
 from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.heads.student import StudentModel
@@ -32,22 +35,21 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.source.vision import image_side, towers_of, video_options
 from holdfast.models.weights.four_bit import four_bit_layers
 from holdfast.parallel.apply import apply_plan
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise
-from holdfast.training.build.check_model import check_model
+from holdfast.training.build.gradient_check import Gradients, check_gradients
+from holdfast.training.run import Setting, ShardedModel
 from holdfast.types import Example, Scores
 
 
-def build_policy(
-    config: TrainingConfig, origin: Blueprint, world: World, ranks: RankGroup, *, trained: bool = True
-) -> tuple[PolicyModel, ShardPlan]:
-    """Plan, shard, fill and check the policy; one that is not `trained` is stored like it, and all of it is frozen.
+def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> ShardedModel:
+    """Plan, shard, fill and check a model; one that is not `trained` is stored like it, and all of it is frozen.
 
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
+    config, world, ranks = setting.config, setting.world, setting.ranks
     mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     storage, frozen = storage_of(config.model)
@@ -65,12 +67,13 @@ def build_policy(
     with ranks.together():
         materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     side = images if isinstance(images, ImageSide) else None
-    checked = check_model(config, origin, policy, plan, world, ranks, side)
+    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
+    checked = check_model(sharded, side)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
             if line:
                 print(line, flush=True)
-    return policy, plan
+    return sharded
 
 
 def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
@@ -240,3 +243,47 @@ def _longest(config: TrainingConfig) -> tuple[str, int]:
         needed["evaluation.sampling.max_new_tokens"] = prompt + sampled
     key = max(needed, key=lambda name: needed[name])
     return key, needed[key]
+
+
+def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
+    """Check a model that is sharded and filled; return what to print. All ranks call this together.
+
+    Raises:
+        ModelError: Its outputs or gradients are not those of the model in its files; the same on all ranks.
+    """
+    start = perf_counter()
+    config, origin, ranks = sharded.setting.config, sharded.origin, sharded.setting.ranks
+    policy, plan = sharded.model, sharded.plan
+    witness = witness_of(type(origin.skeleton), origin.original_config)
+    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), sharded.setting.world.device, images)
+    may_fall_back = config.model.attention == "auto"
+    result, note = ranks.on_all_ranks(
+        lambda: check_forward(sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(ranks.gather(agrees))),
+    )
+    forward, gradients = perf_counter(), None
+    if config.model.check_gradients and any(value.requires_grad for value in policy.parameters()):
+        gradients = ranks.on_all_ranks(lambda: check_gradients(sides, plan, dropout=config.model.dropout))
+    compared = "scores" if config.scores else "log-probabilities"
+    difference = result.difference * result.spread
+    parts = [_forward_words(result, forward - start), _gradient_words(gradients, perf_counter() - forward)]
+    return [
+        note,
+        f"forward check: {compared} agree with transformers to {difference:.1e}",
+        f"checked against transformers: {'; '.join(part for part in parts if part)}",
+    ]
+
+
+def _forward_words(result: CheckResult, seconds: float) -> str:
+    words = "forward passes"
+    if result.lengths.seen:
+        words += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
+    if result.lengths.too_long:
+        words += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
+    return f"{words} {seconds:.1f} s"
+
+
+def _gradient_words(gradients: Gradients | None, seconds: float) -> str:
+    if gradients is None:
+        return ""
+    words = f"gradients of {gradients.parameters} parameters {seconds:.1f} s"
+    return f"{words} (of {gradients.name} off by {gradients.worst:.0e} of its length or angle, none by more)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,32 +17,27 @@ from holdfast.optim.averages import Averages
 from holdfast.optim.build import build_optimizer
 from holdfast.optim.muon import Stack
 from holdfast.optim.user import build_user_optimizer
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.observe import load_function
+from holdfast.training.run import RunFile, Setting
 
 
 def optimizer_of(
-    config: OptimConfig,
-    base: Path,
-    parameters: Mapping[str, nn.Parameter],
-    ranks: RankGroup,
-    policy: PolicyModel | None = None,
+    setting: Setting, parameters: Mapping[str, nn.Parameter], policy: PolicyModel | None = None
 ) -> Optimizer:
     """Return the optimizer over the trained parameters; all ranks call this together.
 
     Args:
-        config: The section.
-        base: The YAML's directory.
+        setting: Where it is made.
         parameters: Sharded, by canonical name.
-        ranks: The ranks.
         policy: Whose they are, where that is a model that trains.
 
     Raises:
         UserError: It cannot be made, or could not be saved; the same on all ranks.
     """
+    config, ranks = setting.config.optim, setting.ranks
     if isinstance(config, UserOptimizerConfig):
-        kind = ranks.on_all_ranks(lambda: _class_at(config.path, base))
+        kind = ranks.on_all_ranks(lambda: _class_at(config.path, setting))
         return build_user_optimizer(config, kind, parameters, ranks)
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
     return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))
@@ -77,10 +71,10 @@ def stacks_of(policy: PolicyModel) -> dict[str, Stack]:
     return stacks
 
 
-def _class_at(path: str, base: Path) -> Any:
+def _class_at(path: str, setting: RunFile) -> Any:
     place, _, name = path.rpartition(":")
     if place.endswith(".py"):
-        return load_function(path, base, "optim.path")
+        return load_function(path, setting.base, "optim.path")
     try:
         module = importlib.import_module(place)
     except Exception as error:  # the module's own code may raise anything

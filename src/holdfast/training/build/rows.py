@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from holdfast.config.sections.data import DataConfig, RowFormat, SourceConfig
+from holdfast.config.sections.data import RowFormat, SourceConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
@@ -25,7 +24,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import EvaluationSet
+from holdfast.training.run import EvaluationSet, RunFile, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
@@ -55,18 +54,18 @@ class OpenedData:
         return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def open_data(config: TrainingConfig, base: Path, rows: Any = None, *, training: bool = True) -> OpenedData:
+def open_data(setting: RunFile, rows: Any = None, *, training: bool = True) -> OpenedData:
     """Open every source.
 
     Args:
-        config: The run.
-        base: The YAML's directory.
+        setting: Of the run.
         rows: Training rows in memory, instead of the configured ones.
         training: Open training rows; off, an exported model can be evaluated where they are not.
 
     Raises:
         DataError: A source is missing or empty, or two have the same name.
     """
+    config, base = setting.config, setting.base
     sections = config.data.all_sources() if training else []
     made = task_rows(config)
     if rows is None:
@@ -152,14 +151,13 @@ def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
 
 
 def row_tokeniser(
-    tokenizer: Any, data: DataConfig, base: Path, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
+    setting: RunFile, tokenizer: Any, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
 ) -> Tokenise[Example]:
     """Return the function that turns rows into sequences."""
-    text = data
+    data = setting.config.data
     if data.packing == "wrapped":
-        text = data.model_copy(update={"max_length": _ENDLESS})
-        images = _IMAGES_STAY_WHOLE
-    tokeniser = RowTokeniser(tokenizer, text, base, images)
+        data, images = data.model_copy(update={"max_length": _ENDLESS}), _IMAGES_STAY_WHOLE
+    tokeniser = RowTokeniser(tokenizer, data, setting.base, images)
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
         return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
@@ -168,55 +166,47 @@ def row_tokeniser(
 
 
 def evaluation_tokenisers(
-    tokenizer: Any, data: DataConfig, base: Path, opened: OpenedData, images: ImageSide | str = BLIND
+    setting: RunFile, tokenizer: Any, opened: OpenedData, images: ImageSide | str = BLIND
 ) -> dict[str, Tokenise[Example]]:
     """Return the functions that turn rows of evaluation sets into sequences, by the set's name.
 
     Windows of `packing: wrapped` begin where the one before ended, in whatever document; a measured document is cut by
     itself, so that its loss does not depend on its neighbours.
     """
+    data = setting.config.data
     if data.packing == "wrapped":
-        data, images = data.model_copy(update={"packing": "best_fit", "overlong": "split"}), _IMAGES_STAY_WHOLE
+        setting = setting.with_sections(data=data.model_copy(update={"packing": "best_fit", "overlong": "split"}))
+        images = _IMAGES_STAY_WHOLE
     return {
-        name: row_tokeniser(tokenizer, data, base, {source.name: opened.evaluation_formats[name]}, images)
+        name: row_tokeniser(setting, tokenizer, {source.name: opened.evaluation_formats[name]}, images)
         for name, source in opened.evaluation.items()
     }
 
 
 def preference_tokeniser(
-    tokenizer: Any, config: DPOConfig, base: Path, images: ImageSide | str = BLIND
+    config: DPOConfig, setting: RunFile, tokenizer: Any, images: ImageSide | str = BLIND
 ) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
-    rows = RowTokeniser(tokenizer, config.data, base, images)
+    rows = RowTokeniser(tokenizer, config.data, setting.base, images)
     tokenise = (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
     return last_token_alone(tokenise) if config.scores else tokenise
 
 
-def training_stream(
-    config: TrainingConfig,
-    data: OpenedData,
-    tokenise: Tokenise[Example],
-    ranks: Ranks,
-    layout: Layout,
-    base: Path,
-) -> SampleStream:
+def training_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Example], layout: Layout) -> SampleStream:
     """Return the endless stream of training batches."""
-    reader = _training_rows(config, data, tokenise, ranks, base)
-    return SampleStream(reader, config.data, ranks, layout, _training_limits(config))
+    reader, config = _training_rows(setting, data, tokenise), setting.config
+    return SampleStream(reader, config.data, setting.ranks, layout, _training_limits(config))
 
 
-def prompt_stream(
-    config: GRPOConfig, data: OpenedData, tokenise: Tokenise[Prompt], ranks: Ranks, base: Path
-) -> PromptStream:
+def prompt_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Prompt]) -> PromptStream:
     """Return the endless stream of prompts."""
-    reader = _training_rows(config, data, tokenise, ranks, base)
-    return PromptStream(reader, config.data, ranks, _training_limits(config))
+    reader, config = _training_rows(setting, data, tokenise), setting.config
+    assert isinstance(config, GRPOConfig)
+    return PromptStream(reader, config.data, setting.ranks, _training_limits(config))
 
 
-def _training_rows(
-    config: TrainingConfig, data: OpenedData, tokenise: Tokenise[S], ranks: Ranks, base: Path
-) -> CandidateReader[S]:
-    return CandidateReader(training_reader(config, data), tokenise, ranks, row_filter(config, base))
+def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
+    return CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting))
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
@@ -249,9 +239,7 @@ class SetReading:
     """Gives the sequences that are completed and compared; default: those that are measured."""
 
 
-def evaluation_sets(
-    config: TrainingConfig, data: OpenedData, reading: SetReading, ranks: Ranks, layout: Layout
-) -> tuple[EvaluationSet, ...]:
+def opened_sets(setting: Setting, data: OpenedData, reading: SetReading, layout: Layout) -> tuple[EvaluationSet, ...]:
     """Return the evaluation sets; they are read in order, and small ones are welcome.
 
     The first batch of each is read now, since an evaluation may come after hours of training.
@@ -259,6 +247,7 @@ def evaluation_sets(
     Raises:
         DataError: It holds a row that cannot be read; the same on all ranks.
     """
+    config, ranks = setting.config, setting.ranks
     limit = config.evaluation.limit_samples
 
     def stream_of(name: str, source: Source) -> Callable[[], SampleStream]:
@@ -354,12 +343,12 @@ def first_sequences(
     return sequences
 
 
-def row_filter(config: TrainingConfig, base: Path) -> Accept | None:
+def row_filter(setting: RunFile) -> Accept | None:
     """Return the function that says which training rows are taken; None takes all."""
-    path = config.data.filter
+    path = setting.config.data.filter
     if path is None:
         return None
-    function = load_function(path, base, "data.filter")
+    function = load_function(path, setting.base, "data.filter")
 
     def accept(row: Row) -> bool:
         try:

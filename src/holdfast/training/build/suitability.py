@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from holdfast.models.source.configuration import maker, on_meta, refusals
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy, check_positions, image_side_of
+from holdfast.training.run import Setting
 
 _SMALL = 30_000_000
 """Parameters of a model that is looked at as it is, if its weights are here."""
@@ -55,14 +57,15 @@ def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool, sa
         ModelError: There are no such files.
     """
     register_attention()
+    setting = Setting(config=config, base=base, world=world, ranks=RankGroup())
     raw_config, _ = configured(config.model, base)
     make = maker(raw_config, config.model.trust_remote_code, config.scores)
     try:
         with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
             model = on_meta(make, raw_config)
-        for line in _described(config, base, model, asked=asked):
+        for line in _described(setting, model, asked=asked):
             say(line)
-        for line in _checked(config, base, model, world):
+        for line in _checked(setting, model):
             say(line)
     except UserError as error:
         say(f"refused: {' '.join(str(error).split())}")
@@ -71,25 +74,25 @@ def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool, sa
     return True
 
 
-def _described(config: TrainingConfig, base: Path, model: Any, *, asked: bool) -> Iterator[str]:
+def _described(setting: Setting, model: Any, *, asked: bool) -> Iterator[str]:
     """Yield what the shapes and fields of a whole model on the meta device say; adapters are laid into it."""
     yield f"model: {type(model).__name__} ({family_of(model).name}), {_size(model):,} parameters"
     yield from _on_lengths(model.config)
-    yield f"lora: {_layers_to_adapt(model, config.model.lora or LoRAConfig())}"
+    yield f"lora: {_layers_to_adapt(model, setting.config.model.lora or LoRAConfig())}"
     if asked:
-        origin = _on_meta_alone(config, base, model)
-        note = check_positions(config, origin)
+        origin = _on_meta_alone(setting, model)
+        note = check_positions(setting.config, origin)
         if note:
             yield note
 
 
-def _on_meta_alone(config: TrainingConfig, base: Path, model: Any) -> Blueprint:
+def _on_meta_alone(setting: Setting, model: Any) -> Blueprint:
     """Return the plan of the run's whole model, without its weights: patterns and names are matched with it."""
-    lora = config.model.lora
-    section = config.model
+    config = setting.config
+    section, lora = config.model, config.model.lora
     if lora is not None and lora.path is not None:
         section = section.model_copy(update={"lora": lora.model_copy(update={"path": None, "any_base": False})})
-    return blueprint(section, base, seed=config.seed, live=model, scorer=config.scores)
+    return blueprint(section, setting.base, seed=config.seed, live=model, scorer=config.scores)
 
 
 def _on_lengths(raw_config: Any) -> Iterator[str]:
@@ -118,13 +121,13 @@ def _size(model: nn.Module) -> int:
     return sum(value.numel() for name, value in model.named_parameters() if ".lora_" not in name)
 
 
-def _checked(config: TrainingConfig, base: Path, model: Any, world: World) -> Iterator[str]:
+def _checked(setting: Setting, model: Any) -> Iterator[str]:
     """Yield what the check before step 1 finds, of the model itself or of a small one like it."""
-    config, origin, what = _to_check(config, base, model)
+    config, origin, what = _to_check(setting, model)
     yield f"looked at: {what}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        policy, _ = build_policy(config, origin, world, RankGroup())
+        policy = build_policy(replace(setting, config=config), origin).model
     why = [line for line in (*origin.notes, *printed.getvalue().splitlines()) if line.startswith("attention: ")]
     if policy.padded:
         yield next(iter(why), "attention: one document per row, since data.packing or model.attention says so")
@@ -137,11 +140,12 @@ def _checked(config: TrainingConfig, base: Path, model: Any, world: World) -> It
     yield from (line for line in printed.getvalue().splitlines() if line.startswith(("forward check", "checked")))
 
 
-def _to_check(config: TrainingConfig, base: Path, whole: Any) -> tuple[TrainingConfig, Blueprint, str]:
+def _to_check(setting: Setting, whole: Any) -> tuple[TrainingConfig, Blueprint, str]:
     """Return what is built: the model itself if it is small and has its weights, else one like it."""
+    config, base = setting.config, setting.base
     model, scorer, raw_config = config.model, config.scores, whole.config
     make = maker(raw_config, model.trust_remote_code, scorer)
-    directory = None if model.path is None else _with_weights(Path(model.path).expanduser(), base)
+    directory = None if model.path is None else _with_weights(Path(model.path).expanduser(), setting)
     parallel = config.parallel.model_copy(update={"compute_dtype": "float32"})
     if _size(whole) <= _SMALL and (directory is not None or model.path is None):
         section = model.model_copy(update={"dtype": "float32", "frozen_dtype": "same"})
@@ -167,9 +171,9 @@ def _to_check(config: TrainingConfig, base: Path, whole: Any) -> tuple[TrainingC
     return config, origin, f"a small model of the same architecture, {layers}, {count:,} random parameters in float32"
 
 
-def _with_weights(name: Path, base: Path) -> Path | None:
+def _with_weights(name: Path, setting: Setting) -> Path | None:
     """Return the directory, if there is one with weights."""
-    return next((each for each in (name, base / name) if any(each.glob("*.safetensors"))), None)
+    return next((each for each in (name, setting.base / name) if any(each.glob("*.safetensors"))), None)
 
 
 def _drawn(make: Any, config: Any) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from holdfast.config.verbs.distill import DistillConfig, JSDConfig
+from holdfast.config.verbs.distill import DistillConfig, DistillRolloutConfig, JSDConfig
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.rows import Row
@@ -15,36 +14,33 @@ from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.student import Taught
-from holdfast.objectives.supervised import (
-    BothLikelihoods,
-    Comparison,
-    Distillation,
-    NegativeLogLikelihood,
-    SampledReverseKL,
-)
-from holdfast.parallel.collectives import RankGroup
+from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, begin, build_model, layout_of, parts_of_run
+from holdfast.training.build.begin import (
+    Live,
+    Started,
+    begin,
+    begin_evaluation,
+    build_model,
+    evaluation_sets,
+    layout_of,
+    run_of,
+)
 from holdfast.training.build.rows import (
     OpenedData,
-    SetReading,
-    evaluation_sets,
-    evaluation_tokenisers,
-    open_data,
-    row_filter,
     row_tokeniser,
     training_stream,
 )
 from holdfast.training.distillation.run import (
     DistillEvaluation,
     DistillRun,
-    SampledDistillRun,
+    Writing,
     prompt_alone,
 )
 from holdfast.training.engines import open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
-from holdfast.training.fingerprints import Identity
-from holdfast.training.run import Evaluation
+from holdfast.training.policy.run import Sampler
+from holdfast.training.run import Identity, Setting, ShardedModel
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.training.scorers.teacher import Teacher, build_teacher
 from holdfast.types import Example
@@ -62,20 +58,24 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
-    live = live or Live()
-    started = begin(config, base, world, live)
-    ranks, data = started.ranks, started.data
-    student = _student(config, base, world, ranks, live, data)
+    setting = Setting.of(config, base, world)
+    started = begin(setting, live or Live())
+    evaluation = _evaluation(config, started)
+    student = evaluation.sharded
     layout = layout_of(student, _BLIND)
-    tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, base, student, data))
-    stream = ranks.on_all_ranks(lambda: training_stream(config, data, tokenise, ranks, layout, base))
-    parts = vars(student) | parts_of_run(config, base, student, started, stream)
-    parts["identity"] = _with_teacher(parts["identity"], student)
-    if config.rollout is None:
-        return DistillRun(**parts)
-    engine = open_engine(student, config.rollout)
-    of_samples = _of_samples(config, student.teacher)
-    return SampledDistillRun(**parts, engine=engine, rollout=config.rollout, layout=layout, of_samples=of_samples)
+    tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, student, started.data))
+    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, layout))
+    common = run_of(started, evaluation, stream)
+    common.identity = _with_teacher(common.identity, config, evaluation.teacher)
+    run = DistillRun(common=common, evaluation=evaluation)
+    if config.rollout is not None:
+        sampler, of_samples = Sampler(open_engine(student, config.rollout)), _of_samples(config, evaluation.teacher)
+        run.writing = Writing(sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples)
+    return run
+
+
+def _sampling_seed(config: DistillConfig, rollout: DistillRolloutConfig) -> int:
+    return config.seed if rollout.seed is None else rollout.seed
 
 
 def build_distillation_evaluation(config: DistillConfig, base: Path, world: World) -> DistillEvaluation:
@@ -84,31 +84,15 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
     Raises:
         UserError: As `build_distillation_run`.
     """
-    ranks = RankGroup(config.launch.timeout_minutes)
-    needs_training_rows = config.data.validation_split > 0
-    data = ranks.first_rank_first(lambda: open_data(config, base, training=needs_training_rows))
-    return _student(config, base, world, ranks, Live(), data)
+    return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))
 
 
-def _student(  # noqa: PLR0913 - the borders of a run
-    config: DistillConfig, base: Path, world: World, ranks: RankGroup, live: Live, data: OpenedData
-) -> DistillEvaluation:
-    # The objective compares with the teacher, who is built when the student is.
-    measured = build_model(config, base, world, ranks, live, NegativeLogLikelihood())
-    teacher = build_teacher(measured, base)
-    tokenizer = measured.origin.tokenizer
-    reading = ranks.on_all_ranks(
-        lambda: SetReading(evaluation_tokenisers(tokenizer, config.data, base, data, _BLIND), row_filter(config, base)),
-    )
-    sets = evaluation_sets(config, data, reading, ranks, layout_of(measured, _BLIND))
-    of_rows = _of_rows(config, teacher)
-    parts: dict[str, Any] = vars(measured) | {
-        "config": config,
-        "objective": of_rows,
-        "evaluation_sets": sets,
-        "temperature": config.distill.temperature,
-    }
-    return DistillEvaluation(**parts, teacher=teacher, of_rows=of_rows)
+def _evaluation(config: DistillConfig, started: Started) -> DistillEvaluation:
+    student = build_model(started.setting, started.live)
+    teacher = build_teacher(student)
+    sets = evaluation_sets(started, student, _BLIND)
+    student.temperature = config.distill.temperature
+    return DistillEvaluation(sharded=student, objective=_of_rows(config, teacher), sets=sets, teacher=teacher)
 
 
 def _of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
@@ -141,17 +125,17 @@ def _beta(config: DistillConfig) -> float:
             return 0.0 if section.kind == "forward_kl" else 1.0
 
 
-def _tokeniser(config: DistillConfig, base: Path, student: Evaluation, data: OpenedData) -> Tokenise[Example]:
+def _tokeniser(config: DistillConfig, student: ShardedModel, data: OpenedData) -> Tokenise[Example]:
     """Return the function that makes sequences of rows: with answers, or where those are never read, of prompts."""
     tokenizer, rollout = student.origin.tokenizer, config.rollout
-    rows = row_tokeniser(tokenizer, config.data, base, data.formats, _BLIND)
+    rows = row_tokeniser(student.setting, tokenizer, data.formats, _BLIND)
     if rollout is None:
         return rows
     longest = config.data.max_length - rollout.max_new_tokens
     if rollout.share < 1:
         return _with_room(rows, config, longest)
     prompts = prompt_tokeniser(
-        RowTokeniser(tokenizer, config.data, base, _BLIND), tokenizer.decode, config.data, longest
+        RowTokeniser(tokenizer, config.data, student.setting.base, _BLIND), tokenizer.decode, config.data, longest
     )
     filler = pad_token(tokenizer)
 
@@ -182,13 +166,12 @@ def _with_room(rows: Tokenise[Example], config: DistillConfig, longest: int) -> 
     return tokenise
 
 
-def _with_teacher(identity: Identity, student: DistillEvaluation) -> Identity:
+def _with_teacher(identity: Identity, config: DistillConfig, teacher: Teacher) -> Identity:
     """Add what a resumed run must find unchanged of the teacher and the comparison."""
-    config = student.config
     rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
     loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
     return {
         **identity,
-        "model": {**identity["model"], "teacher": student.teacher.mark},
+        "model": {**identity["model"], "teacher": teacher.mark},
         "objective": {**identity["objective"], **loss},
     }

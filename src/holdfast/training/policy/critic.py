@@ -1,12 +1,13 @@
-"""What a policy's step does with its critic: rewards on tokens, values, advantages, and the critic's own updates.
+"""Build a policy's critic, and what a step does with it: rewards on tokens, values, advantages, its own updates.
 
-A critic is a run of its own inside the policy's run: it has a model, a plan, an optimizer and a state, and `train_step`
-updates it like any other. Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
+A critic is a model of its own that is trained beside the policy: it has a plan, an optimizer and a state, and
+`train_step` updates it like any other. Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,16 +18,109 @@ from torch import Tensor
 
 from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
 from holdfast.config.sections.policy import GAEAdvantageConfig
-from holdfast.errors import RunStopped
+from holdfast.config.verbs.critic import CriticConfig, critic_training
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import ConfigError, ModelError, PlanError, RunStopped
+from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import kl_estimate
+from holdfast.objectives.supervised import ValueLoss
+from holdfast.training.build.begin import Live, trained_of
+from holdfast.training.build.model import build_policy
 from holdfast.training.policy.metrics import of_several_updates
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyRun
-from holdfast.training.run import Run
-from holdfast.training.scorers.scoring import on_tokens, scored
+from holdfast.training.policy.run import CRITIC, PolicyRun
+from holdfast.training.run import Logbook, Trained
+from holdfast.training.scorers.reference import on_tokens, scored
 from holdfast.training.step import train_step
 from holdfast.types import Batch, MiniBatch, Trajectory
+
+
+def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
+    """Give a policy's run the critic that its configuration asks for.
+
+    Raises:
+        ConfigError, ModelError, PlanError: The critic cannot be built, or reads other tokens than the policy writes;
+            the same on all ranks.
+    """
+    with _named():
+        critic = _critic(run, section, live)
+    run.common.companions[CRITIC] = critic
+    run.trained.state.companions[CRITIC] = critic.state
+
+
+def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
+    policy, config, ranks = run.trained, critic_training(run.config, section), run.setting.ranks
+    _refuse_unread(run, section, live)
+    own = section.path is not None
+    origin = ranks.first_rank_first(
+        lambda: blueprint(
+            config.model,
+            run.setting.base,
+            seed=config.seed,
+            tokenizer=None if own else policy.origin.tokenizer,
+            scorer=True,
+        ),
+    )
+    ranks.on_all_ranks(lambda: _check_tokens(policy.origin, origin))
+    if policy.model.padded:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
+    if run.setting.world.is_first:
+        print("critic: its plan:", flush=True)
+    critic = build_policy(replace(run.setting, config=config, log=Logbook()), origin)
+    if critic.model.padded and not policy.model.padded:
+        raise ConfigError(
+            f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "
+            "policy's are packed. Set data.packing: none."
+        )
+    trained = trained_of(critic, policy.total_steps)
+    trained.residency = policy.residency
+    return trained
+
+
+def _refuse_unread(run: PolicyRun, section: CriticConfig, live: Live) -> None:
+    if live.model is not None and section.path is None:
+        raise ConfigError(
+            "the policy was given in Python (model=), and there are no files of it to start from. Name a directory in "
+            "critic.path, such as the one the policy was loaded from."
+        )
+    if isinstance(run.evaluation.images, ImageSide):
+        raise ConfigError(
+            f"{run.trained.origin.family.name} sees images, and a critic reads text alone. Use an advantage that "
+            "compares completions with each other, such as advantage: grpo."
+        )
+
+
+def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
+    """Compare what each token is called.
+
+    Raises:
+        ModelError: Critic and policy disagree on a token.
+    """
+    one, two = ({number: word for word, number in each.tokenizer.get_vocab().items()} for each in (policy, critic))
+    differ = [number for number in sorted({*one, *two}) if one.get(number) != two.get(number)]
+    if differ:
+        first = differ[0]
+        raise ModelError(
+            f"its tokenizer is not the policy's: they differ in {len(differ)} tokens, the first of them {first}, which "
+            f"is {_word(one, first)} to the policy and {_word(two, first)} to the critic. A critic reads the policy's "
+            "tokens as they are. Name a model with the policy's tokenizer in critic.path, or leave it out."
+        )
+
+
+def _word(words: dict[int, Any], number: int) -> str:
+    return repr(words[number]) if number in words else "none"
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Say of an error that it is about the critic: its keys have other names than the policy's."""
+    try:
+        yield
+    except (ConfigError, ModelError, PlanError) as error:
+        raise type(error)(f"The critic (section critic) cannot be built: {error}") from error
+
 
 Numbers = NDArray[np.float64]
 
@@ -59,7 +153,7 @@ def with_rewards(rollout: Rollout, exact: type[np.floating[Any]]) -> Rollout:
 
 
 def with_values(
-    run: PolicyRun, critic: Run, rollout: Rollout, mini_batches: Sequence[MiniBatch]
+    run: PolicyRun, critic: Trained, objective: Objective, rollout: Rollout, mini_batches: Sequence[MiniBatch]
 ) -> tuple[Rollout, list[MiniBatch], dict[str, float]]:
     """Add value, return and advantage of every token, as they are before the first update; all ranks call this.
 
@@ -68,14 +162,14 @@ def with_values(
     """
     section = run.config.advantage
     assert isinstance(section, GAEAdvantageConfig)
-    with run.phase("values"):
-        valued = [scored(run, critic.policy, part, "values") for part in mini_batches]
-    with run.phase("advantage"):
+    with run.setting.phase("values"):
+        valued = [scored(run.trained, critic.model, part, "values") for part in mini_batches]
+    with run.setting.phase("advantage"):
         batches = [batch for part in valued for batch in part.micro_batches]
-        judged = [_judged(run, section, batch) for batch in batches]
+        judged = [_judged(objective, section, batch) for batch in batches]
         metrics = _metrics(run, judged)
         if section.whiten:
-            of_all = spread_of(np.concatenate([part.advantages for part in judged]), run.ranks.gather)
+            of_all = spread_of(np.concatenate([part.advantages for part in judged]), run.setting.ranks.gather)
             judged = [part._replace(advantages=whitened(part.advantages, of_all, section.epsilon)) for part in judged]
         keeps_proximal = run.config.updates.count > 1
         done = iter([_carried(batch, part, keeps_proximal) for batch, part in zip(batches, judged, strict=True)])
@@ -86,43 +180,46 @@ def with_values(
 def _metrics(run: PolicyRun, judged: Sequence[_Judged]) -> dict[str, float]:
     """Return how well the critic knew what was to come; without the share it explains where all returns are alike."""
     returns, values = (np.concatenate([getattr(part, name) for part in judged]) for name in ("returns", "values"))
-    of_returns, errors = (spread_of(numbers, run.ranks.gather) for numbers in (returns, returns - values))
+    of_returns, errors = (spread_of(numbers, run.setting.ranks.gather) for numbers in (returns, returns - values))
     metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
     explained = explained_variance(of_returns, errors)
     return metrics if explained is None else {**metrics, "value/explained_variance": explained}
 
 
-def train_critic(run: PolicyRun, critic: Run, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+def train_critic(run: PolicyRun, critic: Trained, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     """Make the critic's updates of a step, as many as the policy's, and return its metrics as value/*.
 
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
     # Its schedule follows the policy's steps; and until the policy's step ends, the critic is in the middle of it.
-    critic.state.step, critic.updating = run.state.step, False
+    critic.state.step, critic.updating = run.trained.state.step, False
+    section = run.config.critic
+    assert section is not None
+    objective = ValueLoss(section.value_clip)
     lines, sums = [], []
-    with run.phase("critic"):
+    with run.setting.phase("critic"):
         for mini_batch in [*mini_batches] * run.config.updates.passes:
             try:
-                line = train_step(critic, mini_batch, ends_step=False)
+                update = train_step(critic, mini_batch, objective, ends_step=False)
             except RunStopped as error:
                 raise RunStopped(f"The critic (section critic): {error}") from error
-            lines.append({name: value for name, value in line.items() if name not in mini_batch.metrics})
-            sums.append(critic.sums)
+            lines.append({name: value for name, value in update.metrics.items() if name not in mini_batch.metrics})
+            sums.append(update.sums)
     metrics = of_several_updates(lines, sums)
     return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
 
 def is_warming_up(run: PolicyRun) -> bool:
     """Whether the critic alone learns in this step."""
-    return run.config.critic is not None and run.state.step < run.config.critic.warmup_steps
+    return run.config.critic is not None and run.trained.state.step < run.config.critic.warmup_steps
 
 
 def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     """End a step without an update of the policy, and return what the step says of its data."""
-    state = run.state
+    state = run.trained.state
     state.step += 1
-    run.unfreeze(state.step)
+    run.trained.unfreeze(state.step)
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
     still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}
@@ -130,16 +227,16 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
     return {**data_metrics, **still, "num_tokens": float(state.tokens)}
 
 
-def _judged(run: PolicyRun, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
-    values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(run, batch)))
+def _judged(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
+    values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(objective, batch)))
     sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
     return _Judged(advantages, advantages + values, values, sequence)
 
 
-def _token_rewards(run: PolicyRun, batch: Batch) -> Tensor:
+def _token_rewards(objective: Objective, batch: Batch) -> Tensor:
     """Return [N] rewards, less the KL divergence of each token where that is charged to rewards."""
-    rewards, objective = _at(batch, "rewards"), run.objective
+    rewards = _at(batch, "rewards")
     if not isinstance(objective, PolicyGradient) or not objective.charged_to_rewards:
         return rewards
     proximal, reference = _at(batch, "proximal_logprobs"), _at(batch, "reference_logprobs")
@@ -173,7 +270,7 @@ def _with_means(run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], judg
     for batch, part in zip(batches, judged, strict=True):
         for place in np.unique(part.sequence):
             own_means[batch.sample_ids[place]] = float(part.advantages[part.sequence == place].mean())
-    means = {sample: mean for rank_means in run.ranks.gather(own_means) for sample, mean in rank_means.items()}
+    means = {sample: mean for rank_means in run.setting.ranks.gather(own_means) for sample, mean in rank_means.items()}
     groups = [
         replace(
             group,

@@ -17,64 +17,66 @@ from holdfast.training.directory import COMPLETIONS
 from holdfast.training.policy.groups import rewards_of, share_facts
 from holdfast.training.policy.metrics import fault_metrics, length_metrics, reward_metrics
 from holdfast.training.policy.rollouts import sample_groups, score_groups
-from holdfast.training.policy.run import PolicyEvaluation, PromptSet, rest
+from holdfast.training.policy.run import PolicyEvaluation, PromptSet
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Group
 
 
 def evaluate_policy(
-    run: PolicyEvaluation, label: str | None = None, interrupted: Callable[[], bool] = lambda: False
+    policy: PolicyEvaluation, label: str | None = None, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
     """Return eval/<set>/<metric> for every evaluation set; all ranks call this together.
 
     Completions are written to completions/<label>.<set>.jsonl; the label is the step by default. `interrupted` is asked
     before every set, the same on all ranks; only finished sets are returned.
     """
-    label = label or f"step-{run.state.step:08d}"
+    label = label or f"step-{policy.sharded.state.step:08d}"
     metrics: dict[str, float] = {}
-    for prompts in run.prompt_sets:
+    for prompts in policy.prompt_sets:
         if interrupted():
             break
         try:
-            with run.phase("evaluation"):
-                set_metrics, groups = _evaluate_set(run, prompts)
-                everyone = run.ranks.gather([_told(group) for group in groups])
+            with policy.setting.phase("evaluation"):
+                set_metrics, groups = _evaluate_set(policy, prompts)
+                everyone = policy.setting.ranks.gather([_told(group) for group in groups])
         except StepAbandoned:
             break
-        if run.world.is_first:
+        if policy.setting.world.is_first:
             name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
             flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
-            write_groups(run.directory / COMPLETIONS / name, flat)
+            write_groups(policy.setting.directory / COMPLETIONS / name, flat)
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in set_metrics.items()}
-    rest(run)
+    policy.sampler.rest(policy.sharded)
     return metrics
 
 
-def evaluation_sampling(run: PolicyEvaluation) -> SamplingConfig:
+def evaluation_sampling(policy: PolicyEvaluation) -> SamplingConfig:
     """Return how evaluations sample."""
-    section = run.config.evaluation.sampling
+    section = policy.config.evaluation.sampling
     values = section.model_dump()
     if section.max_new_tokens is None:
-        values["max_new_tokens"] = run.config.rollout.max_new_tokens
+        values["max_new_tokens"] = policy.config.rollout.max_new_tokens
     return SamplingConfig(**values)
 
 
-def _evaluate_set(run: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, float], list[Group]]:
-    options = run.config.evaluation
+def _evaluate_set(policy: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[str, float], list[Group]]:
+    options = policy.config.evaluation
     own_prompts = prompts.prompts
     seeds = {
         prompt.prompt_id: tuple(
-            mixed(run.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)
+            mixed(policy.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)
         )
         for prompt in own_prompts
     }
-    groups = sample_groups(run, own_prompts, evaluation_sampling(run), seeds)
-    groups, scored = score_groups(run, groups)
-    facts = share_facts(run, groups, scored)
+    groups = sample_groups(policy.sharded, policy.sampler, own_prompts, evaluation_sampling(policy), seeds)
+    groups, scored = score_groups(policy, groups)
+    facts = share_facts(policy.setting.ranks, groups, scored)
     faults = fault_metrics(facts)
-    reasons = run.ranks.gather(next((item.message for item in scored if item.message), ""))
+    reasons = policy.setting.ranks.gather(next((item.message for item in scored if item.message), ""))
     if any(faults.values()):
-        run.messages.append(_failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons))
+        policy.setting.log.messages.append(
+            _failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons)
+        )
     solved = solved_metrics(rewards_of(facts), options.success)
     return {**reward_metrics(facts), **length_metrics(facts), **faults, **solved}, groups
 

@@ -20,15 +20,16 @@ from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
+from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import entropy_threshold
 from holdfast.training.build.begin import layout_of
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
-from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.policy.trajectories import example_of_trajectory
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.run import ShardedModel
+from holdfast.training.scorers.reference import scored
 from holdfast.types import Example, MiniBatch, Prompt, Trajectory
 
 
@@ -45,7 +46,7 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
         return with_rewards(rollout, batch_columns(run.config)["rewards"])
     if not rollout.facts:
         return rollout
-    with run.phase("advantage"):
+    with run.setting.phase("advantage"):
         advantages = batch_advantages(run.config, rollout.facts)
         row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
         groups = []
@@ -74,16 +75,17 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks. None is
     empty unless all are: with fewer prompts than mini-batches there are fewer updates.
     """
+    trained = run.trained
     count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
     layout = replace(
-        layout_of(run, run.images),
+        layout_of(trained, run.evaluation.images),
         columns=batch_columns(run.config),
         constant_length=run.config.rollout.max_new_tokens,
-        angles_of=angles_by_length(each.origin.skeleton.config for each in (run, *run.companions.values())),
-        shares_heads=run.config.rollout.shared_prefix != "off" and not run.policy.padded,
-        weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(run),
+        angles_of=angles_by_length(each.origin.skeleton.config for each in (trained, *run.common.companions.values())),
+        shares_heads=run.config.rollout.shared_prefix != "off" and not trained.model.padded,
+        weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(trained),
     )
-    with run.phase("pack"):
+    with run.setting.phase("pack"):
         edges = [number * len(rollout.facts) // count for number in range(count + 1)]
         return [
             _mini_batch(run, rollout, rollout.facts[start:end], layout)
@@ -91,16 +93,18 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
         ]
 
 
-def _pads_branches(run: PolicyRun) -> bool:
-    if run.policy.padded:
+def _pads_branches(policy: ShardedModel) -> bool:
+    if policy.model.padded:
         return True
-    return pads_branches(run.origin.skeleton, run.world.device.type, getattr(torch, run.plan.compute_dtype))
+    return pads_branches(
+        policy.origin.skeleton, policy.setting.world.device.type, getattr(torch, policy.plan.compute_dtype)
+    )
 
 
 def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
     prompt_ids = {fact.prompt_id for fact in facts}
     own_examples = {
-        (group.prompt.prompt_id, place): _example(trajectory, group.prompt, layout.pad_token, run.images)
+        (group.prompt.prompt_id, place): _example(trajectory, group.prompt, layout.pad_token, run.evaluation.images)
         for group in rollout.groups
         if group.prompt.prompt_id in prompt_ids
         for place, trajectory in enumerate(group.trajectories)
@@ -119,7 +123,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
         for fact in facts
         for place, completion in enumerate(fact.completions)
     ]
-    return assemble(Candidates(own_examples, sequences), run.ranks, run.config.data, layout)
+    return assemble(Candidates(own_examples, sequences), run.setting.ranks, run.config.data, layout)
 
 
 def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
@@ -132,25 +136,24 @@ def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: Ima
     return example_of_trajectory(prompt, trajectory, tokens=tokens, per_token=carried)
 
 
-def score_rollout(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-    """Add the log-probabilities that the objective compares with, and no others; all ranks call this together.
+def score_rollout(run: PolicyRun, objective: Objective, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+    """Add the log-probabilities that an objective compares with, and no others; all ranks call this together.
 
     On-policy without a KL term there is nothing to add, and no forward pass is made.
     """
-    objective = run.objective
     charged = isinstance(objective, PolicyGradient) and objective.charged_to_rewards
     several = run.config.updates.count > 1 or charged
     masked = isinstance(objective, PolicyGradient) and objective.needs_entropy_mask
-    result = list(mini_batches)
+    result, policy = list(mini_batches), run.trained
     if several or masked:
-        with run.phase("proximal"):
-            result = [scored(run, run.policy, part, "proximal_logprobs", entropy=masked) for part in result]
+        with run.setting.phase("proximal"):
+            result = [scored(policy, policy.model, part, "proximal_logprobs", entropy=masked) for part in result]
     if masked:
         share = run.config.entropy.top_quantile
         result = [_with_entropy_mask(run, part, share, keep_proximal=several) for part in result]
     if run.reference is not None:
-        with run.phase("reference"):
-            result = [scored(run, run.reference, part, "reference_logprobs") for part in result]
+        with run.setting.phase("reference"):
+            result = [scored(policy, run.reference, part, "reference_logprobs") for part in result]
     return result
 
 
@@ -160,7 +163,7 @@ def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, k
         batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches
     ]
     threshold = entropy_threshold(
-        np.concatenate([part for of_rank in run.ranks.gather(own_entropies) for part in of_rank]), share
+        np.concatenate([part for of_rank in run.setting.ranks.gather(own_entropies) for part in of_rank]), share
     )
     batches = []
     for batch in mini_batch.micro_batches:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from holdfast.advantages.group import without_advantages
 from holdfast.config.sections.policy import AdvantageConfig
 from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
+from holdfast.parallel.collectives import RankGroup
 from holdfast.rewards.base import Scored
-from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.types import Finish, Group, Trajectory
 
 
@@ -51,19 +51,19 @@ class GroupFact(NamedTuple):
     """Whether its prompt brings inputs only the model understands."""
 
 
-def share_facts(run: PolicyEvaluation, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
+def share_facts(ranks: RankGroup, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
     """Return what all ranks know of all groups, by prompt; the same on every rank."""
     following = iter(scored)
     own_facts = [
         GroupFact(
             group.prompt.prompt_id,
-            run.world.rank,
+            ranks.rank,
             tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
             has_inputs=bool(group.prompt.model_inputs),
         )
         for group in groups
     ]
-    return sorted((fact for facts in run.ranks.gather(own_facts) for fact in facts), key=lambda fact: fact.prompt_id)
+    return sorted((fact for facts in ranks.gather(own_facts) for fact in facts), key=lambda fact: fact.prompt_id)
 
 
 def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:

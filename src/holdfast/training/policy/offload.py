@@ -15,8 +15,8 @@ from torch import Tensor
 
 from holdfast.errors import ConfigError
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.policy.run import PolicyRun, publish
-from holdfast.training.run import Run
+from holdfast.training.policy.run import PolicyRun
+from holdfast.training.run import Trained
 
 PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 
@@ -28,31 +28,32 @@ def resting(run: PolicyRun) -> Iterator[None]:
     if section.parameters == section.optimizer == "stay":
         yield
         return
-    everyone = [run, *run.companions.values()]
+    residency = run.trained.residency
+    everyone = [run.trained, *run.common.companions.values()]
     try:
-        with run.phase("to_host"):  # before the engine's copy takes memory
+        with run.setting.phase("to_host"):  # before the engine's copy takes memory
             if section.optimizer == "host":
                 for each in everyone:
-                    run.residency.rest(OPTIMIZER, _states(each), besides=sharded_parameters(each.policy).values())
-        with run.phase("rollout"):
-            publish(run)  # what rests cannot be gathered
-        with run.phase("to_host"):
+                    residency.rest(OPTIMIZER, _states(each), besides=sharded_parameters(each.model).values())
+        with run.setting.phase("rollout"):
+            run.evaluation.sampler.publish(run.trained)  # what rests cannot be gathered
+        with run.setting.phase("to_host"):
             if section.parameters == "host":
-                run.residency.rest(PARAMETERS, _own_parameters(run))
-                for each in run.companions.values():
-                    run.residency.rest(PARAMETERS, sharded_parameters(each.policy).values())
+                residency.rest(PARAMETERS, _own_parameters(run))
+                for each in run.common.companions.values():
+                    residency.rest(PARAMETERS, sharded_parameters(each.model).values())
         yield
     finally:
-        run.wake(PARAMETERS)
+        run.trained.wake(PARAMETERS)
 
 
 @contextmanager
-def awake_afterwards(run: Run) -> Iterator[None]:
+def awake_afterwards(trained: Trained) -> Iterator[None]:
     """Bring back whatever still rests when the block ends, however it ends."""
     try:
         yield
     finally:
-        run.wake()
+        trained.wake()
 
 
 def check_residency(run: PolicyRun) -> None:
@@ -64,25 +65,25 @@ def check_residency(run: PolicyRun) -> None:
     if run.config.residency.parameters == "host" and not _own_parameters(run):
         raise ConfigError(
             "residency.parameters: host, but the policy is not sharded, and what samples reads the very weights that "
-            f"are trained (one rank that computes in {run.plan.compute_dtype}, as it stores). Leave it out, or train "
-            "on several ranks."
+            f"are trained (one rank that computes in {run.trained.plan.compute_dtype}, as it stores). Leave it out, or "
+            "train on several ranks."
         )
 
 
 def _own_parameters(run: PolicyRun) -> list[Tensor]:
     """Return the parameters that the engine has copies of: what is gathered, or cast."""
-    if not run.plan.sharded:
+    if not run.trained.plan.sharded:
         return []
-    computed: torch.dtype = getattr(torch, run.plan.compute_dtype)
-    replicated, gathered = set(run.plan.replicated), run.plan.shard > 1
+    computed: torch.dtype = getattr(torch, run.trained.plan.compute_dtype)
+    replicated, gathered = set(run.trained.plan.replicated), run.trained.plan.shard > 1
     return [
         value
-        for name, value in sharded_parameters(run.policy).items()
+        for name, value in sharded_parameters(run.trained.model).items()
         if name not in replicated and (gathered or value.dtype != computed)
     ]
 
 
-def _states(run: Run) -> list[Tensor]:
-    states = run.optimizer.state.values()
+def _states(trained: Trained) -> list[Tensor]:
+    states = trained.optimizer.state.values()
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return tensors + ([] if run.averages is None else list(run.averages.tensors.values()))
+    return tensors + ([] if trained.averages is None else list(trained.averages.tensors.values()))

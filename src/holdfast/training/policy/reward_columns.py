@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from holdfast.errors import ConfigError, DataError
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun
+from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.types import Prompt
 
 _FIRST = "the first batch"
 _SHOWN = 60
 
 
-def check_columns(run: PolicyEvaluation, needed_columns: Mapping[str, Sequence[str]]) -> None:
+def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequence[str]]) -> None:
     """Look for every column that rewards need in the first batch and in the evaluation sets; all ranks together.
 
     Rows of several sources may differ, so a column counts as there if one of the rows has it, and a first batch of
     several sources only lets the run warn: the rows that have it may come later.
 
     Args:
-        run: Before its first step.
+        policy: Before its first step.
         needed_columns: Columns by the name of the reward.
 
     Raises:
@@ -27,11 +27,11 @@ def check_columns(run: PolicyEvaluation, needed_columns: Mapping[str, Sequence[s
     """
     if not any(needed_columns.values()):
         return
-    for place, prompts in _read(run):
-        there = _columns(run, prompts)
+    for place, prompts in _read(policy):
+        there = _columns(policy, prompts)
         absent = _absent(needed_columns, there) if there else {}
-        if place == _FIRST and isinstance(run, PolicyRun) and len(run.source_names) > 1:
-            run.messages += [
+        if place == _FIRST and policy.several_sources:
+            policy.setting.log.messages += [
                 f"warning: reward {reward} needs column {absent[reward]}, and no row of {place} has one."
                 for reward in absent
             ]
@@ -45,7 +45,7 @@ def check_columns(run: PolicyEvaluation, needed_columns: Mapping[str, Sequence[s
 
 
 def check_answers(
-    run: PolicyEvaluation, answer_columns: Mapping[str, str], unreadable: Callable[[str, Sequence[str]], list[str]]
+    policy: PolicyEvaluation, answer_columns: Mapping[str, str], unreadable: Callable[[str, Sequence[str]], list[str]]
 ) -> None:
     """Count the answers of the first batch and the evaluation sets that a reward cannot read; all ranks together.
 
@@ -53,7 +53,7 @@ def check_answers(
     is the wrong one; a first batch of several sources only lets the run warn.
 
     Args:
-        run: Before its first step.
+        policy: Before its first step.
         answer_columns: The column of answers, by the name of the reward.
         unreadable: As `Rewards` has it.
 
@@ -61,18 +61,18 @@ def check_answers(
         ConfigError: Not one answer of a place can be read; the same on all ranks.
     """
     for reward, column in answer_columns.items():
-        for place, prompts in _read(run):
-            with run.ranks.together():
+        for place, prompts in _read(policy):
+            with policy.setting.ranks.together():
                 answers = [
                     "" if each.row[column] is None else str(each.row[column]) for each in prompts if column in each.row
                 ]
                 bad = set(unreadable(reward, list(dict.fromkeys(answers))))
-            everyone = run.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
-            _tell_unreadable(run, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
+            everyone = policy.setting.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
+            _tell_unreadable(policy, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
 
 
 def _tell_unreadable(
-    run: PolicyEvaluation, place: str, reward: str, everyone: Sequence[tuple[int, list[str]]], *, is_first: bool
+    policy: PolicyEvaluation, place: str, reward: str, everyone: Sequence[tuple[int, list[str]]], *, is_first: bool
 ) -> None:
     """Refuse a place without a readable answer; warn of one with some; everyone has (answers, those unreadable)."""
     count, lost = sum(number for number, _ in everyone), [answer for _, answers in everyone for answer in answers]
@@ -80,17 +80,19 @@ def _tell_unreadable(
         return
     shown = ", ".join(repr(answer[:_SHOWN]) for answer in list(dict.fromkeys(lost))[:3])
     words = f"reward {reward} cannot read {len(lost)} of {count} answers of {place}: {shown}"
-    several = is_first and isinstance(run, PolicyRun) and len(run.source_names) > 1
+    several = is_first and policy.several_sources
     if len(lost) == count and not several:
         raise ConfigError(
             f"{words}. Name the column of the right answers in the reward, or bring them there by data.columns."
         )
-    run.messages.append(f"warning: {words}. It scores no completion of these prompts; mend them or leave them out.")
+    policy.setting.log.messages.append(
+        f"warning: {words}. It scores no completion of these prompts; mend them or leave them out."
+    )
 
 
-def _columns(run: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
+def _columns(policy: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
     """Return the columns of what all ranks read."""
-    everyone = run.ranks.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
+    everyone = policy.setting.ranks.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
     return list(dict.fromkeys(column for columns in everyone for column in columns))
 
 
@@ -102,10 +104,10 @@ def _absent(needed_columns: Mapping[str, Sequence[str]], there: Sequence[str]) -
     return {reward: columns[0] for reward, columns in lacking.items() if columns}
 
 
-def _read(run: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
+def _read(policy: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
     """Yield what was read: where from, and this rank's share."""
-    if isinstance(run, PolicyRun):
-        batch = run.stream.read_ahead(run.state.step)
+    if policy.stream is not None:
+        batch = policy.stream.read_ahead(policy.sharded.state.step)
         yield _FIRST, () if batch is None else batch.own_prompts
-    for prompts in run.prompt_sets:
+    for prompts in policy.prompt_sets:
         yield f"evaluation set {prompts.name}", prompts.prompts

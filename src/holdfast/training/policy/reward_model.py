@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from holdfast.config.sections.reward import ModelRewardConfig
-from holdfast.config.verbs.critic import RewardScoring, reward_scoring
+from holdfast.config.verbs.critic import reward_scoring
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ConfigError, ModelError, PlanError
@@ -39,7 +39,8 @@ from holdfast.models.layers.family import positions_of
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.build.model import build_policy
-from holdfast.training.copies import free_bytes, free_host_bytes
+from holdfast.training.engines import free_bytes, free_host_bytes
+from holdfast.training.run import Setting
 from holdfast.training.scorers.reference import check_place
 from holdfast.types import Batch, Example, Scores
 
@@ -85,30 +86,26 @@ def _batch(rows: Sequence[TextTokens], pad: int | None, *, padded: bool) -> Batc
     return replace(batch, scored=torch.tensor(places, dtype=torch.int64))
 
 
-def open_reward_model(
-    section: ModelRewardConfig, config: GRPOConfig, base: Path, world: World, ranks: RankGroup
-) -> TextScorer:
+def open_reward_model(section: ModelRewardConfig, setting: Setting) -> TextScorer:
     """Load a reward model, if it has room, and say what a user should know of it; all ranks call this together.
 
     Args:
         section: Which, and where it lies.
-        config: The run's, which says how a sharded one is split.
-        base: The YAML's directory.
-        world: The ranks.
-        ranks: Between them, for as long as a sharded model scores.
+        setting: Of the run, which says how a sharded one is split; its ranks serve as long as such a model scores.
 
     Raises:
         UserError: It cannot be loaded, cannot be sharded, takes more memory than there is now, or would read longer
             texts than it has positions for; the same on all ranks.
     """
+    world, ranks = setting.world, setting.ranks
     with _named(f"reward {section.label}: "):
-        needed = ranks.first_rank_first(lambda: _check_room(section, config, base, world))
+        needed = ranks.first_rank_first(lambda: _check_room(section, setting))
         if section.place == "whole":
-            whole = ranks.on_all_ranks(lambda: RewardModel(section, base, world.device))
+            whole = ranks.on_all_ranks(lambda: RewardModel(section, setting.base, world.device))
             note, what = whole.reading.note, f"{size_words(needed)} of weights in {section.dtype}, on every rank"
             scorer: TextScorer = whole
         else:
-            scorer, bytes_per_rank = _shared(section, reward_scoring(config, section), base, world, ranks)
+            scorer, bytes_per_rank = _shared(section, setting)
             note, what = scorer.reading.note, f"{size_words(bytes_per_rank)} of weights in {section.dtype} per rank"
     if world.is_first:
         print(f"reward {section.label}: {what}", flush=True)
@@ -117,21 +114,21 @@ def open_reward_model(
     return scorer
 
 
-def _shared(
-    section: ModelRewardConfig, config: RewardScoring, base: Path, world: World, ranks: RankGroup
-) -> tuple[SharedRewardModel, int]:
+def _shared(section: ModelRewardConfig, setting: Setting) -> tuple[SharedRewardModel, int]:
     """Return a sharded model, and the bytes of it that each rank holds."""
-    origin = ranks.first_rank_first(lambda: stored_scorer(config.model, base))
+    assert isinstance(setting.config, GRPOConfig)
+    config, world, ranks = reward_scoring(setting.config, section), setting.world, setting.ranks
+    origin = ranks.first_rank_first(lambda: stored_scorer(config.model, setting.base))
     reading = ranks.on_all_ranks(lambda: _reading(section, origin))
     if world.is_first:
         where = "in host memory" if config.parallel.cpu_offload else "sharded like the policy"
         print(f"reward {section.label}: {where}; its plan:", flush=True)
     with _named("", " place: whole leaves this model to transformers, on every rank."):
-        model, plan = build_policy(config, origin, world, ranks, trained=False)
-    model.eval()
+        sharded = build_policy(replace(setting, config=config), origin, trained=False)
+    sharded.model.eval()
     with ranks.together():
-        check_place(model, plan, world.device, "reward model")
-    return SharedRewardModel(model, reading, world, ranks), plan.shard_bytes
+        check_place(sharded, "reward model")
+    return SharedRewardModel(sharded.model, reading, world, ranks), sharded.plan.shard_bytes
 
 
 def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:
@@ -152,14 +149,15 @@ def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:
     return Reading(section, origin.tokenizer, origin.original_config, origin.directory)
 
 
-def _check_room(section: ModelRewardConfig, config: GRPOConfig, base: Path, world: World) -> int:
+def _check_room(section: ModelRewardConfig, setting: Setting) -> int:
     """Return the bytes of a model's weights.
 
     Raises:
         ModelError: There is no such model.
         ConfigError: They, or this rank's share of them, take more memory than there is now.
     """
-    needed = bytes_of(section, base)
+    config, world = setting.config, setting.world
+    needed = bytes_of(section, setting.base)
     device, host = (free_bytes(world), "its device"), (free_host_bytes(world), "its share of the machine's memory")
     parts = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
     match section.place, config.parallel.cpu_offload:
@@ -180,7 +178,7 @@ def _check_room(section: ModelRewardConfig, config: GRPOConfig, base: Path, worl
     return needed
 
 
-def _ways_out(section: ModelRewardConfig, config: GRPOConfig, world: World) -> str:
+def _ways_out(section: ModelRewardConfig, config: TrainingConfig, world: World) -> str:
     """Return what to do where there is no room."""
     ways = []
     parts = world.size // config.parallel.replicate

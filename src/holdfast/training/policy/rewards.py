@@ -9,19 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Reward, RewardPoolConfig
+from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, RewardPoolConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.heads.scorer import Reading, TextScorer
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.processes.pool import RewardPool
 from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live
-from holdfast.training.directory import run_directory
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
+from holdfast.training.run import RunFile, Setting
 
 _MOST_WORKERS = 4
 _SHARE_OF_WAIT = 0.75
@@ -50,8 +49,9 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         ModelError, PlanError: A reward model cannot be built; the same on all ranks.
     """
     section = config.rewards
+    setting = Setting.of(config, base, world)
+    ranks = setting.ranks
     if live is not None and live.rewards:
-        ranks = RankGroup(config.launch.timeout_minutes)
         functions = live.rewards
         here = ranks.on_all_ranks(lambda: RewardsHere(functions, config.reward, section))
         ranks.close()
@@ -63,11 +63,10 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     if section.step_timeout_seconds == "auto" and world.size > 1:
         longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
         section = section.model_copy(update={"step_timeout_seconds": longest})
-    ranks = RankGroup(config.launch.timeout_minutes)
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
-    models = {reward.label: open_reward_model(reward, config, base, world, ranks) for reward in named}
-    scorer = ranks.on_all_ranks(lambda: RewardScorer(config.reward, section, base, models, _logs(config, world)))
+    models = {reward.label: open_reward_model(reward, setting) for reward in named}
+    scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, _logs(setting)))
     try:
         with ranks.together():
             scorer.start()
@@ -84,24 +83,20 @@ class RewardScorer:
     """Rewards of both kinds: functions in processes of their own, and models in this one.
 
     Args:
-        rewards: The sections.
+        run_file: Whose configuration names them.
         config: The processes, and what a fault does.
-        base: The YAML's directory.
-        models: Those that the sections name, by their labels.
+        models: Those that the configuration names, by their labels.
         logs: Where functions print.
     """
 
     def __init__(
-        self,
-        rewards: Sequence[Reward],
-        config: RewardPoolConfig,
-        base: Path,
-        models: Mapping[str, TextScorer],
-        logs: Path,
+        self, run_file: RunFile, config: RewardPoolConfig, models: Mapping[str, TextScorer], logs: Path
     ) -> None:
+        assert isinstance(run_file.config, GRPOConfig)
+        rewards = run_file.config.reward
         functions = [reward for reward in rewards if not isinstance(reward, ModelRewardConfig)]
         self._models = models
-        self._pool = RewardPool(functions, config, base, logs) if functions else None
+        self._pool = RewardPool(functions, config, run_file.base, logs) if functions else None
         self._functions = [reward.label for reward in functions]
         self._rewards, self._config = tuple(rewards), config
 
@@ -173,13 +168,13 @@ def _outcome(score: float) -> SampleOutcome:
     return SampleOutcome(fault="nan", message=f"gave {score}")
 
 
-def _logs(config: GRPOConfig, world: World) -> Path:
+def _logs(setting: Setting) -> Path:
     """Return where reward functions print: the run's logs, or where they wait until there is a run directory.
 
     A run that is refused before its first step must leave nothing, so no directory is made for it here.
     """
-    launched: Path | None = world.failure.directory
-    places = [run_directory(config), *([] if launched is None else [launched])]
+    launched: Path | None = setting.world.failure.directory
+    places = [setting.directory, *([] if launched is None else [launched])]
     for place in places:
         if (place / "logs").is_dir():
             return place / "logs"

@@ -1,4 +1,4 @@
-"""From prompts to scored groups.
+"""From prompts to scored groups, and a completion as one sequence with its prompt.
 
 A completion's seed is made of the run's seed, the step, the prompt and its place in the group, so a rollout that was
 broken off is sampled again exactly. What all ranks know of all groups, and which of them are trained on, is in
@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import PromptBatch
+from holdfast.data.tokens.vision import going_on
 from holdfast.errors import RunStopped
+from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
@@ -32,14 +37,10 @@ from holdfast.training.policy.offload import resting
 from holdfast.training.policy.run import (
     PolicyEvaluation,
     PolicyRun,
-    SamplingEvaluation,
-    progress_of,
-    publish,
-    rest,
+    Sampler,
 )
-from holdfast.training.policy.trajectories import trajectory_of
-from holdfast.training.run import StepAbandoned
-from holdfast.types import Finish, Group, Prompt, Trajectory
+from holdfast.training.run import ShardedModel, StepAbandoned, Trained
+from holdfast.types import Example, Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
 """Failed rewards that are named per step; all are counted."""
@@ -71,21 +72,21 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     """
     with resting(run):
         rounds = _rounds(run)
-        rest(run)
+        run.evaluation.sampler.rest(run.trained)
     if not rounds:
         return None
     groups_config, batch_size = run.config.groups, run.config.data.batch_size
     rollout = _joined(rounds, batch_size)
-    run.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    run.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
-    run.messages += _plain_prompts(run, rollout)
+    run.setting.log.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    run.setting.log.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
+    run.setting.log.messages += _plain_prompts(run, rollout)
     _refuse_unscored(run, rollout)
     return rollout
 
 
 def _rounds(run: PolicyRun) -> list[Rollout]:
     groups_config, batch_size = run.config.groups, run.config.data.batch_size
-    before = run.stream.state()
+    before = run.common.stream.state()
     rollouts: list[Rollout] = []
     group_count = 0
     try:
@@ -94,8 +95,8 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
             rounds, excess = groups_config.max_rounds, groups_config.oversample
         for _ in range(rounds):
             rows = math.ceil(round((batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little more than 11
-            with run.phase("data"):
-                batch: PromptBatch | None = run.stream.next(run.state.step, rows)
+            with run.setting.phase("data"):
+                batch: PromptBatch | None = run.common.stream.next(run.trained.state.step, rows)
             if batch is None:
                 break
             rollouts.append(_one_round(run, batch))
@@ -103,7 +104,7 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
             if group_count >= batch_size:
                 break
     except StepAbandoned:
-        run.stream.load_state(before)
+        run.common.stream.load_state(before)
         raise
     return rollouts
 
@@ -111,7 +112,7 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
 def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
     """Say once that a chat model is asked in plain text: its reward may stay low for no other reason."""
     plain = rollout.counted.get("data/without_chat_template", 0)
-    if run.state.step > 0 or not plain:
+    if run.trained.state.step > 0 or not plain:
         return []
     return [
         f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
@@ -127,12 +128,13 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
         RunStopped: No completion had a reward for too many steps in a row; on all ranks.
     """
     scored = any(math.isfinite(completion.reward) for fact in rollout.sampled for completion in fact.completions)
-    run.state.unscored_in_a_row = 0 if scored else run.state.unscored_in_a_row + 1
-    if run.state.unscored_in_a_row >= run.config.rewards.max_unscored_steps:
+    state = run.trained.state
+    state.unscored_in_a_row = 0 if scored else state.unscored_in_a_row + 1
+    if state.unscored_in_a_row >= run.config.rewards.max_unscored_steps:
         why = f" The last reason: {rollout.messages[0]}" if rollout.messages else ""
         raise RunStopped(
-            f"Not one completion could be scored in {run.state.unscored_in_a_row} steps in a row, the last of them "
-            f"step {run.state.step + 1}, so nothing was learned.{why} Mend the reward; rewards.max_unscored_steps is "
+            f"Not one completion could be scored in {state.unscored_in_a_row} steps in a row, the last of them "
+            f"step {state.step + 1}, so nothing was learned.{why} Mend the reward; rewards.max_unscored_steps is "
             "how long a run waits."
         )
 
@@ -140,9 +142,10 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
 def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     config = run.config
     seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in batch.own_prompts}
-    groups = sample_groups(run, batch.own_prompts, config.rollout, seeds)
-    groups, scored = score_groups(run, groups)
-    facts = share_facts(run, groups, scored)
+    policy = run.evaluation
+    groups = sample_groups(run.trained, policy.sampler, batch.own_prompts, config.rollout, seeds)
+    groups, scored = score_groups(policy, groups)
+    facts = share_facts(run.setting.ranks, groups, scored)
     if config.advantage.needs_greedy:
         facts, scored = _with_greedy(run, batch.own_prompts, facts, scored)
     trimmed = [without_dropped(fact, config.groups) for fact in facts]
@@ -151,7 +154,7 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     trimmed = [fact for fact in trimmed if fact.prompt_id in selected_ids]
     own_groups = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in selected_ids)
     left_out = tuple(group for group in groups if group.prompt.prompt_id not in selected_ids)
-    rank_messages = run.ranks.gather([item.message for item in scored if item.message][:8])
+    rank_messages = run.setting.ranks.gather([item.message for item in scored if item.message][:8])
     messages = tuple(line for lines in rank_messages for line in lines)
     return Rollout(own_groups, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
@@ -160,7 +163,7 @@ def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
     """Return the seed of each completion of a prompt, at any number of ranks the same."""
     config = run.config.rollout
     seed = run.config.seed if config.seed is None else config.seed
-    return tuple(mixed(seed, run.state.step, prompt_id, place) for place in range(config.group_size))
+    return tuple(mixed(seed, run.trained.state.step, prompt_id, place) for place in range(config.group_size))
 
 
 def _with_greedy(
@@ -168,9 +171,14 @@ def _with_greedy(
 ) -> tuple[list[GroupFact], list[Scored]]:
     """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
     sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
-    groups = sample_groups(run, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
-    rewarded, greedy_scored = score_groups(run, groups)
-    facts_with_greedy = with_baselines(facts, share_facts(run, rewarded, greedy_scored), run.config.groups)
+    policy = run.evaluation
+    groups = sample_groups(
+        run.trained, policy.sampler, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts}
+    )
+    rewarded, greedy_scored = score_groups(policy, groups)
+    facts_with_greedy = with_baselines(
+        facts, share_facts(run.setting.ranks, rewarded, greedy_scored), run.config.groups
+    )
     return facts_with_greedy, [*scored, *greedy_scored]
 
 
@@ -198,12 +206,17 @@ def _counted(rounds: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sample_groups(
-    run: SamplingEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Mapping[int, tuple[int, ...]]
+    sharded: ShardedModel,
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    seeds: Mapping[int, tuple[int, ...]],
 ) -> list[Group]:
     """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
 
     Args:
-        run: The policy.
+        sharded: The policy.
+        sampler: Has its engine.
         prompts: To complete.
         sampling: How.
         seeds: By prompt id, one per completion.
@@ -211,51 +224,52 @@ def sample_groups(
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
     """
-    with run.phase("rollout"):
-        publish(run)
+    setting = sharded.setting
+    with setting.phase("rollout"):
+        sampler.publish(sharded)
         requests = [
             Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
             for prompt in prompts
         ]
-        sampled = generate(run.engine, requests, sampling, run.interrupted)
+        sampled = generate(sampler.engine, requests, sampling, setting.interrupted)
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        if any(run.ranks.gather(aborted)):
+        if any(setting.ranks.gather(aborted)):
             raise StepAbandoned
-        _refuse_nan(run, sampled)
+        _refuse_nan(sharded, sampled)
         by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
         of_id = {prompt.prompt_id: prompt for prompt in prompts}
         for completion in sampled:
             prompt = of_id[completion.request_id]
             seed = seeds[prompt.prompt_id][completion.place]
-            trajectory = trajectory_of(prompt, completion, seed, sampling, run.origin.tokenizer)
+            trajectory = trajectory_of(prompt, completion, seed, sampling, sharded.origin.tokenizer)
             by_prompt[prompt.prompt_id].append(trajectory)
     return [Group(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
 
 
-def _refuse_nan(run: SamplingEvaluation, sampled: Sequence[Sampled]) -> None:
+def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
     """Stop a run whose policy gives no numbers: what is drawn from them is no sample of anything.
 
     Raises:
         RunStopped: A log-probability is NaN on some rank; raised on all ranks.
     """
     broken = {completion.request_id for completion in sampled if np.isnan(completion.logprobs).any()}
-    ids = sorted(number for part in run.ranks.gather(broken) for number in part)
+    ids = sorted(number for part in sharded.setting.ranks.gather(broken) for number in part)
     if ids:
         raise RunStopped(
-            f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {run.state.step + 1}, the first "
-            f"one prompt {ids[0]}, so nothing can be sampled from it. Its weights are as the last step left them: look "
-            "at grad_norm and loss in metrics.jsonl, and go on from an earlier checkpoint with a lower optim.lr, or "
-            "with parallel.compute_dtype: float32."
+            f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {sharded.state.step + 1}, the "
+            f"first one prompt {ids[0]}, so nothing can be sampled from it. Its weights are as the last step left "
+            "them: look at grad_norm and loss in metrics.jsonl, and go on from an earlier checkpoint with a lower "
+            "optim.lr, or with parallel.compute_dtype: float32."
         )
 
 
-def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
+def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
     """Return this rank's groups with their rewards, and what scoring said of each completion."""
-    with run.phase("reward"):
-        now = progress_of(run)
+    with policy.setting.phase("reward"):
+        now = progress_of(policy)
         samples = [_sample_of(group.prompt, trajectory, now) for group in groups for trajectory in group.trajectories]
-        with run.ranks.together():  # what ends the reward processes of one rank ends the run on all
-            scored = run.score(samples)
+        with policy.setting.ranks.together():  # what ends the reward processes of one rank ends the run on all
+            scored = policy.score(samples)
     following = iter(scored)
     rewarded = []
     for group in groups:
@@ -265,6 +279,14 @@ def score_groups(run: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[G
         )
         rewarded.append(replace(group, trajectories=trajectories))
     return rewarded, scored
+
+
+def progress_of(policy: PolicyEvaluation) -> RunProgress:
+    """Return where the run stands, as rewards are told."""
+    stream, sharded = policy.stream, policy.sharded
+    if stream is None or not isinstance(sharded, Trained):
+        return RunProgress(sharded.state.step)
+    return RunProgress(sharded.state.step, sharded.total_steps or 0, stream.epoch)
 
 
 def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: RunProgress) -> Sample:
@@ -277,4 +299,53 @@ def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: RunProgress) ->
         finish=trajectory.finish.value,
         row=prompt.row,
         progress=progress,
+    )
+
+
+def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: SamplingConfig, tokenizer: Any) -> Trajectory:
+    """Return a prompt and its completion as one sequence."""
+    size, chosen = prompt.tokens.size, sampled.tokens.size
+    logprobs = np.concatenate([np.zeros(size, np.float32), sampled.logprobs])
+    versions = np.concatenate([np.full(size, -1, np.int32), np.full(chosen, sampled.weights_version, np.int32)])
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sample_id=prompt.prompt_id * 2**20 + sampled.place,
+        seed=seed,
+        temperature=sampling.temperature,
+        tokens=np.concatenate([prompt.tokens, sampled.tokens]),
+        loss_mask=np.arange(size + chosen) >= size,
+        sampler_logprobs=logprobs,
+        weights_versions=versions,
+        finish=sampled.finish,
+        completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
+        per_token={} if sampled.expert_choices is None else {CHOICES_COLUMN: sampled.expert_choices},
+        model_inputs=prompt.model_inputs,
+    )
+
+
+def example_of_trajectory(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    tokens: NDArray[np.int64] | None = None,
+    per_token: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+) -> Example:
+    """Return a completion as a sequence to train on.
+
+    Args:
+        prompt: Of the completion.
+        trajectory: The completion.
+        tokens: [L] in the place of its own.
+        per_token: [L, ...] what its tokens carry besides what they do already.
+    """
+    chosen = trajectory.tokens.size - prompt.tokens.size
+    return Example(
+        sample_id=trajectory.sample_id,
+        prompt_id=trajectory.prompt_id,
+        tokens=trajectory.tokens if tokens is None else tokens,
+        loss_mask=trajectory.loss_mask,
+        source=prompt.source,
+        per_token={**per_token, **trajectory.per_token},
+        model_inputs=trajectory.model_inputs,
+        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
     )

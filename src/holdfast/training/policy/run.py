@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.rewards.base import RunProgress, Sample, Scored
+from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import give_weights
-from holdfast.training.run import Evaluation, Run
+from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
 from holdfast.training.scorers.reference import Reference
 from holdfast.types import Prompt
 
@@ -32,69 +31,82 @@ class PromptSet:
     """This rank's share."""
 
 
-@dataclass(kw_only=True)
-class SamplingEvaluation(Evaluation):
-    """A model and an engine that samples from it."""
+@dataclass
+class Sampler:
+    """An engine that samples from a model, and which of its weights the engine has."""
 
     engine: RolloutEngine
-    published: int | None = None
-    """Updates behind the weights that the engine has; None before it has any."""
+    published: tuple[int, bool] | None = None
+    """Updates behind these weights, and whether they are averages; None before there are any."""
+
+    def publish(self, sharded: ShardedModel) -> None:
+        """Give the engine a model's present weights; all ranks call this together."""
+        present = sharded.state.updates, sharded.holds_averages
+        if self.published != present:
+            give_weights(self.engine, sharded)
+            self.published = present
+
+    def rest(self, sharded: ShardedModel) -> None:
+        """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
+        if sharded.plan.sharded and self.published is not None:
+            self.engine.sleep()
+            self.published = None
 
 
 @dataclass(kw_only=True)
-class PolicyEvaluation(SamplingEvaluation):
+class PolicyEvaluation(Evaluation):
     """A policy, an engine that samples from it, and what scores its completions."""
 
-    config: GRPOConfig
+    sampler: Sampler
     score: Score
     prompt_sets: Sequence[PromptSet]
     images: ImageSide | str
     """What turns the images of rows into tokens; or why there is nothing that does."""
+    stream: PromptStream | None = None
+    """The prompts that are trained on; None where a policy is evaluated alone."""
+    several_sources: bool = False
+    """Whether the rows of that stream come from several sources, which may differ."""
+
+    @property
+    def setting(self) -> Setting:
+        """Where the policy lives."""
+        return self.sharded.setting
+
+    @property
+    def config(self) -> GRPOConfig:
+        """The configuration of a policy."""
+        config = self.setting.config
+        assert isinstance(config, GRPOConfig)
+        return config
 
 
 @dataclass(kw_only=True)
-class PolicyRun(PolicyEvaluation, Run):
+class PolicyRun:
     """Everything a step touches."""
 
-    base: Path
-    """Directory of the run's YAML, where its files are looked up."""
+    common: Run
+    """What every run has."""
+    evaluation: PolicyEvaluation
+    """Of the policy that is trained."""
     reference: Reference | None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Let the averages stand in for the weights, and the engine read each anew: copies of one are not the other."""
-        rest(self)
-        self.published = None
-        try:
-            with super().averaged():
-                yield
-        finally:
-            rest(self)
-            self.published = None
+    @property
+    def setting(self) -> Setting:
+        """Where the run takes place."""
+        return self.common.setting
 
     @property
-    def critic(self) -> Run | None:
+    def config(self) -> GRPOConfig:
+        """The configuration of a policy's run."""
+        return self.evaluation.config
+
+    @property
+    def trained(self) -> Trained:
+        """The policy."""
+        return self.common.trained
+
+    @property
+    def critic(self) -> Trained | None:
         """The value model of `advantage: gae`, None without one."""
-        return self.companions.get(CRITIC)
-
-
-def progress_of(run: PolicyEvaluation) -> RunProgress:
-    """Return where the run stands, as rewards are told."""
-    if isinstance(run, PolicyRun):
-        return RunProgress(run.state.step, run.total_steps or 0, run.stream.epoch)
-    return RunProgress(run.state.step)
-
-
-def publish(run: SamplingEvaluation) -> None:
-    """Give the engine the policy's present weights; all ranks call this together."""
-    if run.published != run.state.updates:
-        give_weights(run.engine, run)
-        run.published = run.state.updates
-
-
-def rest(run: SamplingEvaluation) -> None:
-    """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-    if run.plan.sharded and run.published is not None:
-        run.engine.sleep()
-        run.published = None
+        return self.common.companions.get(CRITIC)

@@ -28,8 +28,8 @@ from holdfast.training.policy.critic import train_critic, with_values
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.groups import share_facts
 from holdfast.training.policy.rollouts import Rollout, sample_groups
-from holdfast.training.policy.run import PolicyRun, rest
-from holdfast.training.run import Run
+from holdfast.training.policy.run import PolicyRun
+from holdfast.training.run import Trained
 from holdfast.training.step import train_step
 from holdfast.types import Finish, Group, MiniBatch, Prompt
 
@@ -65,10 +65,10 @@ def walk_a_step(run: PolicyRun) -> None:
     """
     walk = _Walk()
     try:
-        with private_randomness(), _nothing_kept(run, run.critic):
+        with private_randomness(), _nothing_kept(run):
             _walk(run, walk)
     except Exception as error:
-        if isinstance(error, HoldfastError) or run.world.failure.broken_by_peer(error):
+        if isinstance(error, HoldfastError) or run.setting.world.failure.broken_by_peer(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__
         if is_out_of_memory(error):
@@ -79,10 +79,10 @@ def walk_a_step(run: PolicyRun) -> None:
             ) from error
         raise ModelError(
             f"A step of this run would fail where it {walk.phase}: {type(error).__name__}: {why:.600} Two tiny groups "
-            f"showed it before step 1, and nothing was trained. If {run.origin.family.name} cannot do that, please "
-            "report the architecture."
+            f"showed it before step 1, and nothing was trained. If {run.trained.origin.family.name} cannot do that, "
+            "please report the architecture."
         ) from error
-    if run.world.is_first:
+    if run.setting.world.is_first:
         parts = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in walk.seconds.items())
         print(f"walked one step before step 1: {parts}", flush=True)
 
@@ -94,9 +94,10 @@ def _walk(run: PolicyRun, walk: _Walk) -> None:
         rollout = with_advantages(run, _rollout(run, groups))
         mini_batches = pack_rollout(run, rollout)
     with walk.through("scores"):
-        mini_batches = score_rollout(run, mini_batches)
+        mini_batches = score_rollout(run, run.evaluation.objective, mini_batches)
         if run.critic is not None:
-            rollout, mini_batches, _ = with_values(run, run.critic, rollout, mini_batches)
+            objective = run.evaluation.objective
+            rollout, mini_batches, _ = with_values(run, run.critic, objective, rollout, mini_batches)
     with walk.through("updates"):
         if run.critic is not None:
             train_critic(run, run.critic, mini_batches[:1])
@@ -105,23 +106,29 @@ def _walk(run: PolicyRun, walk: _Walk) -> None:
 
 def _update(run: PolicyRun, mini_batches: list[MiniBatch]) -> None:
     for mini_batch in mini_batches:
-        train_step(run, mini_batch, ends_step=False)
+        train_step(run.trained, mini_batch, run.evaluation.objective, ends_step=False)
 
 
 def _sampled(run: PolicyRun) -> list[Group]:
     """Return two groups of this rank, of as many completions as the run's, sampled as the run samples."""
-    rollout, first = run.config.rollout, run.world.rank * _GROUPS
+    rollout, first = run.config.rollout, run.setting.world.rank * _GROUPS
     size = rollout.group_size
     sampling = rollout.model_copy(update={"max_new_tokens": min(_NEW_TOKENS, rollout.max_new_tokens)})
     prompts = [_prompt(run, first + number) for number in range(_GROUPS)]
-    return sample_groups(run, prompts, sampling, {prompt.prompt_id: tuple(range(size)) for prompt in prompts})
+    return sample_groups(
+        run.trained,
+        run.evaluation.sampler,
+        prompts,
+        sampling,
+        {prompt.prompt_id: tuple(range(size)) for prompt in prompts},
+    )
 
 
 def _prompt(run: PolicyRun, number: int) -> Prompt:
-    images = run.images if isinstance(run.images, ImageSide) else None
-    tokens = plain_tokens(run.policy, images, _PROMPT_TOKENS, number)
+    images = run.evaluation.images if isinstance(run.evaluation.images, ImageSide) else None
+    tokens = plain_tokens(run.trained.model, images, _PROMPT_TOKENS, number)
     positions = None if images is None else images.probe(tokens, number).positions
-    text, source = run.origin.tokenizer.decode(tokens.tolist()), next(iter(run.source_names), "")
+    text, source = run.trained.origin.tokenizer.decode(tokens.tolist()), next(iter(run.common.source_names), "")
     return Prompt(number, tokens, text, {}, source, positions=positions)
 
 
@@ -136,37 +143,39 @@ def _rollout(run: PolicyRun, groups: list[Group]) -> Rollout:
             scored.append(Scored(reward, parts))
             trajectories.append(replace(trajectory, reward=reward, rewards=parts, finish=Finish.STOP))
         rewarded.append(replace(group, trajectories=tuple(trajectories)))
-    facts = tuple(fact._replace(greedy=0.0) for fact in share_facts(run, rewarded, scored))
+    facts = tuple(fact._replace(greedy=0.0) for fact in share_facts(run.setting.ranks, rewarded, scored))
     return Rollout(tuple(rewarded), facts, facts, {}, ())
 
 
 @contextmanager
-def _nothing_kept(*runs: Run | None) -> Iterator[None]:
-    """Put back whatever a step changes, of a policy's run and of its critic's."""
-    present = [run for run in runs if run is not None]
-    before = [(run, dict(vars(run)), dict(vars(run.state)), list(run.messages), _copied(run)) for run in present]
-    for run in present:
-        run.optimizer = twin_of(run.optimizer, [dict(group) for group in run.optimizer.param_groups])
-        run.averages, run.clock = None, PhaseClock()
+def _nothing_kept(run: PolicyRun) -> Iterator[None]:
+    """Put back whatever a step changes, of the policy and of its critic."""
+    present = [run.trained, *run.common.companions.values()]
+    before = [(each, dict(vars(each)), dict(vars(each.state)), _copied(each)) for each in present]
+    logs = [(each.setting.log, each.setting.log.clock, [*each.setting.log.messages]) for each in present]
+    for each in present:
+        each.optimizer = twin_of(each.optimizer, [dict(group) for group in each.optimizer.param_groups])
+        each.averages, each.setting.log.clock = None, PhaseClock()
     try:
         yield
     finally:
-        if isinstance(present[0], PolicyRun):
-            rest(present[0])
-        for run, fields, state, messages, weights in before:
-            vars(run).update(fields)
-            vars(run.state).update(state)
-            run.messages[:] = messages
+        run.evaluation.sampler.rest(run.trained)
+        run.evaluation.sampler.published = None
+        for log, clock, messages in logs:
+            log.clock, log.messages[:] = clock, messages
+        for each, fields, state, weights in before:
+            vars(each).update(fields)
+            vars(each.state).update(state)
             with torch.no_grad():
-                for name, value in sharded_parameters(run.policy).items():
+                for name, value in sharded_parameters(each.model).items():
                     value.grad = None
                     if name in weights:
                         local_part(value).copy_(weights[name])
 
 
-def _copied(run: Run) -> dict[str, torch.Tensor]:
+def _copied(trained: Trained) -> dict[str, torch.Tensor]:
     """Return this rank's part of what is trained, in host memory: a device may have no room for it twice."""
-    parameters = sharded_parameters(run.policy)
+    parameters = sharded_parameters(trained.model)
     return {
         name: local_part(value).detach().to("cpu", copy=True)
         for name, value in parameters.items()

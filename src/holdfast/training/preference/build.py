@@ -17,25 +17,21 @@ from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.tokens.preferences import preferred_only
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, begin, build_model, layout_of, parts_of_run
+from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, layout_of, run_of
 from holdfast.training.build.losses import preference_objective
 from holdfast.training.build.model import image_side_of
 from holdfast.training.build.rows import (
-    OpenedData,
     SetReading,
-    evaluation_sets,
-    open_data,
+    opened_sets,
     preference_tokeniser,
     refuse_completions_with_images,
     row_filter,
     training_stream,
 )
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
-from holdfast.training.run import Evaluation
-from holdfast.training.scorers.reference import Reference, build_reference, following_of
-from holdfast.training.scorers.reference_server import NO_IMAGES
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, refuse_without_other_answers, with_table
 from holdfast.types import Example
 
@@ -46,18 +42,14 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
-    live = live or Live()
-    started = begin(config, base, world, live)
-    ranks, data = started.ranks, started.data
-    ranks.on_all_ranks(lambda: refuse_without_other_answers(config, data))
-    objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, base))
-    measured = build_model(config, base, world, ranks, live, objective)
-    policy, tokenise = _compared_policy(config, base, measured, data, live)
-    stream = ranks.on_all_ranks(lambda: training_stream(config, data, tokenise, ranks, policy.layout, base))
-    parts = parts_of_run(config, base, policy, started, stream)
-    # Its log-likelihood would be that of chosen and rejected answers together, which says nothing.
-    parts["source_names"] = ()
-    return PreferenceRun(**vars(policy), **parts, following=following_of(policy.reference, config.reference))
+    setting = Setting.of(config, base, world)
+    started = begin(setting, live or Live())
+    setting.ranks.on_all_ranks(lambda: refuse_without_other_answers(config, started.data))
+    evaluation, tokenise = _evaluation(config, started)
+    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, evaluation.layout))
+    run = PreferenceRun(common=run_of(started, evaluation, stream), evaluation=evaluation)
+    run.common.trained.following = following_of(evaluation.reference, config.reference)
+    return run
 
 
 def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> PreferenceEvaluation:
@@ -66,31 +58,26 @@ def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> 
     Raises:
         UserError: As `build_preference_run`.
     """
-    ranks = RankGroup(config.launch.timeout_minutes)
-    needs_training_rows = config.data.validation_split > 0
-    data = ranks.first_rank_first(lambda: open_data(config, base, training=needs_training_rows))
-    objective = ranks.on_all_ranks(lambda: preference_objective(config.preference, base))
-    measured = build_model(config, base, world, ranks, Live(), objective)
     # Of an evaluation alone nothing is kept, and training rows are not scored.
-    live_reference = config.reference.model_copy(update={"precompute": False, "cache": None})
-    config = config.model_copy(update={"reference": live_reference})
-    return _compared_policy(config, base, measured, data, Live())[0]
+    reference = config.reference.model_copy(update={"precompute": False, "cache": None})
+    config = config.model_copy(update={"reference": reference})
+    return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))[0]
 
 
-def _compared_policy(
-    config: DPOConfig, base: Path, measured: Evaluation, data: OpenedData, live: Live
-) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
+def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
-    ranks = measured.ranks
-    images = _images(config, measured)
-    layout = ranks.on_all_ranks(lambda: _layout(config, measured, images))
-    plain = ranks.on_all_ranks(lambda: preference_tokeniser(measured.origin.tokenizer, config, base, images))
-    accept = ranks.on_all_ranks(lambda: row_filter(config, base))
+    setting, data, live, ranks = started.setting, started.data, started.live, started.setting.ranks
+    objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, setting))
+    sharded = build_model(setting, live)
+    images = _images(config, sharded)
+    layout = ranks.on_all_ranks(lambda: _layout(config, sharded, images))
+    plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, setting, sharded.origin.tokenizer, images))
+    accept = ranks.on_all_ranks(lambda: row_filter(setting))
     tokenise: Tokenise[Example] = plain
     of_sets: dict[str, Tokenise[Example]] = dict.fromkeys(data.evaluation, plain)
     reference: Reference | None = None
     if config.preference.needs_reference and config.reference.precompute:
-        inputs = TableInputs(config, base, measured, data, live, layout, plain, accept)
+        inputs = TableInputs(config, sharded, data, live, layout, plain, accept)
         tokenise, of_sets = with_table(inputs)
         layout = replace(
             layout,
@@ -99,36 +86,42 @@ def _compared_policy(
         )
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
-        reference = build_reference(measured, base, live, config.reference, why=why)
-    reading = SetReading(of_sets, accept, preferred_only(plain))
-    sets = evaluation_sets(config, data, reading, ranks, layout)
+        reference = build_reference(sharded, live, config.reference, why=why)
+    sets = opened_sets(setting, data, SetReading(of_sets, accept, preferred_only(plain)), layout)
     ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
-    fields = vars(measured) | {"config": config, "evaluation_sets": sets}
-    return PreferenceEvaluation(**fields, layout=layout, reference=reference), tokenise
+    evaluation = PreferenceEvaluation(
+        sharded=sharded,
+        objective=objective,
+        sets=sets,
+        takes_pairs=config.preference.takes_pairs,
+        layout=layout,
+        reference=reference,
+    )
+    return evaluation, tokenise
 
 
-def _images(config: DPOConfig, measured: Evaluation) -> ImageSide | str:
+def _images(config: DPOConfig, sharded: ShardedModel) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
     if isinstance(config.reference, ServerReferenceConfig) and config.preference.needs_reference:
         return NO_IMAGES
-    return image_side_of(config, measured.origin)
+    return image_side_of(config, sharded.origin)
 
 
-def _layout(config: DPOConfig, measured: Evaluation, images: ImageSide | str) -> Layout:
+def _layout(config: DPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Layout:
     """Return how pairs, or single answers, are packed.
 
     Raises:
         ConfigError: Prompts shall be shared, and cannot.
     """
-    pairs, padded = config.preference.takes_pairs, measured.policy.padded
+    pairs, padded = config.preference.takes_pairs, sharded.model.padded
     if config.data.shared_prompt == "on" and padded:
-        reason = measured.origin.family.why_not_packed or "data.packing or model.attention says so"
+        reason = sharded.origin.family.why_not_packed or "data.packing or model.attention says so"
         raise ConfigError(
-            f"data.shared_prompt: on, but {measured.origin.family.name} is trained with one sequence per row "
+            f"data.shared_prompt: on, but {sharded.origin.family.name} is trained with one sequence per row "
             f"({reason}): a prompt stands in each. Use auto."
         )
     return replace(
-        layout_of(measured, images),
+        layout_of(sharded, images),
         whole_draws=pairs,
         shares_heads=pairs and not padded and config.data.shared_prompt != "off",
         columns={} if pairs else {"desirable": np.bool_},

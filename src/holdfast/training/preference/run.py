@@ -2,26 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from holdfast.config.verbs.dpo import DPOConfig
-from holdfast.data.batches.assembly import Layout
+from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.candidates import Candidates, Known, Ranks
+from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
+from holdfast.data.batches.packing import to_device, unpack
+from holdfast.models.heads.policy import without_dropout
+from holdfast.objectives.base import ratio, scored_tokens
+from holdfast.objectives.pairs import answers_of
+from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.evaluate import evaluate
-from holdfast.training.preference.kto import answered_by_next_rows, divergence
-from holdfast.training.run import Evaluation, Run
-from holdfast.training.scorers.reference import Reference
-from holdfast.training.scorers.scoring import scored
-from holdfast.types import MiniBatch
+from holdfast.training.run import Evaluation, Run, ShardedModel
+from holdfast.training.scorers.reference import Reference, scored
+from holdfast.types import Batch, Example, MiniBatch, Scores
+
+
+@torch.no_grad()
+def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
+    """Return KTO's z0 of an update in nats per answer, the same on every rank; all ranks call this together.
+
+    Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4: z0 = max(0, mean of log policy(y' | x) - log reference(y' |
+    x) over pairs (x, y') of the batch, y' an answer to another prompt), without a gradient. Here the batch is the whole
+    update, over all ranks: z0 is known before its first forward pass, so it does not depend on how that is split. Every
+    prompt is followed by the answer of the next row in draw order; where the reference was asked before the run, by
+    that of the row that `data/batches/other_answers.py` has chosen for good. Deviation: the authors' code takes z0 per
+    micro-batch.
+
+    Where the update has one row and the batch brings no other answer, z0 is 0.
+
+    Args:
+        sharded: The policy.
+        others: The update's prompts with answers of other rows and what the reference says of them; as many batches on
+            every rank.
+    """
+    if not others:
+        return 0.0
+    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=sharded.setting.world.device)}
+    with without_dropout(sharded.model):
+        for other in others:
+            batch = to_device(other, sharded.setting.world.device)
+            scores = sharded.model(batch, temperature=sharded.temperature)
+            assert isinstance(scores, Scores)
+            answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
+            sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
+    total, count = reduce_sums(sums, sharded.setting.world.device)["kl"].tolist()
+    return max(0.0, float(total / count))
+
+
+def answered_by_next_rows(
+    sharded: ShardedModel, reference: Reference, mini_batch: MiniBatch, layout: Layout
+) -> Sequence[Batch]:
+    """Return prompts with the next row's answer and what the reference says of them; none where there is one row.
+
+    All ranks call this together.
+    """
+    examples = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
+    candidates = with_next_answers(examples, sharded.setting.ranks, sharded.setting.config.data.max_length)
+    if len(candidates.sequences) < 2:
+        return []
+    batches = assemble(candidates, sharded.setting.ranks, sharded.setting.config.data, replace(layout, columns={}))
+    return scored(sharded, reference, batches, "reference_logprobs").micro_batches
+
+
+def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length: int) -> Candidates[Example]:
+    """Give every prompt the answer of the next row, the last one that of the first; all ranks call this together.
+
+    Args:
+        own_examples: This rank's sequences by sample id.
+        ranks: The group.
+        max_length: Answers are cut where a sequence becomes longer.
+    """
+    owners = {
+        sample_id: rank
+        for rank, sample_ids in enumerate(ranks.gather(sorted(own_examples)))
+        for sample_id in sample_ids
+    }
+    order = sorted(owners)
+    before = dict(zip(order[1:] + order[:1], order, strict=True))
+    outgoing: list[dict[int, Answer]] = [{} for _ in range(ranks.size)]
+    for sample_id, example in own_examples.items():
+        asked = before[sample_id]
+        outgoing[owners[asked]][asked] = answer_of(example)
+    answers: dict[int, Answer] = {}
+    for received in ranks.swap(outgoing):
+        answers |= received
+    examples = {
+        (sample_id, 0): with_answer(own_examples[sample_id], answer, max_length)
+        for sample_id, answer in answers.items()
+    }
+    return Candidates(examples, known_of(examples, ranks))
+
+
+def known_of(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
+    """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
+    facts = [
+        Known(
+            draw,
+            part,
+            example.tokens.size,
+            example.trained_tokens,
+            ranks.rank,
+            has_inputs=bool(example.model_inputs),
+        )
+        for (draw, part), example in examples.items()
+    ]
+    return sorted(fact for rank_facts in ranks.gather(facts) for fact in rank_facts)
 
 
 @dataclass(kw_only=True)
 class PreferenceEvaluation(Evaluation):
     """A policy, and what its answers are compared with."""
 
-    config: DPOConfig
+    takes_pairs: bool
+    """Whether two answers to a prompt are compared, and not single ones judged."""
     layout: Layout
     """How its batches are packed."""
     reference: Reference | None
@@ -30,24 +128,30 @@ class PreferenceEvaluation(Evaluation):
 
 
 @dataclass(kw_only=True)
-class PreferenceRun(PreferenceEvaluation, Run):
+class PreferenceRun:
     """Everything a step touches."""
 
+    common: Run
+    """What every run has."""
+    evaluation: PreferenceEvaluation
+    """Of the policy that is trained."""
 
-def compared_with_reference(run: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
+
+def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
-    if run.layout.brings_other_answers:
-        with run.phase("divergence"):
-            return _with_divergence(mini_batch, divergence(run, mini_batch.other_answers))
-    if run.reference is None:
+    sharded, layout, reference = evaluation.sharded, evaluation.layout, evaluation.reference
+    if layout.brings_other_answers:
+        with sharded.setting.phase("divergence"):
+            return _with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
+    if reference is None:
         return mini_batch
-    with run.phase("reference"):
-        result = scored(run, run.reference, mini_batch, "reference_logprobs")
-    if run.config.preference.takes_pairs:
+    with sharded.setting.phase("reference"):
+        result = scored(sharded, reference, mini_batch, "reference_logprobs")
+    if evaluation.takes_pairs:
         return result
-    with run.phase("divergence"):
-        others = answered_by_next_rows(run, run.reference, mini_batch, run.layout)
-        return _with_divergence(result, divergence(run, others))
+    with sharded.setting.phase("divergence"):
+        others = answered_by_next_rows(sharded, reference, mini_batch, layout)
+        return _with_divergence(result, divergence(sharded, others))
 
 
 def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
@@ -65,10 +169,10 @@ def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
 
 
 def evaluate_preferences(
-    run: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
+    evaluation: PreferenceEvaluation, label: str | None = None, *, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
     """Return eval/<set>/<metric>, as `evaluate`; a loss is compared there with what it is compared with in training."""
-    return with_margins(evaluate(run, label, interrupted, lambda mini_batch: compared_with_reference(run, mini_batch)))
+    return with_margins(evaluate(evaluation, label, interrupted, partial(compared_with_reference, evaluation)))
 
 
 def with_margins(metrics: dict[str, float]) -> dict[str, float]:

@@ -27,14 +27,13 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run
-from holdfast.training.saving.emergency import Emergency, Moment
+from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
 from holdfast.training.saving.leases import Places
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import go_on, say, start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
-from holdfast.training.saving.save_in_flight import collect_together, meet_again, wait_for_all
 
 
 class Checkpoints:
@@ -42,12 +41,12 @@ class Checkpoints:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._config = run.config.checkpoint
+        self._config = run.setting.config.checkpoint
         self._stack = ExitStack()
-        self._storage = open_storage(directory.checkpoint_place(run.directory, run.config))
+        self._storage = open_storage(directory.checkpoint_place(run.setting.directory, run.setting.config))
         self._ranks = RankGroup(self._config.timeout_minutes)
         self._session: Session | None = None
-        self._places = Places(run.directory, self._storage, lambda words: say(run, words))
+        self._places = Places(run.setting.directory, self._storage, lambda words: say(run, words))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._patience = 60 * self._config.timeout_minutes
@@ -61,15 +60,15 @@ class Checkpoints:
             UserError: The directory is taken, no checkpoint is whole, or the newest does not fit this run.
         """
         run = self._run
-        if run.config.dry_run and run.world.is_first:
-            directory.remove(run.directory)  # what an interrupted dry run left behind
-        with run.ranks.together():
-            has_checkpoints = self._places.has_any() if run.world.is_first else False
+        if run.setting.config.dry_run and run.setting.world.is_first:
+            directory.remove(run.setting.directory)  # what an interrupted dry run left behind
+        with run.setting.ranks.together():
+            has_checkpoints = self._places.has_any() if run.setting.world.is_first else False
             checked_assets(run)  # what cannot be written fails here, on all ranks alike
         has_checkpoints = self._ranks.agree(has_checkpoints)
-        self._is_new_run = run.world.is_first and not self._places.has_run()
+        self._is_new_run = run.setting.world.is_first and not self._places.has_run()
         if not has_checkpoints:
-            run.stream.read_ahead(run.state.step)
+            run.stream.read_ahead(run.trained.state.step)
         try:
             run_id, has_checkpoints = self._take_directory()
         except BaseException:
@@ -78,10 +77,10 @@ class Checkpoints:
         try:
             self._hold(run_id)
             self._start(has_checkpoints=has_checkpoints)
-            if run.world.is_first:  # now that nothing can be refused any more
-                directory.create(run.directory, run.config, run.config.verb)
+            if run.setting.world.is_first:  # now that nothing can be refused any more
+                directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)
                 remove_leftovers(self._storage)
-                clean_exports(run.directory / EXPORTS)
+                clean_exports(run.setting.directory / EXPORTS)
             self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
@@ -101,7 +100,7 @@ class Checkpoints:
             background=self._config.background,
             read_back=self._config.read_back,
             reached=self._reached,
-            late=run.world.failure.late_in_background,
+            late=run.setting.world.failure.late_in_background,
             patience=self._wait_for_save,
         )
         self._contents = Contents(run)
@@ -111,16 +110,18 @@ class Checkpoints:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
         identity: list[tuple[str, bool]] = []
-        with run.ranks.together():
-            if run.world.is_first:
+        with run.setting.ranks.together():
+            if run.setting.world.is_first:
                 self._places.take(self._stack)
                 # The job that was waited for may have made this a run, and saved.
                 self._is_new_run, has_checkpoints = not self._places.has_run(), self._places.has_any()
                 lost = self._places.lost_identity()
-                if lost is not None or not directory.is_run(run.directory):
-                    directory.create(run.directory, run.config, run.config.verb, lost, parent_of(run))
-                identity.append((directory.run_id(run.directory), has_checkpoints))
-        return run.ranks.agree(identity[0] if identity else ("", False))
+                if lost is not None or not directory.is_run(run.setting.directory):
+                    directory.create(
+                        run.setting.directory, run.setting.config, run.setting.config.verb, lost, parent_of(run)
+                    )
+                identity.append((directory.run_id(run.setting.directory), has_checkpoints))
+        return run.setting.ranks.agree(identity[0] if identity else ("", False))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,7 +134,7 @@ class Checkpoints:
                 wait_for_deletions(patience.current.deletion_seconds)
             elif issubclass(kind, Exception):
                 # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
-                lost = error is not None and self._run.world.failure.broken_by_peer(error)
+                lost = error is not None and self._run.setting.world.failure.broken_by_peer(error)
                 hangs = not self._collect_before_leaving(self._config.grace_seconds if lost else self._patience)
         finally:
             self._leave_nothing(error)  # while nobody else can have taken it
@@ -169,14 +170,14 @@ class Checkpoints:
 
     def _note(self, step: int) -> None:
         """Leave word of a save that the journal does not hear of: a start that finds it gone must know."""
-        if self._run.world.is_first:
+        if self._run.setting.world.is_first:
             with suppress(OSError):
-                directory.note_saved(self._run.directory, step)
+                directory.note_saved(self._run.setting.directory, step)
 
     def _leave_nothing(self, error: BaseException | None) -> None:
         """Remove the directory of a new run that was refused before its first step."""
         run = self._run
-        if isinstance(error, UserError) and self._is_new_run and run.state.step == 0:
+        if isinstance(error, UserError) and self._is_new_run and run.trained.state.step == 0:
             self._places.remove()
 
     @property
@@ -192,13 +193,15 @@ class Checkpoints:
             self.session.resumed = restored.manifest
             # Retention deletes the checkpoints that recorded them first.
             self._deviations = tuple(dict.fromkeys((*restored.manifest.deviations, *restored.deviations)))
-            with run.ranks.together():
-                if run.world.is_first:
-                    self._places.check_names_free(run.state.step, run.total_steps)
+            with run.setting.ranks.together():
+                if run.setting.world.is_first:
+                    self._places.check_names_free(run.trained.state.step, run.trained.total_steps)
             if not run.finished:
-                run.stream.read_ahead(run.state.step)
+                run.stream.read_ahead(run.trained.state.step)
             return
-        lost = run.ranks.agree(directory.last_saved(run.directory) if run.world.is_first else None)
+        lost = run.setting.ranks.agree(
+            directory.last_saved(run.setting.directory) if run.setting.world.is_first else None
+        )
         if lost is not None:
             raise self._places.gone(lost)
         if self._config.init_from is not None:
@@ -230,8 +233,8 @@ class Checkpoints:
         if newest is None:
             return None
         name, options = step_name(newest.step), ["--adapter"] if TRAINED in newest.contents else []
-        options += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
-        place = self._run.directory / EXPORTS / name
+        options += ["--trust-remote-code"] if self._run.setting.config.model.trust_remote_code else []
+        place = self._run.setting.directory / EXPORTS / name
         return shlex.join(
             ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(place)]
         )
@@ -240,7 +243,7 @@ class Checkpoints:
     def is_new(self) -> bool:
         """Whether the run stands at a step that has no checkpoint yet."""
         newest = self.session.newest
-        return newest is None or newest.step != self._run.state.step
+        return newest is None or newest.step != self._run.trained.state.step
 
     def save(self, metrics: Mapping[str, float]) -> list[Saved]:
         """Save the run as it stands; return what was committed meanwhile: the save before, as a rule.
@@ -275,17 +278,17 @@ class Checkpoints:
 
     def _begin(self, metrics: Mapping[str, float], *, wait: bool) -> None:
         run = self._run
-        with run.phase("save"):
+        with run.setting.phase("save"):
             self._check_place()
-            run.state.observers = run.ranks.agree(run.state.observers)  # only rank 0 asks them
+            run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             snapshot = self._contents.snapshot(Moment.now(run))
-            self.session.save(snapshot, run.state.step, wait=wait, metrics=plain, **self._about())
+            self.session.save(snapshot, run.trained.state.step, wait=wait, metrics=plain, **self._about())
 
     def _about(self) -> dict[str, Any]:
         run = self._run
         return {
-            "mesh": {"replicate": run.plan.replicate, "shard": run.plan.shard},
+            "mesh": {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard},
             "versions": versions(),
             "fingerprints": run.identity,
             "deviations": self._deviations,
@@ -297,11 +300,11 @@ class Checkpoints:
         Raises:
             SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
-        with self._run.ranks.together():
+        with self._run.setting.ranks.together():
             self._places.check()
 
     def _reached(self, phase: str) -> None:
-        self._run.world.failure.in_background(phase)
+        self._run.setting.world.failure.in_background(phase)
         self._before_publishing(phase)
 
     def _before_publishing(self, phase: str) -> None:
@@ -321,7 +324,7 @@ class Checkpoints:
         return self._emergency.save()
 
     def _save_in_emergency(self, moment: Moment, ranks: RankGroup) -> Manifest | None:
-        self._run.residency.stay()  # the main thread may be in a rollout, and go on with it
+        self._run.trained.residency.stay()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
         newest = self.session.newest
@@ -336,7 +339,7 @@ class Checkpoints:
         return manifest
 
     def _wait_for_save(self) -> None:
-        wait_for_all(self._run.ranks, self.session, self._config.timeout_minutes)
+        wait_for_all(self._run.setting.ranks, self.session, self._config.timeout_minutes)
 
     def collect(self, then: str = "Training goes on") -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
@@ -352,7 +355,7 @@ class Checkpoints:
             saved = collect_together(self._run, self.session)
         except CheckpointError as error:
             if not self._config.background:
-                self._run.residency.stay()  # a thread that was given up may still read what it was to save
+                self._run.trained.residency.stay()  # a thread that was given up may still read what it was to save
             self._ranks = meet_again(self._run, self.session)
             self._check_place()  # that it is gone is the reason of whatever went wrong
             self._failures += 1

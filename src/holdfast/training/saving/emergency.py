@@ -3,6 +3,8 @@
 The other ranks wait for the one that raised, inside collectives that nothing can interrupt. Their shards are whole all
 the same: no update is made without a sum over all ranks. So a thread of theirs takes part in the save, over a process
 group of its own, while the main thread waits.
+
+A save that went on beside the loop ends on all ranks together, and fails for one reason on all.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast import patience
+from holdfast.checkpoint.errors import CheckpointError, SaveFailed
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, random_state
+from holdfast.checkpoint.session import LOST, Saved, Session
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
 
@@ -33,7 +37,7 @@ class Moment:
     @classmethod
     def now(cls, run: Run) -> Moment:
         """Describe the run as it stands between two steps."""
-        return cls(run.state.step, run.state.as_plain(), run.stream.state(), random_state())
+        return cls(run.trained.state.step, run.trained.state.as_plain(), run.stream.state(), random_state())
 
 
 Write = Callable[[Moment, RankGroup], Manifest | None]
@@ -57,7 +61,7 @@ class Emergency:
         self._write = write
         self._grace = grace_seconds
         self._ranks = RankGroup(grace_seconds / 60)
-        self._name = run.ranks.agree(uuid.uuid4().hex[:8])
+        self._name = run.setting.ranks.agree(uuid.uuid4().hex[:8])
         self._moment = Moment.now(run)
         self._taken = threading.Lock()
         self._stop = threading.Event()
@@ -66,7 +70,7 @@ class Emergency:
     def start(self) -> None:
         """Begin to watch."""
         # A thread cannot copy from a GPU whose stream waits in a collective: there, all ranks must raise.
-        if self._run.world.size > 1 and self._run.world.device.type == "cpu":
+        if self._run.setting.world.size > 1 and self._run.setting.world.device.type == "cpu":
             self._thread.start()
 
     def stop(self) -> None:
@@ -87,7 +91,7 @@ class Emergency:
         Returns:
             The manifest; None if ranks stand at different steps, one is gone, or the step is on disk already.
         """
-        self._run.world.failure.ask_for_save(self._name)
+        self._run.setting.world.failure.ask_for_save(self._name)
         if self._taken.acquire(blocking=False):
             self._save()
         elif self._thread.ident is not None:  # another rank was faster, and the watching thread is at it
@@ -96,7 +100,7 @@ class Emergency:
 
     def _watch(self) -> None:
         while not self._stop.wait(patience.current.emergency_look_seconds):
-            if self._run.world.failure.save_is_asked_for(self._name):
+            if self._run.setting.world.failure.save_is_asked_for(self._name):
                 if self._taken.acquire(blocking=False):  # else the main thread raised too, and is at it
                     self._save()
                 return
@@ -124,4 +128,69 @@ class Emergency:
         run = self._run
         if not run.is_whole:
             return None  # an update that was broken off leaves some tensors new and some old
-        return self._moment if run.state.step == self._moment.step else Moment.now(run)
+        return self._moment if run.trained.state.step == self._moment.step else Moment.now(run)
+
+
+def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_seconds: float | None = None) -> None:
+    """Wait until the save in flight has ended on every rank; one that hangs in it is named on all.
+
+    A save may take as long as it needs, while some rank comes to another phase or moves bytes.
+
+    Raises:
+        SaveFailed: Nothing has moved on any rank until long after the others gave up.
+    """
+    slack_seconds = patience.current.save_slack_seconds if slack_seconds is None else slack_seconds
+    patience_seconds = 60 * minutes + slack_seconds
+    deadline = time.monotonic() + patience_seconds
+    seen: dict[int, tuple[str, int]] = {}
+    while True:
+        progress = ranks.gather(
+            (session.status, (session.phase, session.storage.moved_bytes), time.monotonic() > deadline)
+        )
+        waiting = {rank: place for rank, (status, place, _) in enumerate(progress) if status == "running"}
+        if not waiting:
+            return
+        failed = any(status == "failed" for status, _, _ in progress)  # then nothing is saved, whatever still moves
+        if not failed and any(seen.get(rank) != place for rank, place in waiting.items()):
+            deadline = time.monotonic() + patience_seconds
+        elif progress[0][2]:
+            session.abandon()
+            session.broken = LOST
+            where = ", ".join(f"rank {rank} in phase {phase!r}" for rank, (phase, _) in waiting.items())
+            raise SaveFailed(
+                f"a save has hung for more than {minutes:g} minutes: {where}. Look at the file system of that rank."
+            )
+        seen = waiting
+        time.sleep(patience.current.save_look_seconds)
+
+
+def collect_together(run: Run, session: Session) -> Saved | None:
+    """Collect on all ranks; a save that failed on some, or for a reason of its own on each, failed for one on all.
+
+    Raises:
+        CheckpointError: The save failed on a rank; the same error on all ranks.
+    """
+    saved: Saved | None = None
+    error: CheckpointError | None = None
+    try:
+        saved = session.collect()
+    except CheckpointError as caught:
+        error = caught
+    run.setting.world.failure.in_background("")
+    failure = None if error is None else (session.broken, str(error))
+    failures = [words for words in run.setting.ranks.gather(failure) if words is not None]
+    if not failures:
+        return saved
+    # Ranks that waited know more than those whose connections the waiting ones then closed.
+    first = min(failures, key=lambda words: words[0] == LOST)[1]
+    if error is not None and str(error) == first:
+        raise error
+    raise SaveFailed(first)
+
+
+def meet_again(run: Run, session: Session) -> RankGroup:
+    """Return the process group of the saves to come: a new one if a save lost a rank, as its connections are closed."""
+    if any(run.setting.ranks.gather(session.broken)):
+        session.ranks = RankGroup(run.setting.config.checkpoint.timeout_minutes)
+        session.broken = ""
+    return session.ranks

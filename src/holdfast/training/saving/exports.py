@@ -39,19 +39,19 @@ def check_export(run: Run) -> None:
     Raises:
         ModelError: A parameter has no place in it.
     """
-    check_export_names(run.policy, run.origin, _dtype(run))
+    check_export_names(run.trained.model, run.trained.origin, _dtype(run))
     describe_adapters(run)
 
 
 def describe_adapters(run: Run) -> Description | None:
     """Return what is written of a run's adapters beside their tensors; None of a run that exports none."""
-    lora = run.config.model.lora
-    whole = None if lora is None else whole_modules(run.policy)
+    lora = run.setting.config.model.lora
+    whole = None if lora is None else whole_modules(run.trained.model)
     if lora is None or whole is None:  # peft's two files would lack part of what is trained
         return None
-    base = run.config.model.path or ""
-    settings = peft_settings(adapters_of(run.policy), lora, base, list(whole), scorer=run.config.scores)
-    directory = run.origin.directory
+    base = run.setting.config.model.path or ""
+    settings = peft_settings(adapters_of(run.trained.model), lora, base, list(whole), scorer=run.setting.config.scores)
+    directory = run.trained.origin.directory
     return Description(settings, None if directory is None else files_mark(directory))
 
 
@@ -67,17 +67,17 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     Averages of the weights go to exports/<name>-ema, or in the place of the weights. exports/<name> comes last:
     where a kill leaves it out, the next start makes all of them again.
     """
-    ema, best, rating = run.config.optim.ema, run.config.checkpoint.export_best, None
+    ema, best, rating = run.setting.config.optim.ema, run.setting.config.checkpoint.export_best, None
     if name == BEST and best is not None and metrics is not None:
-        rating = {"metric": best.metric, "value": run.ranks.agree(metrics.get(best.metric))}
-    with run.ranks.together():
-        about = Exported("", run.config.run.name, run.state.step, rating=rating)
+        rating = {"metric": best.metric, "value": run.setting.ranks.agree(metrics.get(best.metric))}
+    with run.setting.ranks.together():
+        about = Exported("", run.setting.config.run.name, run.trained.state.step, rating=rating)
         # Who writes; and a run that somebody builds in Python, without the loop around it, has no directory.
-        if run.world.is_first and directory.is_run(run.directory):
-            parent = directory.parent(run.directory)
-            about = replace(about, run_id=directory.run_id(run.directory), parent=parent)
+        if run.setting.world.is_first and directory.is_run(run.setting.directory):
+            parent = directory.parent(run.setting.directory)
+            about = replace(about, run_id=directory.run_id(run.setting.directory), parent=parent)
     if ema is not None and ema.export != "none":
-        with run.averaged():
+        with run.trained.averaged():
             averages = replace(about, weights="averages")
             place = _export(run, name if ema.export == "instead" else f"{name}-ema", averages)
         if ema.export == "instead":
@@ -86,28 +86,28 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
 
 
 def _export(run: Run, name: str, exported: Exported) -> str:
-    place = run.directory / EXPORTS / name
-    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.config), ABOUT: exported.text()}
-    with run.phase("export"):
+    place = run.setting.directory / EXPORTS / name
+    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.setting.config), ABOUT: exported.text()}
+    with run.setting.phase("export"):
         about = describe_adapters(run)
         if about is not None:
             export_adapters(
-                run.policy,
+                run.trained.model,
                 about,
                 place.with_name(f"{name}-adapter"),
-                run.ranks,
+                run.setting.ranks,
                 texts,
-                reached=lambda name: run.world.failure.phase(f"adapter export: {name}"),
+                reached=lambda name: run.setting.world.failure.phase(f"adapter export: {name}"),
             )
         export(
-            run.policy,
-            run.origin,
+            run.trained.model,
+            run.trained.origin,
             place,
-            run.ranks,
+            run.setting.ranks,
             dtype=_dtype(run),
-            largest_file_bytes=run.config.checkpoint.export_shard_bytes,
+            largest_file_bytes=run.setting.config.checkpoint.export_shard_bytes,
             extra_files=texts,
-            reached=lambda name: run.world.failure.phase(f"export: {name}"),
+            reached=lambda name: run.setting.world.failure.phase(f"export: {name}"),
         )
     return str(place)
 
@@ -117,27 +117,27 @@ def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
 
     Times and memory differ between ranks, so rank 0's metrics decide.
     """
-    config = run.config.checkpoint
+    config = run.setting.config.checkpoint
     if config.export_every is None and config.export_best is None:
         return []
-    return run.ranks.agree(_due(run, metrics) if run.world.is_first else [])
+    return run.setting.ranks.agree(_due(run, metrics) if run.setting.world.is_first else [])
 
 
 def note_exported(run: Run, name: str, metrics: Mapping[str, float]) -> None:
     """Remember the metric of a best export that stands; all ranks call this together."""
-    section = run.config.checkpoint.export_best
+    section = run.setting.config.checkpoint.export_best
     if name == BEST and section is not None:
-        run.state.best_exported = run.ranks.agree(metrics.get(section.metric))
+        run.trained.state.best_exported = run.setting.ranks.agree(metrics.get(section.metric))
 
 
 def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
-    config = run.config.checkpoint
+    config = run.setting.config.checkpoint
     names = []
-    if config.export_every is not None and run.state.step % config.export_every == 0:
-        names.append(f"step-{run.state.step:08d}")
+    if config.export_every is not None and run.trained.state.step % config.export_every == 0:
+        names.append(f"step-{run.trained.state.step:08d}")
     section = config.export_best
     if section is not None and section.metric in metrics:
-        value, earlier_values = metrics[section.metric], (run.state.best_exported, _rated(run, section.metric))
+        value, earlier_values = metrics[section.metric], (run.trained.state.best_exported, _rated(run, section.metric))
         better = max if section.mode == "max" else min
         best = better((each for each in earlier_values if each is not None), default=None)
         if math.isfinite(value) and (best is None or better(value, best) != best):
@@ -147,7 +147,7 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
 
 def _rated(run: Run, metric: str) -> float | None:
     """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
-    place = run.directory / EXPORTS / BEST
+    place = run.setting.directory / EXPORTS / BEST
     try:
         about = read_about(place)
         rating = about.rating if about is not None else read_json(place / RATING)
@@ -163,12 +163,12 @@ def set_final_aside(run: Run) -> list[str]:
         Words about each, on rank 0.
     """
     lines = []
-    with run.ranks.together():
-        folder = run.directory / EXPORTS
-        for kind in _KINDS if run.world.is_first else ():
+    with run.setting.ranks.together():
+        folder = run.setting.directory / EXPORTS
+        for kind in _KINDS if run.setting.world.is_first else ():
             place = folder / f"{FINAL}{kind}"
             if place.is_dir():
-                lines.append(_set_aside(place, kind, run.state.step))
+                lines.append(_set_aside(place, kind, run.trained.state.step))
     return lines
 
 
@@ -199,5 +199,5 @@ def what_exports_hold(run_directory: Path) -> str:
 
 
 def _dtype(run: Run) -> torch.dtype | None:
-    dtype_name = run.config.checkpoint.export_dtype
+    dtype_name = run.setting.config.checkpoint.export_dtype
     return None if dtype_name == "same" else getattr(torch, dtype_name)

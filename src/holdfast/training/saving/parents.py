@@ -6,26 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.export.about import check_weights, read_about
-from holdfast.config.verbs.training import TrainingConfig
 from holdfast.models.source.origin import locate
 from holdfast.training import directory
-from holdfast.training.run import Run
+from holdfast.training.run import Run, RunFile
 
 
-def notes_of_exports(config: TrainingConfig, model: Path | None, base: Path, *, whole: bool = False) -> list[str]:
+def notes_of_exports(setting: RunFile, model: Path | None, *, whole: bool = False) -> list[str]:
     """Return a line for each export that a model is loaded from, which says whose and of which step it is.
 
     Args:
-        config: The run.
+        setting: Of the run.
         model: Directory of the model; None for one that lies in no files.
-        base: Directory of the YAML.
         whole: Read every byte of the weights, rather than compare sizes.
 
     Raises:
         ModelError: Weights are others than the export says.
     """
     lines = []
-    for key, place in _places(config, model, base).items():
+    for key, place in _places(setting, model).items():
         exported = read_about(place)
         if exported is not None:
             check_weights(place, exported, whole=whole)
@@ -33,27 +31,27 @@ def notes_of_exports(config: TrainingConfig, model: Path | None, base: Path, *, 
     return lines
 
 
-def _places(config: TrainingConfig, model: Path | None, base: Path) -> dict[str, Path]:
+def _places(setting: RunFile, model: Path | None) -> dict[str, Path]:
     places = {} if model is None else {"model.path": model}
-    lora = config.model.lora
-    if lora is not None and lora.path is not None:
-        places["model.lora.path"] = locate(lora.path, config.model, base, weights=True)
+    section = setting.config.model
+    if section.lora is not None and section.lora.path is not None:
+        places["model.lora.path"] = locate(section.lora.path, section, setting.base, weights=True)
     return places
 
 
 def parent_of(run: Run) -> dict[str, Any] | None:
     """Return what a run started from, as run.json has it, or will have it; None for random weights."""
-    if directory.is_run(run.directory) and not directory.is_blank(run.directory):
-        return directory.parent(run.directory)
-    section = run.config.model
+    if directory.is_run(run.setting.directory) and not directory.is_blank(run.setting.directory):
+        return directory.parent(run.setting.directory)
+    section = run.setting.config.model
     if section.path is None:
         return None
-    parent: dict[str, Any] = {"model": section.path, "export": _identity(run.origin.directory)}
+    parent: dict[str, Any] = {"model": section.path, "export": _identity(run.trained.origin.directory)}
     if section.lora is not None and section.lora.path is not None:
         place = Path(section.lora.path)
         parent |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
-    if run.config.checkpoint.init_from is not None:
-        parent["init_from"] = str(run.config.checkpoint.init_from)
+    if run.setting.config.checkpoint.init_from is not None:
+        parent["init_from"] = str(run.setting.config.checkpoint.init_from)
     return parent
 
 

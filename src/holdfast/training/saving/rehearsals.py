@@ -25,7 +25,7 @@ class Rehearsals:
 
     def __init__(self, run: Run, session: Session, contents: Contents) -> None:
         self._run = run
-        self._config = run.config.checkpoint
+        self._config = run.setting.config.checkpoint
         self._session = session
         self._contents = contents
         self._reports: dict[int, RehearsalReport] = {}
@@ -40,20 +40,20 @@ class Rehearsals:
         run, config = self._run, self._config
         if not config.rehearsal.enabled or run.finished:
             return
-        with run.phase("rehearsal"):
-            with run.ranks.together():
+        with run.setting.phase("rehearsal"):
+            with run.setting.ranks.together():
                 check_export(run)
                 assets = checked_assets(run)
-            run.state.observers = run.ranks.agree(run.state.observers)
-            beside = Beside({"state": run.state.as_plain(), "stream": run.stream.state()}, assets=assets)
+            run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)
+            beside = Beside({"state": run.trained.state.as_plain(), "stream": run.stream.state()}, assets=assets)
             report = self._rehearse(beside)
-            self._reports = {run.state.step: report}
-            for step in run.unfreezing.after(run.state.step):
-                with run.unfreezing.as_after(step, now=run.state.step):
+            self._reports = {run.trained.state.step: report}
+            for step in run.trained.unfreezing.after(run.trained.state.step):
+                with run.trained.unfreezing.as_after(step, now=run.trained.state.step):
                     self._reports[step] = self._rehearse(beside)
             self._drill(requests)
         words = report.describe(
-            ranks=run.world.size,
+            ranks=run.setting.world.size,
             background=config.background,
             hours_between_failures=config.rehearsal.hours_between_failures,
         )
@@ -85,7 +85,7 @@ class Rehearsals:
         if self._config.contents != "full":
             return []
         now = self._contents.outline()
-        if not any(self._run.ranks.gather(now != before.outline)):
+        if not any(self._run.setting.ranks.gather(now != before.outline)):
             return []
         saved = collect()
         self._rehearse()
@@ -95,8 +95,10 @@ class Rehearsals:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         replaced = 0
-        with run.ranks.together():
-            if run.world.is_first and session.storage.renames:  # how much room an object store has, nobody knows
+        with run.setting.ranks.together():
+            if (
+                run.setting.world.is_first and session.storage.renames
+            ):  # how much room an object store has, nobody knows
                 replaced = replaceable(session.storage, session.retention, needed=resumed)
         return run_rehearsal(
             session.storage,
@@ -104,13 +106,13 @@ class Rehearsals:
             contents.optimizer,
             session.ranks,
             room=Room(keep.last + sum(best.count for best in keep.best), replaced),
-            trained_steps=run.state.step,
+            trained_steps=run.trained.state.step,
             beside=beside,
             companions=contents.beside(),
         )
 
     def _drill(self, requests: StopRequests) -> None:
-        deaf = requests.drill(self._run.ranks)
+        deaf = requests.drill(self._run.setting.ranks)
         if deaf:
             raise RehearsalFailed(
                 f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "

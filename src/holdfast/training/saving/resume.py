@@ -51,7 +51,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
     choice = newest_verified(
         storage,
         ranks,
-        not_finite=run.config.checkpoint.resume.not_finite,
+        not_finite=run.setting.config.checkpoint.resume.not_finite,
         check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
         use=lambda name, manifest: restored.append(_restore(run, storage, name, manifest, ranks, run_id)),
     )
@@ -91,56 +91,61 @@ class Continuation:
 def _restore(  # noqa: PLR0913 - what is continued, and from what
     run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
-    config = run.config.checkpoint
+    config = run.setting.config.checkpoint
     accepted: list[str] = []
     then: dict[str, Any] = {}
-    with run.ranks.together():
+    with run.setting.ranks.together():
         then |= _settings_then(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
-    run.unfreeze(manifest.step)
+    run.trained.unfreeze(manifest.step)
     try:
         loaded = load(
             storage,
             name,
-            run.policy,
-            run.optimizer,
+            run.trained.model,
+            run.trained.optimizer,
             ranks,
             declared=_declared(config),
             hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
             verified=manifest,
-            averages=run.averages.tensors if run.averages is not None else {},
+            averages=run.trained.averages.tensors if run.trained.averages is not None else {},
             companions=run.beside,
             check=lambda shared, _: check_saved_state(run, shared, manifest.step),
         )
     except TensorsDiffer:
-        run.messages.clear()  # an earlier checkpoint is read next, and freezes again what is frozen there
+        run.setting.log.messages.clear()  # an earlier checkpoint is read next, and freezes again what is frozen there
         raise
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
     if loaded.rank_state is not None:
         set_random_state(loaded.rank_state["random"])
     else:
-        seed_rank(run.config.seed, run.world.rank, deterministic=run.config.determinism, step=run.state.step)
+        seed_rank(
+            run.setting.config.seed,
+            run.setting.world.rank,
+            deterministic=run.setting.config.determinism,
+            step=run.trained.state.step,
+        )
     _damage(run)
-    run.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
+    run.setting.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
     lines = (_exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *_changed(run, then))
     return Continuation(manifest, (*accepted, *loaded.deviations), lines)
 
 
 def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
     """Put back what a run, and those beside it, must remember between steps."""
-    run.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
+    run.trained.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
     for name, each in run.companions.items():
-        each.state = run.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
+        each.state = run.trained.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
 
 
 def _hyperparameters(run: Run) -> str:
     """Say where the optimizer's settings come from; notes follow on what the other place says otherwise."""
-    source = run.config.checkpoint.resume.hyperparameters
+    source = run.setting.config.checkpoint.resume.hyperparameters
     place = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
     return (
         "optimizer: the learning rate follows the schedule of the configuration; "
-        f"{hyperparameter_words(run.optimizer)} come from {place} (checkpoint.resume.hyperparameters: {source})"
+        f"{hyperparameter_words(run.trained.optimizer)} come from {place} (checkpoint.resume.hyperparameters: {source})"
     )
 
 
@@ -154,16 +159,23 @@ def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
     """
     path, _, name = place.rstrip("/").rpartition("/")
-    loaded = load(open_storage(path or "."), name, run.policy, None, ranks, declared=_declared(run.config.checkpoint))
-    if run.averages is not None:
-        run.averages.begin(sharded_parameters(run.policy))
+    loaded = load(
+        open_storage(path or "."),
+        name,
+        run.trained.model,
+        None,
+        ranks,
+        declared=_declared(run.setting.config.checkpoint),
+    )
+    if run.trained.averages is not None:
+        run.trained.averages.begin(sharded_parameters(run.trained.model))
     say(run, f"weights from {place} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
     return (f"weights from {place} ({loaded.manifest.hash})", *loaded.deviations)
 
 
 def say(run: Run, *lines: str) -> None:
     """Print on rank 0."""
-    if run.world.is_first:
+    if run.setting.world.is_first:
         for line in lines:
             print(line, flush=True)
 
@@ -180,7 +192,7 @@ def _other_run(run: Run, manifest: Manifest, run_id: str, then: Mapping[str, Any
     A run whose directory was on a disk that is gone has a new identity and the old name.
     """
     name = then.get("run.name")
-    same = manifest.run_id == run_id or name in {None, run.config.run.name}
+    same = manifest.run_id == run_id or name in {None, run.setting.config.run.name}
     return {} if same else {"run": [f"run.name is {name} there"]}
 
 
@@ -190,7 +202,7 @@ def _declared_alone(run: Run, where: str, changes: Mapping[str, Sequence[str]]) 
     Raises:
         CheckpointMismatch: Some of it was not declared.
     """
-    refused = {kind: what for kind, what in changes.items() if kind not in run.config.checkpoint.resume.changed}
+    refused = {kind: what for kind, what in changes.items() if kind not in run.setting.config.checkpoint.resume.changed}
     if refused:
         words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
         raise CheckpointMismatch(
@@ -219,7 +231,7 @@ def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not then:
         return []
-    now = dict(leaves(as_plain(run.config)))
+    now = dict(leaves(as_plain(run.setting.config)))
     changes = [
         f"{key} {then.get(key)} -> {now.get(key)}"
         for key in sorted({*then, *now})
@@ -229,7 +241,7 @@ def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
 
 
 def _exactness(run: Run, loaded: LoadedState) -> str:
-    mesh = {"replicate": run.plan.replicate, "shard": run.plan.shard}
+    mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
     if loaded.rank_state is not None:
         return "weights, optimizer, random state and order of rows continue bit for bit"
     then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
@@ -247,13 +259,13 @@ def _declared(config: CheckpointConfig) -> Declared:
 
 def _damage(run: Run) -> None:
     """Spoil what was restored, where a proof asks for it: a proof that cannot fail proves nothing."""
-    match run.world.break_resume:
+    match run.setting.world.break_resume:
         case "rng":
             torch.manual_seed(torch.initial_seed() + 1)
         case "cursor":
             run.stream.cursor = replace(run.stream.cursor, draw=run.stream.cursor.draw + 1)
         case "optimizer":
-            tensors = (value for state in run.optimizer.state.values() for value in state.values())
+            tensors = (value for state in run.trained.optimizer.state.values() for value in state.values())
             next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
 
 

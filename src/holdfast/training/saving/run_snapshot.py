@@ -31,12 +31,12 @@ class Contents:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._full = run.config.checkpoint.contents == "full"
+        self._full = run.setting.config.checkpoint.contents == "full"
         self.tensors: LiveTensors = hold(
-            run.policy,
-            frozen=run.config.checkpoint.frozen == "save",
-            averages=run.averages.tensors if run.averages is not None else None,
-            later=run.unfreezing.names,
+            run.trained.model,
+            frozen=run.setting.config.checkpoint.frozen == "save",
+            averages=run.trained.averages.tensors if run.trained.averages is not None else None,
+            later=run.trained.unfreezing.names,
         )
         self._companions = run.beside
         self._beside = {name: each.held() for name, each in self._companions.items()}
@@ -44,7 +44,7 @@ class Contents:
     @property
     def optimizer(self) -> Optimizer | None:
         """Whose state is saved; None where weights alone are."""
-        return self._run.optimizer if self._full else None
+        return self._run.trained.optimizer if self._full else None
 
     def beside(self) -> dict[str, Trained]:
         """Return what is saved of models beside the run's own, by name."""
@@ -61,7 +61,7 @@ class Contents:
             self.tensors,
             self.optimizer,
             shared={"state": dict(moment.state), "stream": dict(moment.stream)},
-            assets=run_assets(run) if run.world.is_first else {},
+            assets=run_assets(run) if run.setting.world.is_first else {},
             random_then=moment.random,
         )
         return self._with_beside(own)
@@ -80,14 +80,14 @@ def run_assets(run: Run) -> dict[str, bytes]:
     """Return configuration, tokenizer, chat template, processor and generation settings by file name."""
     if not run.assets:
         with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
-            write_assets(Path(folder), run.origin, getattr(torch, run.config.model.dtype))
-            check_readable(Path(folder), run.origin)
+            write_assets(Path(folder), run.trained.origin, getattr(torch, run.setting.config.model.dtype))
+            check_readable(Path(folder), run.trained.origin)
             run.assets |= {
                 str(file.relative_to(folder)): file.read_bytes()
                 for file in sorted(Path(folder).rglob("*"))
                 if file.is_file()
             }
-        source = run.origin.source
+        source = run.trained.origin.source
         source = source.base if isinstance(source, AdapterSource) else source
         if isinstance(source, StoredSource):
             run.assets[STORED_HEADERS] = headers_json(dict(source.stored.headers))
@@ -97,7 +97,7 @@ def run_assets(run: Run) -> dict[str, bytes]:
         parent = parent_of(run)
         if parent is not None:
             run.assets[PARENT] = json.dumps(parent, sort_keys=True).encode()
-        run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.config).encode()
+        run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.setting.config).encode()
     return run.assets
 
 
@@ -107,10 +107,10 @@ def checked_assets(run: Run) -> dict[str, bytes]:
     Raises:
         RehearsalFailed: transformers cannot write one of them; nothing was trained.
     """
-    if run.world.is_first:
+    if run.setting.world.is_first:
         parent_of(run)  # outside of what follows: a run.json that cannot be read says nothing against the model's files
     try:
-        return run_assets(run) if run.world.is_first else {}
+        return run_assets(run) if run.setting.world.is_first else {}
     except ExportFailed as error:
         raise RehearsalFailed(f"{error} Nothing was trained.") from error
     except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:

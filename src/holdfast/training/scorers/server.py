@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError, ModelError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.build.model import probe_logprobs
-from holdfast.training.run import Evaluation
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.endpoint import CompletionServer, ServedModel
 from holdfast.types import Batch, MiniBatch
 
@@ -53,9 +53,9 @@ class Probe:
     logprobs: NDArray[np.float64]
     """[L - 1], of all tokens but the first"""
 
-    def told_by(self, trained: Evaluation) -> NDArray[np.float64]:
+    def told_by(self, trained: ShardedModel) -> NDArray[np.float64]:
         """Return [L - 1], what the model that is trained says of it now; all ranks call this together."""
-        return probe_logprobs(trained.policy, np.array(self.tokens), trained.world.device).cpu().double().numpy()
+        return probe_logprobs(trained.model, np.array(self.tokens), trained.setting.world.device).cpu().double().numpy()
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Met(NamedTuple):
     """Whether its tokenizer was compared; it cannot be where the endpoint does not say which tokens a text has."""
 
 
-def meet(trained: Evaluation, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None) -> Met:
+def meet(trained: ShardedModel, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None) -> Met:
     """Return the model behind an endpoint, with the tokens of the trained one; all ranks call this together.
 
     Args:
@@ -181,14 +181,14 @@ def meet(trained: Evaluation, section: ServerConfig, role: Role, *, samples: boo
             ranks.
         ModelError: Its tokenizer or its vocabulary is not that of the trained model.
     """
-    return trained.ranks.on_all_ranks(
+    return trained.setting.ranks.on_all_ranks(
         lambda: _met(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
     )
 
 
-def _met(trained: Evaluation, section: ServerConfig, role: Role, size: int, drift: float) -> Met:
+def _met(trained: ShardedModel, section: ServerConfig, role: Role, size: int, drift: float) -> Met:
     """Return the endpoint with its model chosen and checked; one rank's part of `meet`."""
-    tokenizer, longest = trained.origin.tokenizer, trained.config.data.max_length
+    tokenizer, longest = trained.origin.tokenizer, trained.setting.config.data.max_length
     server = CompletionServer.of(section, role.section)
     try:
         offered = server.models()
@@ -203,7 +203,7 @@ def _met(trained: Evaluation, section: ServerConfig, role: Role, size: int, drif
             f"{role.section}.url: {section.url} {error}. See that the server runs, and that it is vLLM or answers like "
             f"it ({role.section}.answers)."
         ) from error
-    return Met(ScoringServer(role, server, trained.ranks, trained.world.device, probe, drift), compared)
+    return Met(ScoringServer(role, server, trained.setting.ranks, trained.setting.world.device, probe, drift), compared)
 
 
 def _chosen(offered: Sequence[ServedModel], section: ServerConfig, role: Role) -> str:
@@ -256,7 +256,7 @@ def _first(tokens: Sequence[int | None]) -> str:
     return ", ".join("?" if token is None else str(token) for token in tokens[:6])
 
 
-def _vocabulary(trained: Evaluation, *, samples: bool) -> int:
+def _vocabulary(trained: ShardedModel, *, samples: bool) -> int:
     """Return how many tokens an endpoint may be asked for: a model samples also those that no text has."""
     vocabulary_size = int(trained.origin.skeleton.config.get_text_config().vocab_size)
     return vocabulary_size if samples else min(vocabulary_size, len(trained.origin.tokenizer))

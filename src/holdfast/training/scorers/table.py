@@ -46,9 +46,8 @@ from holdfast.training.fingerprints import (
     tokenizer_hash,
     weights_mark,
 )
-from holdfast.training.run import Evaluation
-from holdfast.training.scorers.reference import Reference, build_reference
-from holdfast.training.scorers.scoring import scored
+from holdfast.training.run import ShardedModel
+from holdfast.training.scorers.reference import Reference, build_reference, scored
 from holdfast.types import Example
 
 LOGPROB_COLUMN = "reference_logprobs"
@@ -110,7 +109,7 @@ def _carrying(example: Example, table: ReferenceTable, path: Path, name: str) ->
     return replace(example, per_token={**example.per_token, LOGPROB_COLUMN: column})
 
 
-def tabulate(run: Evaluation, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
+def tabulate(run: ShardedModel, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
     """Score every sequence of some streams; all ranks call this together and have the same table."""
     sums: dict[tuple[int, int], float] = {}
     for stream in streams:
@@ -126,7 +125,7 @@ def tabulate(run: Evaluation, reference: Reference, streams: Iterable[SampleStre
                     strict=True,
                 )
             ]
-            for rank_sums in run.ranks.gather(own_sums):
+            for rank_sums in run.setting.ranks.gather(own_sums):
                 sums |= dict(rank_sums)
             step += 1
     keys = sorted(sums)
@@ -202,8 +201,7 @@ class TableInputs:
     """What a table of the reference's numbers is made from, and looked up by."""
 
     config: DPOConfig
-    base: Path
-    measured: Evaluation
+    measured: ShardedModel
     data: OpenedData
     live: Live
     layout: Layout
@@ -277,7 +275,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
         ConfigError: The file is not this run's, or the model has no file of its own.
     """
     config, measured = inputs.config, inputs.measured
-    ranks, first = measured.ranks, measured.world.is_first
+    ranks, first = measured.setting.ranks, measured.setting.world.is_first
     if inputs.live.model is not None:
         raise ConfigError(
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
@@ -290,7 +288,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
         assert table is not None
     else:
         why = "all rows, once"
-        reference = build_reference(measured, inputs.base, inputs.live, config.reference, why=why)
+        reference = build_reference(measured, inputs.live, config.reference, why=why)
         table = tabulate(measured, reference, _all_rows(inputs))
         del reference
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
@@ -302,7 +300,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
 
 
 def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
-    ranks = inputs.measured.ranks
+    ranks = inputs.measured.setting.ranks
     filters = [(source, inputs.accept) for source in inputs.data.training]
     filters += [(source, filter_of(source, inputs.accept)) for source in inputs.data.evaluation.values()]
     for source, accept in filters:
@@ -324,7 +322,7 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
-    precision += adapter_mark(config, inputs.base)
+    precision += adapter_mark(inputs.measured.setting)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     hashes = {
@@ -334,7 +332,7 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),
     }
     if config.fixes_other_answers:  # whose answer a prompt gets depends on which rows are left out
-        filters = sorted(filter_hashes(config, inputs.base).items())
+        filters = sorted(filter_hashes(inputs.measured.setting).items())
         left_out = [config.data.unusable, config.data.filter, filters]
         hashes["other answers"] = hash_bytes(json.dumps(left_out).encode())
     return hashes

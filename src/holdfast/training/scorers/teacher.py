@@ -5,8 +5,7 @@ It is built like the student itself, or stands behind an endpoint (training/scor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.config.sections.model import ModelConfig
@@ -17,7 +16,7 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.source.origin import load_tokenizer
 from holdfast.training.build.model import build_policy, check_positions
 from holdfast.training.fingerprints import mark_once, weights_mark
-from holdfast.training.run import Evaluation
+from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import check_place
 from holdfast.training.scorers.server import Role, ScoringServer, meet
 
@@ -33,27 +32,27 @@ class Teacher:
     """What tells its weights from others: of files their hash, behind an endpoint the name they are served under."""
 
 
-def build_teacher(student: Evaluation, base: Path) -> Teacher:
+def build_teacher(student: ShardedModel) -> Teacher:
     """Return the teacher of a freshly built student.
 
     Raises:
         ModelError: It has other tokens than the student, its files do not fit, or it is not where its plan puts it.
         ConfigError: It cannot read the student's batches, or its server cannot be used.
     """
-    config = student.config
+    config = student.setting.config
     assert isinstance(config, DistillConfig)
     match config.teacher:
         case ServerTeacherConfig() as section:
             server = connect_teacher(student, section)
             return Teacher(server, server.remembering(), f"server {server.server.model}")
         case section:
-            return _in_memory(student, config, section, base)
+            return _in_memory(student, config, section)
 
 
-def _in_memory(student: Evaluation, config: DistillConfig, section: TeacherConfig, base: Path) -> Teacher:
-    world, ranks = student.world, student.ranks
+def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherConfig) -> Teacher:
+    base, world, ranks = student.setting.base, student.setting.world, student.setting.ranks
     twin = _configuration(config, section, student)
-    tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, base))
+    tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, student.setting))
     ranks.on_all_ranks(lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
     origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
     note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
@@ -62,15 +61,15 @@ def _in_memory(student: Evaluation, config: DistillConfig, section: TeacherConfi
         print(f"teacher: {section.path}, {where}; its plan:", flush=True)
         if note:
             print(note, flush=True)
-    model, plan = build_policy(twin, origin, world, ranks, trained=False)
-    model.eval()
+    teacher = build_policy(replace(student.setting, config=twin), origin, trained=False)
+    teacher.model.eval()
     with ranks.together():
-        check_place(model, plan, world.device, "teacher")
+        check_place(teacher, "teacher")
     mark_once(origin.directory, ranks)
-    return Teacher(model, model, weights_mark(origin, config.seed))
+    return Teacher(teacher.model, teacher.model, weights_mark(origin, config.seed))
 
 
-def _configuration(config: DistillConfig, section: TeacherConfig, student: Evaluation) -> DistillConfig:
+def _configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:
     """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
     own = config.model
     model = ModelConfig(
@@ -89,14 +88,14 @@ def _configuration(config: DistillConfig, section: TeacherConfig, student: Evalu
         "model": model,
         "parallel": config.parallel.model_copy(update={"cpu_offload": offload}),
     }
-    if student.policy.padded:
+    if student.model.padded:
         changed["data"] = config.data.model_copy(update={"packing": "none"})
     return config.model_copy(update=changed)
 
 
-def _tokenizer(section: TeacherConfig, model: ModelConfig, base: Path) -> Any:
+def _tokenizer(section: TeacherConfig, model: ModelConfig, setting: Setting) -> Any:
     try:
-        return load_tokenizer(model, base)
+        return load_tokenizer(model, setting.base)
     except ModelError as error:
         raise ModelError(
             f"teacher.path {section.path}: {error} Of the teacher, the key is teacher.tokenizer: its tokens "
@@ -136,14 +135,14 @@ def _place(ids: dict[str, int], word: str) -> str:
     return f"token {ids[word]}" if word in ids else "no token"
 
 
-def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str:
+def _checked(twin: DistillConfig, origin: Blueprint, student: ShardedModel) -> str:
     """Return what a user should know of the teacher; "" if there is nothing.
 
     Raises:
         ConfigError: It reads one sequence per row, and the student reads packs; or sequences are too long for it.
         ModelError: The student may write a token that the teacher's head has no row for.
     """
-    if not origin.packed and not student.policy.padded:
+    if not origin.packed and not student.model.padded:
         why = origin.family.why_not_packed or "model.attention says so"
         raise ConfigError(
             f"The teacher {twin.model.path} ({origin.family.name}) reads one sequence per row, since {why}, and the "
@@ -168,7 +167,7 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Evaluation) -> str
 _ROLE = Role("teacher", "teacher", "student")
 
 
-def connect_teacher(student: Evaluation, section: ServerTeacherConfig) -> ScoringServer:
+def connect_teacher(student: ShardedModel, section: ServerTeacherConfig) -> ScoringServer:
     """Return the teacher behind an endpoint, which has scored a text; all ranks call this together.
 
     Raises:
@@ -179,14 +178,14 @@ def connect_teacher(student: Evaluation, section: ServerTeacherConfig) -> Scorin
     scoring_server, compared = meet(student, section, _ROLE, samples=True)
     probe, model = scoring_server.probe, scoring_server.server.model
     # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
-    if not all(student.ranks.gather(compared)):
+    if not all(student.setting.ranks.gather(compared)):
         raise ModelError(
             f"teacher: {model} at {section.url} does not say which tokens it makes of a text, so they cannot be known "
             "to be the student's. Use a server that names tokens by their ids, as vLLM does "
             "(teacher.answers: prompt_logprobs), or a teacher in memory (teacher.kind: sharded)."
         )
     own = probe.told_by(student)
-    if student.world.is_first:
+    if student.setting.world.is_first:
         print(
             f"teacher: {model} at {section.url}, with the student's tokenizer; a token of one text takes it "
             f"{-probe.logprobs.mean():.3g} nats, and the student {-own.mean():.3g}. Evaluation sets tell the "
