@@ -53,7 +53,7 @@ ROOMS = {
         background load
         inspect save
         calls export
-        keep pending
+        keep
         interface session
     """,
     "training": """

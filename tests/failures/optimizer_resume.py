@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from holdfast import checkpoint
-from holdfast.optim.adamw_bf16 import AdamWBF16
+from holdfast.optim.lowbit import AdamWBF16
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor
 from tests.failures.lab import Lab, Observed, last_words

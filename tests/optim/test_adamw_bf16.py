@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdfast.optim.adamw_bf16 import AdamWBF16
+from holdfast.optim.lowbit import AdamWBF16
 from holdfast.optim.rounding import SPREAD, round_evenly
 
 

@@ -11,10 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
-from holdfast.rollout.decoding import begun
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.graphs import CudaRecorder, NotReplayable, Recorder
-from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.inprocess import InProcessEngine, begun
 from holdfast.rollout.sampling import mixed
 from holdfast.rollout.static import StaticRows, bucket_of
 from holdfast.rollout.stopping import Stops

@@ -1,7 +1,6 @@
 """What a run leaves on disk, as a library for any loop: `save`, `save_in_background`, `load`, `verify`, `rehearse`,
 `clean`."""
 
-from holdfast.checkpoint.interface import clean, load, rehearse, save, verify
-from holdfast.checkpoint.pending import save_in_background
+from holdfast.checkpoint.interface import clean, load, rehearse, save, save_in_background, verify
 
 __all__ = ["clean", "load", "rehearse", "save", "save_in_background", "verify"]

@@ -225,8 +225,6 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete older checkpoints; pinned ones, the newest verified one and what the run resumed from stay."""
-    from holdfast.cli.checkpoint import pruned
-
     for line in pruned(run, keep_last, keep_every, keep_best or [], mode, dry_run=dry_run):
         typer.echo(line)
 

@@ -157,7 +157,7 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="Which step to make again.")],
 ) -> None:
     """Make one recorded step again, on one CPU process, and compare its loss and gradient; exit 1 if they differ."""
-    from holdfast.cli.replay import replay as replay_step
+    from holdfast.cli.prove import replay as replay_step
 
     raise typer.Exit(replay_step(directory, step))
 
@@ -288,7 +288,7 @@ def model_check(
     overrides: Overrides = None,
 ) -> None:
     """Look at a model as a run does before step 1, large ones on a small configuration; exit 1 if it is refused."""
-    from holdfast.cli.model import check
+    from holdfast.cli.inspect import check
 
     raise typer.Exit(check(target, overrides or []))
 

@@ -2,7 +2,7 @@
 
 Two runs from one file: one straight, one in which a rank kills itself with SIGKILL and the same command goes on. Then
 every step's loss, gradient norm and sequences, and every tensor, cursor and random state of the last checkpoint are
-compared.
+compared. `holdfast replay` makes one recorded step again, in this process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited, resolve_ranks
@@ -164,3 +165,27 @@ def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
         print(f"state of step {one.manifest.step}: {count} tensors, cursor and random state are identical")
         print(f"state hash {state_hash(one)}")
     return different
+
+
+def replay(directory: Path, step: int) -> int:
+    """Print what was compared; return 0 if the step is reproduced, else 1.
+
+    Raises:
+        ConfigError: The directory holds no policy's run, or not what a replay needs.
+    """
+    file = directory / "config.resolved.yaml"
+    if not file.exists():
+        raise ConfigError(f"{directory} is no run: it has no {file.name}.")
+    alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
+    config = load_run(file, [*alone, "rollout.record=false"]).config
+    if not isinstance(config, GRPOConfig):
+        raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
+    from holdfast.parallel.mesh import joined_world
+    from holdfast.recipes.replay import replay as replay_step
+
+    with joined_world(config.launch) as world:
+        lines, same = replay_step(config, directory, step, world)
+    for line in lines:
+        print(line)
+    print(f"step {step} is reproduced" if same else f"step {step} cannot be reproduced")
+    return 0 if same else 1

@@ -21,9 +21,8 @@ from holdfast.config.sections.optim import (
     SGDConfig,
 )
 from holdfast.errors import ConfigError
-from holdfast.optim.adamw_bf16 import AdamWBF16
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
-from holdfast.optim.lowbit import AdamW4bit, AdamW8bit, AdamWFP8
+from holdfast.optim.lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFP8
 from holdfast.optim.muon import ADAMW, MUON, Muon, Stack
 
 LOW_BIT = {"adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit, "adamw_fp8": AdamWFP8}

@@ -1,20 +1,207 @@
-"""Optimizers of the user's choice: a class by its place, called with what the configuration says."""
+"""Optimizers of the user's choice: a class by its place, tried on small throw-away parameters before it is built.
+
+Three copies take the same steps: one on whole parameters, one on parameters sharded like the model's, and a third that
+takes over from the second half-way with what a checkpoint would hold. The first two must end alike but for rounding,
+the last two with the same bits.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from holdfast.config.sections.optim import UserOptimizerConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
-from holdfast.optim.user_check import try_optimizer
+from holdfast.optim.randomness import private_randomness
+from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
+from holdfast.optim.state_template import zeros
+from holdfast.optim.tagged_json import encode
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.shards import local_part, local_rows
+
+Build = Callable[[Mapping[str, nn.Parameter]], Optimizer]
+"""Makes the optimizer over named parameters."""
+
+Parameters = Mapping[str, nn.Parameter]
+
+_FIRST, _LAST = range(2), range(2, 4)
+"""Steps before and after the copy takes over."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Between whole and sharded, as a share of the way that was gone: sums over shards round otherwise."""
+
+
+def try_optimizer(build: Build, parameters: Parameters, ranks: RankGroup, name: str) -> None:
+    """Step, save and restore an optimizer on stand-ins of the trained parameters; all ranks call this together.
+
+    Args:
+        build: Makes it.
+        parameters: The model's, by canonical name.
+        ranks: The ranks.
+        name: How messages call it.
+
+    Raises:
+        ConfigError, UnsavableOptimizer: The optimizer cannot train, shard or be saved; the same on all ranks.
+    """
+    kinds = {
+        (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
+    }
+    with private_randomness():
+        small = {_words(*kind): _stand_in(value) for kind, value in kinds.items()}
+        whole = {key: nn.Parameter(_start(value)) for key, value in small.items()}
+        shards = {key: nn.Parameter(_shard_of(_start(value), value)) for key, value in small.items()}
+        with ranks.together():
+            straight = build(whole)
+            _run(straight, whole, _FIRST, f"{name} fails in its first steps")
+        with ranks.together():
+            optimizer = build(shards)
+            _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them")
+        _check_on_shards(whole, shards, _FIRST.stop, ranks, name)
+        with ranks.together():
+            saved = collect(optimizer, shards)
+        _check_alike(saved, ranks, name)
+        with ranks.together():
+            copies = {key: nn.Parameter(value.detach().clone()) for key, value in shards.items()}
+            heir, lost = _taken_over(build, optimizer, copies, saved)
+            _run(straight, whole, _LAST, f"{name} fails in its first steps")
+            _run(optimizer, shards, _LAST, f"{name} works on whole parameters and fails on shards of them")
+            _run(heir, copies, _LAST, f"{name} fails in its first steps after a save")
+        _check_on_shards(whole, shards, _LAST.stop, ranks, name)
+        equal = {key: torch.equal(local_part(shards[key].detach()), local_part(copies[key].detach())) for key in copies}
+        everywhere = ranks.gather(equal)
+        other = next((key for key in copies if not all(each[key] for each in everywhere)), None)
+        if other is not None:
+            where = f" It keeps {', '.join(lost)} beside them." if lost else ""
+            raise ConfigError(
+                f"{name} does not go on where it was saved: from its param groups and its state per parameter, "
+                f"{len(_LAST)} steps end elsewhere on a {other} parameter.{where} Keep in optimizer.state "
+                "and optimizer.param_groups what steps depend on."
+            )
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    """Return a small tensor like another in dtype, device, dimensions and sharding, with rows on every rank."""
+    places = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
+    ranks = [parameter.device_mesh.size(axis) for axis, place in places if isinstance(place, Shard)]  # type: ignore[attr-defined]
+    sides = (2 * max([2, *ranks]) - 1, *range(4, 4 + 2 * parameter.ndim, 2))[: parameter.ndim]
+    return zeros((1,) * parameter.ndim if parameter.numel() == 1 else sides, parameter)
+
+
+def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: str) -> None:
+    try:
+        for step in steps:
+            torch.manual_seed(step)
+            for number, value in enumerate(parameters.values()):
+                value.grad = _shard_of(_numbers(value, 1000 * (step + 1) + number), value)
+            optimizer.step()
+            optimizer.zero_grad()
+    except HoldfastError:
+        raise
+    except Exception as error:  # the class may raise anything
+        first = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{failing}: {type(error).__name__}: {first:.300} Choose another class, mend it, or change optim.kwargs."
+        ) from error
+
+
+def _check_on_shards(whole: Parameters, shards: Parameters, steps: int, ranks: RankGroup, name: str) -> None:
+    """Refuse an optimizer whose sharded copy has gone elsewhere than the one on whole parameters.
+
+    Raises:
+        ConfigError: It has; on all ranks.
+    """
+    for key, value in whole.items():
+        way = float((value.detach() - _start(value)).abs().max())
+        part = value.detach()[local_rows(shards[key])]
+        differences = (local_part(shards[key].detach()) - part).abs()
+        largest = max(ranks.gather(float(differences.max()) if differences.numel() else 0.0))
+        if not largest <= _TOLERANCE.get(value.dtype, 1e-2) * max(way, 1e-12):
+            raise ConfigError(
+                f"{name} gives other weights on shards than on whole parameters: after {steps} steps a {key} parameter "
+                f"differs by {largest:.1e}, and has moved by {way:.1e}. Its step has to treat each element alone, or "
+                "use operations of DTensor; choose another class, or train on one rank."
+            )
+
+
+def _check_alike(saved: OptimizerState, ranks: RankGroup, name: str) -> None:
+    """Refuse what is not sharded and differs between ranks.
+
+    Raises:
+        UnsavableOptimizer: Something does; on all ranks.
+    """
+    marks = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
+    for parameter, state in saved.tensors.items():
+        plain = {slot: value for slot, value in state.items() if not isinstance(value, DTensor)}
+        marks |= {f"{parameter}, {slot}": repr(encode(value)) for slot, value in plain.items()}
+    everyones = ranks.gather(marks)
+    for key in sorted({key for each in everyones for key in each}):
+        if len({each.get(key) for each in everyones}) > 1:
+            raise UnsavableOptimizer(
+                f"{name} cannot be saved: its state ({key}) differs between ranks and is not sharded, so a checkpoint "
+                "would hold one rank's alone. Compute it from whole parameters, or keep it sharded."
+            )
+
+
+def _taken_over(
+    build: Build, optimizer: Optimizer, parameters: Parameters, saved: OptimizerState
+) -> tuple[Optimizer, list[str]]:
+    """Return a fresh optimizer with a copy of the saved state, and the names of what only the one before knows."""
+    heir = build(parameters)
+    restore(heir, parameters, _copied(saved))
+    for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    beside = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+    return heir, sorted(key for key in beside if _differs(vars(heir).get(key), vars(optimizer)[key]))
+
+
+def _copied(saved: OptimizerState) -> OptimizerState:
+    tensors = {
+        name: {slot: value.detach().clone() for slot, value in state.items()} for name, state in saved.tensors.items()
+    }
+    return replace(saved, tensors=tensors)
+
+
+def _differs(before: Any, after: Any) -> bool:
+    try:
+        return bool(before != after)
+    except (RuntimeError, ValueError):  # tensors have no one answer
+        return True
+
+
+def _start(like: Tensor) -> Tensor:
+    """Return whole numbers to start from, the same for every copy."""
+    return _numbers(like, 100 + like.ndim)
+
+
+def _numbers(like: Tensor, seed: int) -> Tensor:
+    """Return whole normal numbers, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64)
+    return drawn.to(dtype=like.dtype, device=local_part(like.detach()).device)
+
+
+def _shard_of(data: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor's part on this rank, sharded like another."""
+    if not isinstance(like, DTensor):
+        return data
+    local = data[local_rows(like)].clone()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _words(dimensions: int, dtype: torch.dtype, single: bool) -> str:  # noqa: FBT001 - a key, taken apart
+    kind = "1-element" if single else f"{dimensions}-dimensional"
+    return f"{kind} {str(dtype).removeprefix('torch.')}"
+
 
 _TRIAL_LR = 0.01
 """Large enough for steps to stand out from the rounding of weights."""
