@@ -166,7 +166,7 @@ def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a
 ) -> None:
     launch = {"ranks": 1, "device": "cpu"}
     write_run(tmp_path / "run.yaml", tree | {"launch": launch, "steps": 100_000, "checkpoint": {"every_steps": 500}})
-    live = LiveRun(tmp_path, warm=warm)
+    live = LiveRun(tmp_path)
     try:
         live.wait_for_step(3)
         rank = live.rank(0)
