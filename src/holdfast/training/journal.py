@@ -60,9 +60,8 @@ class Journal:
         run = self._run
         for name in (directory.EVENTS, SAMPLES):
             if (run.setting.directory / name).exists():
-                append_text(
-                    run.setting.directory / name, ""
-                )  # what cannot be appended to is refused before a step is made
+                # What cannot be appended to is refused before a step is made.
+                append_text(run.setting.directory / name, "")
         lines = JsonlSink(run.setting.directory / METRICS)
         if lines.had_lines:
             lines.event({"event": "rewind", "to": run.trained.state.step})

@@ -1,8 +1,8 @@
 """The reference policy: the model as it was at the start of the run, frozen, built like the policy itself.
 
 It stays so, unless `reference.sync` lets it follow the policy (optim/reference_ema.py). It may stand behind an
-endpoint, and is then to say what the policy says. `scored` makes a column of what it, or another model, says of a
-mini-batch.
+endpoint, and is then to say what the policy says. `scored` makes a column of what it, or another
+model, says of a mini-batch.
 """
 
 from __future__ import annotations
