@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -87,8 +87,11 @@ class RankPool:
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> list[tuple[bool, Any]]:
         if not self._processes:
             self._start()
-        for connection in self._connections:
-            connection.send((function, args))
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send((function, args))
+            except BrokenPipeError:
+                self._ended(rank)
         results: dict[int, tuple[bool, Any]] = {}
         while len(results) < self.size:
             missing = [c for rank, c in enumerate(self._connections) if rank not in results]
@@ -98,12 +101,22 @@ class RankPool:
                 raise RankError(f"ranks {sorted(set(range(self.size)) - set(results))} did not answer")
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
-                results[rank] = connection.recv()  # type: ignore[union-attr]
+                try:
+                    results[rank] = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self._ended(rank)
             if any(not ok for ok, _ in results.values()):
                 timeout_seconds = min(timeout_seconds, 20.0)  # the others may hang in a collective without this rank
         if self._most_descriptors() > DESCRIPTORS:
             self.close()
         return [results[rank] for rank in range(self.size)]
+
+    def _ended(self, rank: int) -> NoReturn:
+        """Say how a rank ended that should not have; the next test gets new ones."""
+        process = self._processes[rank]
+        process.join(5.0)
+        self.close(kill=True)
+        raise RankError(f"rank {rank} of a pool of {self.size} ended with exit code {process.exitcode}") from None
 
     def _start(self) -> None:
         with socket.socket() as probe:
