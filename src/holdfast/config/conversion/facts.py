@@ -1,0 +1,77 @@
+"""What a conversion knows, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class NotConverted(Exception):  # noqa: N818 - it says what happened, and is never shown
+    """A person has to decide; the text, if there is one, says why."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a file of another system says, with the values that hold there where it says nothing."""
+
+    values: Mapping[str, Any]
+    ranks: int
+    """Of the whole run; a factor of batches where a system counts rows of one device."""
+    verb: str
+
+    def get(self, *keys: str) -> Any:
+        """Return the value of the first of these keys that has one."""
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """One key of another system, as a rule sees it."""
+
+    value: Any
+    facts: Facts
+    """What else the file says."""
+    targets: tuple[str, ...]
+    """The keys here that its entry names."""
+
+    @property
+    def target(self) -> str:
+        """The first of them."""
+        return self.targets[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Keys here with their values, and a remark."""
+
+    settings: Mapping[str, Any]
+    remark: str = ""
+
+
+def number(value: Any, default: float | None = None) -> float:
+    """Return a number, also one that is written as text.
+
+    Raises:
+        NotConverted: It is none, and there is no default.
+    """
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool):
+        raise NotConverted(f"{str(value).lower()} is no number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise NotConverted(f"{value!r} is no number") from None
+
+
+def whole(value: Any, default: int | None = None) -> int:
+    """Return a whole number.
+
+    Raises:
+        NotConverted: It is none.
+    """
+    result = number(value, default)
+    if result != int(result):
+        raise NotConverted(f"{value} is no whole number")
+    return int(result)
