@@ -15,6 +15,8 @@ from holdfast.errors import ConfigError
 
 _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
+_RULES_OF_NULL = {"row_length"}
+"""Rules of keys where null says something."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -81,11 +83,9 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     values = {dotted: _resolved(leaves[path], leaves, keys) for dotted, path in keys.items()}
     _check_system(document.file, table, values)
     verb = verb or _verb(document, table, values)
-    facts = Facts({**table.defaults_for(verb), **_without_nulls(values)}, ranks, verb)
-    own = [
-        _line(table, dotted, _truth(value, table, dotted), document.line(keys[dotted]), facts)
-        for dotted, value in values.items()
-    ]
+    values = {dotted: _truth(value, table, dotted) for dotted, value in values.items()}
+    facts = Facts({**table.defaults_for(verb), **values}, ranks, verb)
+    own = [_line(table, dotted, value, document.line(keys[dotted]), facts) for dotted, value in values.items()]
     defaults = [
         _line(table, key, value, 0, facts) for key, value in table.defaults_for(verb).items() if key not in values
     ]
@@ -121,11 +121,6 @@ def _resolved(value: Any, leaves: Mapping[KeyPath, Any], keys: Mapping[str, KeyP
             break
         value = leaves[keys[match[1]]]
     return value
-
-
-def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _WORDS.get(value, value) if isinstance(value, str) else value for key, value in values.items()
-            if value is not None}  # fmt: skip
 
 
 def _truth(value: Any, table: Table, key: str) -> Any:
@@ -177,14 +172,20 @@ def _verb(document: Document, table: Table, values: Mapping[str, Any]) -> str:
 
 def _line(table: Table, key: str, value: Any, number: int, facts: Facts) -> Line:
     entry = table.entry(key, facts.verb)
-    if entry is None:
-        others = table.entries.get(key)
-        if others is None:
-            return Line(key, number, value, "unknown")
-        verbs = " and ".join(f"holdfast {verb}" for other in others for verb in other.verbs)
-        return Line(key, number, value, "none", note=f"belongs to {verbs}, and this is for holdfast {facts.verb}")
-    line = Line(key, number, value, entry.status, note=entry.note, targets=entry.targets)
-    if value is None:
+    if entry is not None:
+        line = Line(key, number, value, entry.status, note=entry.note, targets=entry.targets)
+        return _with_outcome(line, entry, facts)
+    others = table.entries.get(key)
+    if others is None:
+        return Line(key, number, value, "unknown")
+    verbs = " and ".join(f"holdfast {verb}" for other in others for verb in other.verbs)
+    return Line(key, number, value, "none", note=f"belongs to {verbs}, and this is for holdfast {facts.verb}")
+
+
+def _with_outcome(line: Line, entry: Entry, facts: Facts) -> Line:
+    """Return a line with the keys here that its value becomes, or with why it becomes none."""
+    value = line.value
+    if value is None and entry.rule not in _RULES_OF_NULL:
         return replace(line, status="same", remark="null there, so nothing is written")
     if isinstance(value, str) and "${" in value:
         return replace(line, by_hand=True, remark=f"{value} stands for another value")
@@ -192,8 +193,7 @@ def _line(table: Table, key: str, value: Any, number: int, facts: Facts) -> Line
         return replace(line, status="same", remark="as it is here in any case")
     if entry.status == "none":
         return line
-    unread = _unread(entry, facts)
-    if unread:
+    if unread := _unread(entry, facts):
         return replace(line, remark=f"not read there, since {unread}")
     try:
         outcome = _outcome(entry, value, facts)
@@ -234,13 +234,7 @@ def _switches_off(values: Mapping[str, Any]) -> bool:
 
 def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -> Conversion:
     """Let what the file says replace defaults, and leave out evaluations where there is nothing to evaluate on."""
-    lines = [*defaults, *own]
-    evaluates = any(
-        key.startswith("evaluation.sets") or key == "data.validation_split" for line in lines for key in line.settings
-    )
-    lines = [
-        line if evaluates or not _needs_evaluation(table, line, facts.verb) else _unevaluated(line) for line in lines
-    ]
+    lines = _evaluable(table, facts.verb, [*defaults, *own])
     settings: dict[str, Any] = {}
     origins: dict[str, tuple[Line, ...]] = {}
     for line in lines:
@@ -248,12 +242,25 @@ def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
+    return Conversion(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
+
+
+def _fitted(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings that go together: bfloat16 storage with its optimizer, and room for the longest row."""
     if settings.get("model.dtype") == "bfloat16" and settings.get("optim.kind") == "adamw":
         settings["optim.kind"] = "adamw_bf16"
     longest, room = settings.get("data.max_length"), settings.get("data.tokens_per_micro_batch")
     if isinstance(longest, int) and isinstance(room, int) and room < longest:
         settings["data.tokens_per_micro_batch"] = longest
-    return Conversion(table, facts.verb, facts.ranks, tuple(lines), settings, origins)
+    return settings
+
+
+def _evaluable(table: Table, verb: str, lines: list[Line]) -> list[Line]:
+    """Take their settings from lines about evaluations, unless some line names rows to evaluate on."""
+    keys = {key for line in lines for key in line.settings}
+    if any(key.startswith("evaluation.sets") or key == "data.validation_split" for key in keys):
+        return lines
+    return [_unevaluated(line) if _needs_evaluation(table, line, verb) else line for line in lines]
 
 
 def _needs_evaluation(table: Table, line: Line, verb: str) -> bool:

@@ -124,7 +124,9 @@ def micro_batch_tokens(foreign: ForeignKey) -> Outcome:
 
 
 def row_length(foreign: ForeignKey) -> Outcome:
-    """Take the longest sequence."""
+    """Take the longest sequence; there must be a bound here."""
+    if foreign.value is None:
+        raise NotConverted("no limit there; write the longest sequence")
     return Outcome({"data.max_length": whole(foreign.value)})
 
 

@@ -66,14 +66,18 @@ def _section(values: Mapping[str, Any], prefix: str, conversion: Conversion, exp
         explained |= {line.key for line in lines}
         for line in news:
             yield from _comment(_about(line, conversion), indent)
-        if isinstance(value, dict) and value and _has_keys_below(dotted, conversion):
+        if isinstance(value, dict) and _has_keys_below(dotted, conversion):
             yield f"{indent}{key}:"
             yield from _section(value, dotted, conversion, explained)
-            continue
-        plain = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent)
-        first, newline, rest = plain.partition("\n")
-        names = "" if news else ", ".join(_origin(line, conversion) for line in lines)
-        yield f"{first}  # {names}{newline}{rest}" if names else plain
+        else:
+            yield _leaf(indent, key, value, [] if news else [_origin(line, conversion) for line in lines])
+
+
+def _leaf(indent: str, key: str, value: Any, names: Sequence[str]) -> str:
+    """Return a key with its value, and behind its first line where it comes from."""
+    first, newline, rest = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent).partition("\n")
+    origin = f"  # {', '.join(names)}" if names else ""
+    return f"{first}{origin}{newline}{rest}"
 
 
 def _has_keys_below(dotted: str, conversion: Conversion) -> bool:
