@@ -117,10 +117,11 @@ algorithm: {adv_estimator: reinforce_plus_plus, disable_kl: true}
 worker:
   actor: {ulysses_sequence_parallel_size: 1, model: {model_path: m}}
   rollout: {n: 4, top_p: 0.99, top_k: -1}
-  reward: {reward_type: function, score_function: "./score.py:compute"}
+  reward: {reward_type: function, score_function: "./score.py:compute", reward_function_kwargs: {format_weight: 0.2}}
 trainer: {total_episodes: 15, save_checkpoint_path: out/run-1}
 """, {
-        "advantage.kind": "reinforce_pp", "epochs": 15, "reward": {"kind": "path", "path": "./score.py:compute"},
+        "advantage.kind": "reinforce_pp", "epochs": 15, "rollout.group_size": 4,
+        "reward": {"kind": "path", "path": "./score.py:compute", "kwargs": {"format_weight": 0.2}},
         "rollout.top_p": 0.99, "rollout.top_k": None, "correction.kind": "truncate", "run.dir": "out",
         "run.name": "run-1",
     }),

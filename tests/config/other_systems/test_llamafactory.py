@@ -19,7 +19,8 @@ HEAD = "model_name_or_path: Qwen/Qwen2.5-7B-Instruct\ndataset: alpaca_en_demo\nt
 CASES: dict[str, tuple[int, Case]] = {
     "the defaults": (1, (HEAD, {  # 8 rows of 2048 tokens, rate 5e-5, adapters of rank 8
         "data.batch_size": 8, "data.max_length": 2048, "data.tokens_per_micro_batch": 16384, "optim.lr": 5e-5,
-        "epochs": 3.0, "model.lora.rank": 8, "optim.schedule.kind": "linear", "parallel.recompute": "full",
+        "epochs": 3.0, "model.lora.rank": 8, "model.lora.alpha": 16,
+        "optim.schedule.kind": "linear", "parallel.recompute": "full",
     })),
     "LoRA": (4, (HEAD + """
 stage: sft
@@ -49,7 +50,8 @@ eval_strategy: steps
 eval_steps: 500
 """, {  # 1 x 8 x 4 rows
         "data.batch_size": 32, "data.tokens_per_micro_batch": 2048, "model.lora.rank": 16,
-        "model.lora.targets": "all-linear", "data.max_samples": 1000, "run.dir": "saves/qwen", "run.name": "lora",
+        "model.lora.alpha": 32, "model.lora.targets": "all-linear", "data.max_samples": 1000,
+        "run.dir": "saves/qwen", "run.name": "lora",
         "optim.schedule.kind": "cosine", "optim.schedule.warmup_ratio": 0.1, "data.validation_split": 0.1,
         "evaluation.every_steps": 500, "checkpoint.every_steps": 500, "launch.timeout_minutes": 3000000.0,
         "metrics.log_every": 10,

@@ -225,3 +225,25 @@ def test_no_bound_on_rows_is_left_to_a_person(converted: Convert) -> None:
 
     assert "data.max_length" not in conversion.settings
     assert [line.by_hand for line in conversion.lines if line.key == "max_length"] == [True]
+
+
+def test_the_order_of_the_file_changes_nothing(converted: Convert) -> None:
+    lines = ["lr_scheduler_type: cosine_with_restarts", "lr_scheduler_kwargs: {num_cycles: 3}", "dtype: bfloat16",
+             "optim: adamw_torch", "dataset_name: rows"]  # fmt: skip
+
+    there, back = converted("\n".join(lines), "trl"), converted("\n".join(reversed(lines)), "trl")
+
+    assert there.values() == back.values()
+    assert (there.settings["optim.schedule.cycles"], there.settings["optim.kind"]) == (3, "adamw_bf16")
+
+
+def test_adapters_have_trls_own_defaults(converted: Convert) -> None:
+    settings = converted("use_peft: true\ndataset_name: rows", "trl").settings
+
+    assert (settings["model.lora.rank"], settings["model.lora.dropout"]) == (16, 0.05)
+
+
+def test_an_option_of_another_schedule_is_left_to_a_person(converted: Convert) -> None:
+    conversion = converted("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {num_cycles: 0.5}", "trl")
+
+    assert [line.by_hand for line in conversion.lines if line.key == "lr_scheduler_kwargs"] == [True]

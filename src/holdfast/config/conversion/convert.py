@@ -237,7 +237,10 @@ def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -
     lines = _evaluable(table, facts.verb, [*defaults, *own])
     settings: dict[str, Any] = {}
     origins: dict[str, tuple[Line, ...]] = {}
-    for line in lines:
+    order = {key: number for number, key in enumerate(table.entries)}
+    # Defaults give way to keys of the file. Among these the table's order decides, where a choice such as a schedule
+    # stands before its options, so that the order of the file changes nothing.
+    for line in sorted(lines, key=lambda each: (each.number > 0, order.get(each.key, 0))):
         for key, value in line.settings.items():
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)

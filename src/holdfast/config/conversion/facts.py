@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,10 @@ class Outcome:
 
     settings: Mapping[str, Any]
     remark: str = ""
+
+
+Rule = Callable[[ForeignKey], Outcome]
+"""A conversion."""
 
 
 def number(value: Any, default: float | None = None) -> float:

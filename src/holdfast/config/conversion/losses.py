@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, number
+from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, number
 
 _PAIR_LOSSES = {
     "sigmoid": {"kind": "dpo"},
@@ -140,7 +140,7 @@ def filtered_reward(foreign: ForeignKey) -> Outcome:
     return Outcome({"groups.between.reward": function if foreign.value == "overall" else f"{function}/{foreign.value}"})
 
 
-LOSS_RULES = {
+LOSS_RULES: dict[str, Rule] = {
     function.__name__: function
     for function in (
         pair_losses,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome
+from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule
 
 _SOURCE_KEYS = {"path": "path", "name": "config_name", "split": "split", "revision": "revision", "type": "rows"}
 _ROW_SHAPES = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": "messages", "completion": "text"}
@@ -158,7 +158,7 @@ def reward_options(foreign: ForeignKey) -> Outcome:
     """Take options with the function they belong to."""
     if not foreign.value:
         return Outcome({})
-    return reward_functions(foreign.value, foreign.facts, foreign.targets)
+    return reward_functions(foreign)
 
 
 def named_with(_: ForeignKey) -> Outcome:
@@ -173,7 +173,7 @@ def reward_model(foreign: ForeignKey) -> Outcome:
     return Outcome({"reward": {"kind": "model", "path": foreign.value}})
 
 
-ROW_RULES = {
+ROW_RULES: dict[str, Rule] = {
     function.__name__: function
     for function in (
         hub_rows,

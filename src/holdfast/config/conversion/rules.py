@@ -7,15 +7,13 @@ remark, such as the arithmetic of a batch. `NotConverted` says why a person has 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from holdfast.config.conversion.facts import ForeignKey, NotConverted, Outcome, number, whole
+from holdfast.config.conversion.facts import ForeignKey, NotConverted, Outcome, Rule, number, whole
 from holdfast.config.conversion.losses import LOSS_RULES
 from holdfast.config.conversion.rows import ROW_RULES
 from holdfast.config.conversion.sizes import SIZE_RULES
-
-Rule = Callable[[ForeignKey], Outcome]
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SCHEDULER_OPTIONS = {
@@ -23,6 +21,8 @@ _SCHEDULER_OPTIONS = {
     "num_cycles": "optim.schedule.cycles",
     "power": "optim.schedule.power",
 }
+_SCHEDULERS = {"min_lr_rate": "cosine_with_min_lr", "num_cycles": "cosine_with_restarts", "power": "polynomial"}
+"""The schedule there that has the option in this meaning."""
 _EVALUATION_SAMPLING = {
     "n": "evaluation.per_prompt",
     **{name: f"evaluation.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
@@ -73,8 +73,10 @@ def clip_norm(foreign: ForeignKey) -> Outcome:
 
 
 def scheduler_options(foreign: ForeignKey) -> Outcome:
-    """Rename the options of a schedule."""
-    if not isinstance(foreign.value, Mapping) or set(foreign.value) - set(_SCHEDULER_OPTIONS):
+    """Rename the options of a schedule; a name means something else in another one."""
+    kind = foreign.facts.get("lr_scheduler_type")
+    options = {name for name, own in _SCHEDULERS.items() if own == kind}
+    if not isinstance(foreign.value, Mapping) or set(foreign.value) - options:
         raise NotConverted
     return Outcome({_SCHEDULER_OPTIONS[name]: option for name, option in foreign.value.items()})
 
@@ -182,8 +184,19 @@ def evaluation_sampling(foreign: ForeignKey) -> Outcome:
     """Rename the options of sampling in evaluations."""
     if not isinstance(foreign.value, Mapping) or set(foreign.value) - set(_EVALUATION_SAMPLING):
         raise NotConverted
-    options = {_EVALUATION_SAMPLING[name]: option for name, option in foreign.value.items() if option != -1}
-    return Outcome(options)
+    as_in_rollout = {
+        "temperature": foreign.facts.get("worker.rollout.temperature"),
+        "n": foreign.facts.get("worker.rollout.n"),
+    }
+    options = {**as_in_rollout, **foreign.value}
+    return Outcome({_EVALUATION_SAMPLING[name]: option for name, option in options.items() if option not in {None, -1}})
+
+
+def rank_and_alpha(foreign: ForeignKey) -> Outcome:
+    """Write the rank, and twice as much as alpha unless it is set."""
+    rank = whole(foreign.value)
+    alpha = {} if foreign.facts.get("lora_alpha") is not None else {"model.lora.alpha": 2 * rank}
+    return Outcome({"model.lora.rank": rank, **alpha})
 
 
 def thinking(foreign: ForeignKey) -> Outcome:
@@ -191,7 +204,7 @@ def thinking(foreign: ForeignKey) -> Outcome:
     return Outcome({"data.template_kwargs": {"enable_thinking": foreign.value}})
 
 
-RULES: dict[str, Rule] = {
+_OWN: dict[str, Rule] = {
     function.__name__: function
     for function in (
         by_hand,
@@ -215,7 +228,9 @@ RULES: dict[str, Rule] = {
         config_fields,
         machine_ranks,
         evaluation_sampling,
+        rank_and_alpha,
         thinking,
     )
-} | {**SIZE_RULES, **LOSS_RULES, **ROW_RULES}
+}
+RULES = {**_OWN, **SIZE_RULES, **LOSS_RULES, **ROW_RULES}
 """Name to conversion; an entry that names another one is a mistake of the table, which a test finds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, number, whole
+from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, number, whole
 
 PROMPT_ROOM = 1024
 """Tokens left for a prompt beside the longest completion, where the other system bounds no prompt."""
@@ -148,7 +148,7 @@ def rounds_of_sampling(foreign: ForeignKey) -> Outcome:
     return Outcome({foreign.target: max(2, count)})
 
 
-SIZE_RULES = {
+SIZE_RULES: dict[str, Rule] = {
     function.__name__: function
     for function in (
         batch,
