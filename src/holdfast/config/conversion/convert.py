@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome
 from holdfast.config.conversion.rules import RULES
 from holdfast.config.other_systems.table import READABLE, VERBS, Entry, Table, load_table, spelled
+from holdfast.config.tree import all_keys
+from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, KeyPath
 from holdfast.errors import ConfigError
 
@@ -17,6 +20,8 @@ _WORDS = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
 _RULES_OF_NULL = {"row_length"}
 """Rules of keys where null says something."""
+_SETS, _MAPPINGS = "evaluation.sets.", {"data.columns"}
+"""Keys whose own names are the user's."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -200,7 +205,22 @@ def _with_outcome(line: Line, entry: Entry, facts: Facts) -> Line:
     except NotConverted as reason:
         return replace(line, by_hand=True, remark=str(reason))
     settings = {key.replace(".*", ""): setting for key, setting in outcome.settings.items()}
+    foreign = [key for key in settings if not _accepted(key, _keys(facts.verb))]
+    if foreign:
+        return replace(line, status="none", note=f"holdfast {facts.verb} has no {' and no '.join(foreign)}")
     return replace(line, settings=settings, remark=outcome.remark)
+
+
+@cache
+def _keys(verb: str) -> frozenset[str]:
+    """Return the keys of a command's tree, with one item in the place of a list."""
+    return frozenset(key.replace(".*", "") for key in all_keys(ROOTS[verb]))
+
+
+def _accepted(key: str, keys: frozenset[str]) -> bool:
+    """Return whether a tree has a key, or takes it as a name of the user's."""
+    above = key.rpartition(".")[0]
+    return key in keys or key.startswith(_SETS) or above in _MAPPINGS
 
 
 def _unread(entry: Entry, facts: Facts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +65,12 @@ def number(value: Any, default: float | None = None) -> float:
     if isinstance(value, bool):
         raise NotConverted(f"{str(value).lower()} is no number")
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise NotConverted(f"{value!r} is no number") from None
+        result = float(value)
+    except (TypeError, ValueError, OverflowError):
+        result = math.nan
+    if not math.isfinite(result):
+        raise NotConverted(f"{value!r} is no number")
+    return result
 
 
 def whole(value: Any, default: int | None = None) -> int:
@@ -79,3 +83,28 @@ def whole(value: Any, default: int | None = None) -> int:
     if result != int(result):
         raise NotConverted(f"{value} is no whole number")
     return int(result)
+
+
+def count(value: Any, default: int | None = None) -> int:
+    """Return a whole number of at least 1.
+
+    Raises:
+        NotConverted: It is none.
+    """
+    result = whole(value, default)
+    if result < 1:
+        raise NotConverted(f"{value} is below 1")
+    return result
+
+
+def weights_of(value: Any, items: int) -> list[float]:
+    """Return one weight for each of several items; 1 where none are written.
+
+    Raises:
+        NotConverted: There are more or fewer.
+    """
+    if value is None:
+        return [1.0] * items
+    if not isinstance(value, list) or len(value) != items:
+        raise NotConverted(f"{value} is no list of {items} weights")
+    return [number(weight) for weight in value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, number
+from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, number, weights_of
 
 _PAIR_LOSSES = {
     "sigmoid": {"kind": "dpo"},
@@ -37,10 +37,10 @@ def pair_losses(foreign: ForeignKey) -> Outcome:
     """Write TRL's list of losses, with what belongs to each."""
     names = foreign.facts.get("loss_type") or ["sigmoid"]
     names = names if isinstance(names, list) else [names]
-    weights = foreign.facts.get("loss_weights") or [1.0] * len(names)
+    weights = weights_of(foreign.facts.get("loss_weights"), len(names))
     settings: dict[str, Any] = {}
     losses = []
-    for name, weight in zip(names, weights, strict=False):
+    for name, weight in zip(map(str, names), weights, strict=True):
         if name == "sft":
             settings["preference.sft"] = weight
         elif name not in _PAIR_LOSSES:
@@ -52,12 +52,12 @@ def pair_losses(foreign: ForeignKey) -> Outcome:
     return Outcome(settings)
 
 
-def _pair_loss(name: str, weight: Any, facts: Facts) -> dict[str, Any]:
+def _pair_loss(name: str, weight: float, facts: Facts) -> dict[str, Any]:
     loss: dict[str, Any] = {**_PAIR_LOSSES[name], "beta": facts.get("beta") or 0.1}
     smoothing = facts.get("label_smoothing")
     if smoothing and loss["kind"] in {"dpo", "robust"}:
         loss["label_smoothing"] = smoothing
-    if number(weight) != 1:
+    if weight != 1:
         loss["weight"] = weight
     return loss
 
@@ -118,12 +118,13 @@ def follow(foreign: ForeignKey) -> Outcome:
 
 def verl_advantage(foreign: ForeignKey) -> Outcome:
     """Name the estimator; grpo without the standard deviation is another one here."""
-    if foreign.value == "gae":
+    name = str(foreign.value)
+    if name == "gae":
         return Outcome({"advantage.kind": "gae", "critic": {}})
-    if foreign.value not in _ADVANTAGES:
-        raise NotConverted(f"{foreign.value} has no counterpart")
-    unscaled = foreign.value == "grpo" and foreign.facts.get("algorithm.norm_adv_by_std_in_grpo") is False
-    return Outcome({"advantage.kind": "dr_grpo" if unscaled else _ADVANTAGES[foreign.value]})
+    if name not in _ADVANTAGES:
+        raise NotConverted(f"{name} has no counterpart")
+    unscaled = name == "grpo" and foreign.facts.get("algorithm.norm_adv_by_std_in_grpo") is False
+    return Outcome({"advantage.kind": "dr_grpo" if unscaled else _ADVANTAGES[name]})
 
 
 def sampling_cut(foreign: ForeignKey) -> Outcome:

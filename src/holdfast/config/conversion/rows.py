@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule
+from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, weights_of
 
 _SOURCE_KEYS = {"path": "path", "name": "config_name", "split": "split", "revision": "revision", "type": "rows"}
 _ROW_SHAPES = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": "messages", "completion": "text"}
@@ -113,7 +113,7 @@ def jinja_file(foreign: ForeignKey) -> Outcome:
 
 def chat_template(foreign: ForeignKey) -> Outcome:
     """Leave the tokenizer's own template alone; another one by name has to be written to a file."""
-    if foreign.value in {"tokenizer_default", "jinja"}:
+    if str(foreign.value) in {"tokenizer_default", "jinja"}:
         return Outcome({})
     raise NotConverted(
         f"{foreign.value} is a template of that system; write it to a jinja file, or take the tokenizer's own"
@@ -131,10 +131,10 @@ def reward_functions(foreign: ForeignKey) -> Outcome:
     )
     paths = paths if isinstance(paths, list) else [paths]
     functions = [_function(str(path), foreign.facts) for path in paths if path is not None]
-    weights = foreign.facts.get("reward_weights") or [1.0] * len(functions)
+    weights = weights_of(foreign.facts.get("reward_weights"), len(functions))
     options = foreign.facts.get("worker.reward.reward_function_kwargs")
     rewards: list[dict[str, Any]] = []
-    for function, weight in zip(functions, weights, strict=False):
+    for function, weight in zip(functions, weights, strict=True):
         reward: dict[str, Any] = {"kind": "path", "path": function}
         rewards.append({**reward, "weight": weight} if weight != 1 else reward)
     if options and rewards:

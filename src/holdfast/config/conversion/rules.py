@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from holdfast.config.conversion.facts import ForeignKey, NotConverted, Outcome, Rule, number, whole
+from holdfast.config.conversion.facts import ForeignKey, NotConverted, Outcome, Rule, count, number, whole
 from holdfast.config.conversion.losses import LOSS_RULES
 from holdfast.config.conversion.rows import ROW_RULES
 from holdfast.config.conversion.sizes import SIZE_RULES
@@ -88,15 +88,15 @@ def minutes(foreign: ForeignKey) -> Outcome:
 
 def keep_last(foreign: ForeignKey) -> Outcome:
     """Keep at least two."""
-    count = whole(foreign.value)
-    if count < 1:
+    checkpoints = whole(foreign.value)
+    if checkpoints < 1:
         raise NotConverted("no limit there; here checkpoint.keep.last stay, and multiples of checkpoint.keep.every")
-    return Outcome({foreign.target: max(2, count)})
+    return Outcome({foreign.target: max(2, checkpoints)})
 
 
 def per_epoch(foreign: ForeignKey) -> Outcome:
     """Turn times per pass into passes between them."""
-    return Outcome({foreign.target: round(1 / number(foreign.value), 6)}, f"{foreign.value} per epoch")
+    return Outcome({foreign.target: round(1 / count(foreign.value), 6)}, f"{foreign.value} per epoch")
 
 
 def whole_steps(foreign: ForeignKey) -> Outcome:
@@ -189,7 +189,8 @@ def evaluation_sampling(foreign: ForeignKey) -> Outcome:
         "n": foreign.facts.get("worker.rollout.n"),
     }
     options = {**as_in_rollout, **foreign.value}
-    return Outcome({_EVALUATION_SAMPLING[name]: option for name, option in options.items() if option not in {None, -1}})
+    written = {name: option for name, option in options.items() if option is not None and option != -1}
+    return Outcome({_EVALUATION_SAMPLING[name]: option for name, option in written.items()})
 
 
 def rank_and_alpha(foreign: ForeignKey) -> Outcome:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, number, whole
+from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, count, number
+from holdfast.config.other_systems.table import spelled
 
 PROMPT_ROOM = 1024
 """Tokens left for a prompt beside the longest completion, where the other system bounds no prompt."""
@@ -13,16 +14,16 @@ PROMPT_ROOM = 1024
 def _length(facts: Facts) -> int | None:
     """Return the longest sequence of a row there; None where it has no bound."""
     if facts.verb == "grpo":
-        completion = whole(facts.get("max_completion_length"), 512)
-        return whole(facts.get("vllm_max_model_length"), completion + PROMPT_ROOM)
+        completion = count(facts.get("max_completion_length"), 512)
+        return count(facts.get("vllm_max_model_length"), completion + PROMPT_ROOM)
     length = facts.get("max_length", "max_seq_length", "cutoff_len", "sequence_len")
-    return None if length is None else whole(length)
+    return None if length is None else count(length)
 
 
 def _per_device(facts: Facts) -> tuple[int, int]:
     """Return rows of a forward pass of one device, and passes per update."""
     rows = facts.get("per_device_train_batch_size", "micro_batch_size")
-    return whole(rows, 1), whole(facts.get("gradient_accumulation_steps"), 1)
+    return count(rows, 1), count(facts.get("gradient_accumulation_steps"), 1)
 
 
 def _micro_batch(rows: int, facts: Facts) -> dict[str, Any]:
@@ -39,14 +40,11 @@ def batch(foreign: ForeignKey) -> Outcome:
     ranks = f"{foreign.facts.ranks} rank{'s' if foreign.facts.ranks > 1 else ''}"
     product = f"{rows} x {passes} x {ranks} = {update}"
     if foreign.facts.verb != "grpo":
-        packed = (
-            "; a row is a full pack there, so multiply by the rows of a pack"
-            if foreign.facts.get("packing") in {True, "true"} or foreign.facts.get("sample_packing") in {True, "true"}
-            else ""
-        )
-        return Outcome({"data.batch_size": update, **_micro_batch(rows, foreign.facts)}, product + packed)
-    group = whole(foreign.facts.get("num_generations"), 8)
-    generated = whole(
+        packed = any(spelled(foreign.facts.get(key)) == "true" for key in ("packing", "sample_packing"))
+        remark = f"{product}; a row is a full pack there, so multiply by the rows of a pack" if packed else product
+        return Outcome({"data.batch_size": update, **_micro_batch(rows, foreign.facts)}, remark)
+    group = count(foreign.facts.get("num_generations"), 8)
+    generated = count(
         foreign.facts.get("generation_batch_size"), rows * foreign.facts.ranks * _steps_per_generation(foreign.facts)
     )
     prompts, mini_batches = generated / group, generated / update
@@ -63,7 +61,7 @@ def batch(foreign: ForeignKey) -> Outcome:
 
 
 def _steps_per_generation(facts: Facts) -> int:
-    return whole(facts.get("steps_per_generation"), whole(facts.get("gradient_accumulation_steps"), 1))
+    return count(facts.get("steps_per_generation"), count(facts.get("gradient_accumulation_steps"), 1))
 
 
 def updates_per_rollout(facts: Facts) -> int:
@@ -71,8 +69,8 @@ def updates_per_rollout(facts: Facts) -> int:
     if facts.verb != "grpo":
         return 1
     rows, passes = _per_device(facts)
-    generated = whole(facts.get("generation_batch_size"), rows * facts.ranks * _steps_per_generation(facts))
-    return max(1, generated // (rows * passes * facts.ranks)) * whole(facts.get("num_iterations"), 1)
+    generated = count(facts.get("generation_batch_size"), rows * facts.ranks * _steps_per_generation(facts))
+    return max(1, generated // (rows * passes * facts.ranks)) * count(facts.get("num_iterations"), 1)
 
 
 def rounds(foreign: ForeignKey) -> Outcome:
@@ -87,14 +85,14 @@ def rounds(foreign: ForeignKey) -> Outcome:
 
 def mini_batches(foreign: ForeignKey) -> Outcome:
     """Divide the prompts of a rollout by those of an update."""
-    prompts, update = whole(foreign.facts.get("data.rollout_batch_size", "data.train_batch_size")), whole(foreign.value)
-    if update < 1 or prompts % update:
+    prompts, update = count(foreign.facts.get("data.rollout_batch_size", "data.train_batch_size")), count(foreign.value)
+    if prompts % update:
         raise NotConverted(f"{prompts} prompts of a rollout are no multiple of {update}")
     return Outcome({foreign.target: prompts // update}, f"{prompts} / {update}")
 
 
 def _prompt_and_response(facts: Facts) -> tuple[int, int]:
-    return whole(facts.get("data.max_prompt_length"), 512), whole(facts.get("data.max_response_length"), 512)
+    return count(facts.get("data.max_prompt_length"), 512), count(facts.get("data.max_response_length"), 512)
 
 
 def prompt_and_response(foreign: ForeignKey) -> Outcome:
@@ -119,7 +117,7 @@ def micro_batch_tokens(foreign: ForeignKey) -> Outcome:
         return Outcome({}, "not read there, since use_dynamic_bsz is true")
     longest = sum(_prompt_and_response(foreign.facts))
     return Outcome(
-        {"data.tokens_per_micro_batch": whole(foreign.value) * longest}, f"{foreign.value} x {longest} tokens"
+        {"data.tokens_per_micro_batch": count(foreign.value) * longest}, f"{foreign.value} x {longest} tokens"
     )
 
 
@@ -127,7 +125,7 @@ def row_length(foreign: ForeignKey) -> Outcome:
     """Take the longest sequence; there must be a bound here."""
     if foreign.value is None:
         raise NotConverted("no limit there; write the longest sequence")
-    return Outcome({"data.max_length": whole(foreign.value)})
+    return Outcome({"data.max_length": count(foreign.value)})
 
 
 def completion_length(foreign: ForeignKey) -> Outcome:
@@ -137,15 +135,15 @@ def completion_length(foreign: ForeignKey) -> Outcome:
         if foreign.facts.get("vllm_max_model_length")
         else f"{foreign.value} + {PROMPT_ROOM} tokens for a prompt, a choice of ours"
     )
-    return Outcome({"rollout.max_new_tokens": whole(foreign.value), "data.max_length": _length(foreign.facts)}, room)
+    return Outcome({"rollout.max_new_tokens": count(foreign.value), "data.max_length": _length(foreign.facts)}, room)
 
 
 def rounds_of_sampling(foreign: ForeignKey) -> Outcome:
     """Bound the rollouts of one step; at least two."""
-    count = whole(foreign.value)
-    if count < 1:
+    rollouts = number(foreign.value)
+    if rollouts < 1:
         raise NotConverted("no limit there; write the largest number of rollouts in a step")
-    return Outcome({foreign.target: max(2, count)})
+    return Outcome({foreign.target: max(2, count(rollouts))})
 
 
 SIZE_RULES: dict[str, Rule] = {

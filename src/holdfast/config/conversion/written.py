@@ -129,6 +129,6 @@ def _short(value: Any) -> str:
 
 
 def _comment(text: str, indent: str, begin: str = "# ") -> list[str]:
-    wrapped = textwrap.wrap(text, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.wrap(escaped(text), _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
     follow = "# " + " " * (len(begin) - 2 + (2 if begin != "# " else 0))
     return [f"{indent}{begin if number == 0 else follow}{line}" for number, line in enumerate(wrapped)]
