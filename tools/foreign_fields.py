@@ -1,20 +1,25 @@
 """Writes the fields of other systems' configuration classes, which the table of their keys is tested against.
 
-    python tools/foreign_fields.py TRL_WHEEL_FOLDER EASYR1_FOLDER > tests/config/other_systems/fields.json
+    python tools/foreign_fields.py FOLDER > tests/config/other_systems/fields.json
 
-The first folder is an unpacked wheel (`pip download --no-deps trl`, `unzip`), the second a checkout of EasyR1. Both are
-read as text and nothing of them is run; transformers is the installed one.
+The folder has a wheel of each system, unpacked into a folder of its name (`pip download --no-deps trl`, `unzip`): trl,
+verl, axolotl, llamafactory and lightning; easyr1 is a checkout. All are read as text and nothing of them is run;
+transformers is the installed one.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from holdfast.config.base import leaves as config_leaves
+from holdfast.config.yaml12 import parse_text
 
 TRL = {
     "trl/trainer/base_config.py": ["_BaseConfig"],
@@ -33,6 +38,17 @@ EASYR1 = [
     "verl/workers/rollout/config.py",
     "verl/workers/config.py",
 ]
+NAMED = {
+    "axolotl": "axolotl/utils/schemas/*.py",
+    "llamafactory": "llamafactory/hparams/*.py",
+}
+"""Systems of which every name of a field is kept, and where their classes are."""
+LIGHTNING = ("lightning/pytorch/trainer/trainer.py", "lightning/pytorch/callbacks/*.py", "lightning/pytorch/cli.py")
+VERL = "verl/trainer/config/_generated_ppo_trainer.yaml"
+PASSED_OVER = re.compile(
+    r"profiler|qat|_target_|transfer_queue|mtp|distillation|engine_kwargs|turbo|disaggregation|v1\."
+)
+"""Parts of verl's tree that no file of a user sets."""
 Fields = dict[str, tuple[str, Any]]
 """Name of a field to its annotation and its default."""
 
@@ -72,27 +88,46 @@ def leaves(name: str, sections: dict[str, Fields], prefix: str = "") -> Iterator
             yield f"{prefix}{key}", default
 
 
-def main(trl: Path, easyr1: Path) -> None:
+def arguments(path: Path) -> Iterator[str]:
+    """Yield the names of all arguments of constructors, and of `fit`."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name in {"__init__", "fit"}:
+            yield from (argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
+
+
+def names(folder: Path) -> dict[str, list[str]]:
+    """Return the names that systems without a complete table have, sorted."""
+    lists: dict[str, set[str]] = {}
+    for system, pattern in NAMED.items():
+        read = (classes(path) for path in (folder / system).glob(pattern))
+        lists[system] = {name for each in read for _, fields in each for name in fields}
+    files = (path for pattern in LIGHTNING for path in (folder / "lightning").glob(pattern))
+    lists["lightning"] = {name for path in files for name in arguments(path)}
+    tree = parse_text((folder / "verl" / VERL).read_text("utf-8"), VERL).values
+    lists["verl"] = {key for key, _ in config_leaves(tree) if not PASSED_OVER.search(key)}
+    return {system: sorted(each) for system, each in lists.items()}
+
+
+def main(folder: Path) -> None:
+    """Print everything as JSON."""
     import dataclasses
 
     from transformers import TrainingArguments
 
     own = {field.name: _plain(field.default) for field in dataclasses.fields(TrainingArguments)}
     read: dict[str, Any] = {"transformers": {"TrainingArguments": own}, "trl": {}}
-    for file, names in TRL.items():
-        for name, fields in classes(trl / file):
-            if name in names:
+    for file, class_names in TRL.items():
+        for name, fields in classes(folder / "trl" / file):
+            if name in class_names:
                 read["trl"][name] = {key: default for key, (_, default) in fields.items()}
-    files = [easyr1 / file for file in EASYR1 if (easyr1 / file).exists()]
+    files = [folder / "easyr1" / file for file in EASYR1 if (folder / "easyr1" / file).exists()]
     read["easyr1"] = {"PPOConfig": dict(leaves("PPOConfig", dict(each for file in files for each in classes(file))))}
-    wheel = next(trl.glob("trl-*.dist-info")).name
-    read["versions"] = {
-        "transformers": version("transformers"),
-        "trl": wheel.removeprefix("trl-").removesuffix(".dist-info"),
-        "easyr1": "0.3.3.dev0",
-    }
+    wheels = (next(folder.glob(f"{name}/*.dist-info"), None) for name in ("trl", "verl", *NAMED, "lightning"))
+    versions = dict(wheel.name.removesuffix(".dist-info").split("-") for wheel in wheels if wheel is not None)
+    read["versions"] = {"transformers": version("transformers"), "easyr1": "0.3.3.dev0", **versions}
     read["recipe"] = "tools/foreign_fields.py"
-    print(json.dumps(read, indent=1))
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in (read | {"names": names(folder)}).items()]
+    print("{\n" + ",\n".join(parts) + "\n}")
 
 
 def _plain(value: Any) -> Any:
@@ -100,4 +135,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -23,6 +23,11 @@ OF_TRL = {
     "DPOConfig": "dpo",
     "GRPOConfig": "grpo",
 }
+UNNAMED = {
+    *("model_type",),  # Axolotl takes it out of the file before its schema
+    *("seed_everything", "num_workers", "pin_memory", "val_batch_size", "lr_scheduler"),  # of Lightning's users
+}
+"""Keys of files that no class of the system has."""
 MAPPINGS = ("data.columns",)
 """Keys here that hold names of the user's."""
 
@@ -81,6 +86,22 @@ def test_the_list_of_training_arguments_is_that_of_the_installed_transformers() 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory", "verl", "lightning"])
 def test_systems_without_a_complete_list_have_at_least_sixty_keys(system: str) -> None:
     assert len(load_table(system).own) >= 60
+
+
+@pytest.mark.parametrize("system", ["axolotl", "llamafactory", "verl", "lightning"])
+def test_keys_of_systems_without_a_complete_list_are_real_ones(system: str) -> None:
+    table, real = load_table(system), FIELDS["names"][system]
+
+    assert [
+        key
+        for key in sorted(table.own - UNNAMED)
+        if key not in real and not any(name.startswith(f"{key}.") for name in real)
+    ] == []
+
+
+@pytest.mark.parametrize("system", ["transformers", "trl", "easyr1", "axolotl", "llamafactory", "verl", "lightning"])
+def test_a_table_names_the_version_that_its_fields_were_read_from(system: str) -> None:
+    assert FIELDS["versions"][system] in load_table(system).version
 
 
 def test_every_key_that_the_table_names_exists_here() -> None:
