@@ -14,9 +14,10 @@ from tests.test_layers import SOURCE, imports, parts
 ROOMS = {
     "config": """
         base versions yaml12
-        sections tree
+        other_systems sections tree
         load
         verbs
+        conversion
     """,
     "data": """
         tasks

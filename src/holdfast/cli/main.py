@@ -247,6 +247,22 @@ def config_diff(
     raise typer.Exit(1 if lines else 0)
 
 
+@config_app.command("import")
+def config_import(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON that another system reads.")],
+    system: Annotated[str, typer.Option("--from", help="trl, easyr1, verl, axolotl or llamafactory.")],
+    verb: Annotated[
+        str | None, typer.Option("--for", help="The command it is for; default: what the file says.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Of the run, where batches there count rows of one device.")] = 1,
+    to: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="Where to write it; default: print it.")] = None,
+) -> None:
+    """Write another system's file as ours, key by key with what differs; exit 1 if it needs a hand before it loads."""
+    from holdfast.cli.config_import import import_config
+
+    raise typer.Exit(import_config(file, system, verb, ranks, to))
+
+
 @data_app.command("preview")
 def data_preview(
     run: RunFile,

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import EXPORTED, kinds_of
+from holdfast.config.other_systems.table import hint
 from holdfast.config.tree import all_keys, key_path, section_at
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
@@ -129,43 +130,13 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
 
 
-_CALLED_HERE = {
-    "learning_rate": "optim.lr",
-    "warmup": "optim.schedule.warmup_steps",
-    "lr_scheduler_type": "optim.schedule",
-    "max_grad_norm": "optim.clip_norm",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_steps": "steps",
-    "neftune_noise_alpha": "neftune_alpha",
-    "batch": "data.batch_size",
-    "train_batch_size": "data.batch_size",
-    "per_device_train_batch_size": "data.batch_size",
-    "gradient_accumulation_steps": "data.tokens_per_micro_batch",
-    "max_seq_length": "data.max_length",
-    "gradient_checkpointing": "parallel.recompute",
-    "bf16": "model.dtype",
-    "output_dir": "run.dir",
-    "save_steps": "checkpoint.every_steps",
-    "eval_steps": "evaluation.every_steps",
-    "logging_steps": "metrics.log_every",
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_new_tokens",
-    "reward_funcs": "reward",
-    "sync_ref_model": "reference.sync",
-    "ref_model_sync_steps": "reference.sync.every_steps",
-    "ref_model_mixup_alpha": "reference.sync.mix",
-}
-"""What other systems call a key."""
-
-
 def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
-    if _CALLED_HERE.get(name) in everywhere:
-        return f"unknown key; it is called {_CALLED_HERE[name]} here"
     above, dot, last = name.rpartition(".")
     if dot and name in everywhere:
         return f"dots are for the command line; in a file write {last} inside {above}"
     elsewhere = _with_last_word(name, everywhere)
+    if explanation := _of_other_system(name, elsewhere, everywhere):
+        return f"unknown key; {explanation}"
     begun = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
     if begun:
         return f"unknown key; did you mean {' or '.join(begun[:3])}?"
@@ -174,6 +145,21 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
     by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
     close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.75) or "")
     return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
+
+
+def _of_other_system(name: str, elsewhere: Sequence[str], everywhere: Sequence[str]) -> str:
+    """Say what a key of another system is here, and what differs; "" for one of ours, and where no system has it."""
+    other = None if elsewhere else hint(name)
+    if other is None:
+        return ""
+    entry = other.entry
+    if entry.status == "none":
+        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
+    keys = " and ".join(entry.targets)
+    where = "here" if set(entry.targets) & set(everywhere) else "here, in files of another command"
+    if entry.status == "same":
+        return f"it is called {keys} {where}"
+    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
 
 
 def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Other systems' keys as data, one YAML file a system, and their reader."""
