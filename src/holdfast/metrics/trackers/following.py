@@ -1,0 +1,98 @@
+"""Reading files that a run appends to, from where an earlier process of the tracker stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.files import open_regular, parse_json, read_json
+
+_CHUNK = 1 << 20
+_PAUSE_BETWEEN_NOTES_SECONDS = 1.0
+
+
+class Followed:
+    """The whole lines of a file that grows."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = path
+        self.offset = offset if self._begins_a_line(offset) else 0
+        """Bytes taken; a file that lost what was taken before, in a power cut, is taken from its beginning."""
+
+    def _begins_a_line(self, offset: int) -> bool:
+        if offset == 0:
+            return True
+        try:
+            with open_regular(self._path) as file:
+                file.seek(offset - 1)
+                return file.read(1) == b"\n"
+        except OSError:
+            return False
+
+    def size(self) -> int:
+        """Return the bytes that are there now."""
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def take(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the next lines, each with the offset at which it begins; none where there are none yet."""
+        if self.size() <= self.offset:
+            return []
+        limit, data = _CHUNK, b""
+        with open_regular(self._path) as file:
+            file.seek(self.offset)
+            while b"\n" not in data:
+                piece = file.read(limit)
+                if not piece:
+                    return []
+                data += piece
+        lines = []
+        for line in data[: data.rindex(b"\n") + 1].splitlines(keepends=True):
+            with contextlib.suppress(ValueError):  # not a line of Holdfast's
+                lines.append((self.offset, parse_json(line)))
+            self.offset += len(line)
+        return lines
+
+
+class Cursor:
+    """How far a tracker has come, in a file: what was sent so long ago that it stands where a kill cannot take it.
+
+    What came later is sent again by the next process. That is harmless: the last value of a step counts.
+    """
+
+    def __init__(self, path: Path, settle_seconds: float) -> None:
+        self._path, self._settle_seconds = path, settle_seconds
+        self._sent: deque[tuple[float, dict[str, int]]] = deque()
+        self._noted_at = 0.0
+
+    @staticmethod
+    def read(path: Path) -> Mapping[str, int]:
+        """Return the offsets by file; none where there is no cursor, or a kill tore it."""
+        try:
+            return {str(name): int(offset) for name, offset in read_json(path).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def sent(self, offsets: Mapping[str, int]) -> None:
+        """Take what was sent up to now."""
+        self._sent.append((time.monotonic(), dict(offsets)))
+
+    def note(self, *, all_of_it: bool = False) -> None:
+        """Write what has settled; everything where the tracker was closed."""
+        now, settled = time.monotonic(), None
+        if not all_of_it and now - self._noted_at < _PAUSE_BETWEEN_NOTES_SECONDS:
+            return
+        while self._sent and (all_of_it or now - self._sent[0][0] >= self._settle_seconds):
+            settled = self._sent.popleft()[1]
+        if settled is not None:
+            self._noted_at = now
+            temporary = self._path.with_suffix(".new")
+            temporary.write_text(json.dumps(settled), encoding="utf-8")
+            temporary.replace(self._path)
