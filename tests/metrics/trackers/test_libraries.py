@@ -19,7 +19,7 @@ from tests.metrics.trackers.cases import RUN_ID, WrittenRun, effective, logged, 
 
 Value = tuple[int, str, float]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # what libraries warn of is their own
 
 SECRETS = [f"planted-{number:02d}-{place}" for place in ("variable", "address", "path") for number in range(10)]
 THERE = {
