@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from holdfast.config.sections.metrics import MetricsConfig
@@ -47,6 +49,10 @@ class WrittenRun:
             if file.had_lines:
                 file.event({"event": "rewind", "to": to})
         self.trackers = Trackers(self.section.sinks, self.directory, self.base)
+
+    def start_nothing(self) -> None:
+        """Begin the files alone."""
+        self.lines = JsonlSink(self.directory / "metrics.jsonl")
 
     def step(self, step: int, **metrics: float) -> None:
         self.lines.write(step, {name.replace("__", "/"): value for name, value in metrics.items()})
@@ -108,3 +114,9 @@ def text_of(folder: Path) -> Mapping[Path, bytes]:
     return {
         Path(place) / name: (Path(place) / name).read_bytes() for place, _, names in os.walk(folder) for name in names
     }
+
+
+def skip_without(kind: str) -> None:
+    """Skip where the library is missing; it is not imported, since some read the environment only then."""
+    if find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed; tools/test_trackers.sh has an environment with it")

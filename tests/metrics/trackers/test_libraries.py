@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.metrics.trackers.cases import RUN_ID, WrittenRun, effective, logged, text_of, wait_for
+from tests.metrics.trackers.cases import RUN_ID, WrittenRun, effective, logged, skip_without, text_of, wait_for
 
 Value = tuple[int, str, float]
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # what libraries warn of is their own
 
-SECRETS = [f"planted-{number:02d}-{place}" for place in ("variable", "address", "path") for number in range(10)]
 THERE = {
     "wandb": "trackers/wandb/wandb/offline-run-*/run-*.wandb",
     "mlflow": "trackers/.mlflow.json",
@@ -33,7 +36,8 @@ THERE = {
 
 def wandb_values(directory: Path) -> list[Value]:
     """Read transaction logs by the library's own messages; the format around them is LevelDB's log format."""
-    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    from wandb.proto import wandb_internal_pb2 as pb
+
     files = sorted(directory.glob(f"trackers/wandb/wandb/offline-run-*-{RUN_ID}/run-{RUN_ID}.wandb"))
     values = []
     for file in files:
@@ -70,8 +74,9 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
 
 
 def mlflow_values(directory: Path) -> list[Value]:
-    mlflow = pytest.importorskip("mlflow")
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{directory}/trackers/mlflow/mlflow.db")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{directory}/trackers/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("holdfast")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.tags["holdfast.run_id"] == RUN_ID
@@ -83,8 +88,7 @@ def mlflow_values(directory: Path) -> list[Value]:
 
 
 def trackio_values(directory: Path) -> list[Value]:
-    pytest.importorskip("trackio")
-    os.environ["TRACKIO_DIR"] = str(directory / "trackers" / "trackio")
+    os.environ["TRACKIO_DIR"] = str(directory / "trackers" / "trackio")  # read while it is imported
     from trackio.sqlite_storage import SQLiteStorage
 
     (record,) = SQLiteStorage.get_run_records("holdfast")
@@ -98,8 +102,20 @@ def trackio_values(directory: Path) -> list[Value]:
 
 
 def swanlab_values(directory: Path) -> list[Value]:
-    pytest.importorskip("swanlab")
-    raise NotImplementedError
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    values = []
+    for file in sorted(directory.glob(f"trackers/swanlab/run-*-{RUN_ID}/*.swanlab")):
+        reader = DataStoreReader()
+        reader.open(file)
+        for data in reader:
+            record = Record()
+            record.ParseFromString(data)
+            if record.HasField("scalar"):
+                values.append((int(record.scalar.step), record.scalar.key, record.scalar.value.number))
+        reader.close()
+    return values
 
 
 READ: dict[str, Callable[[Path], list[Value]]] = {
@@ -109,7 +125,7 @@ READ: dict[str, Callable[[Path], list[Value]]] = {
 
 @pytest.mark.parametrize("kind", READ)
 def test_the_last_value_per_step_is_the_effective_log_after_a_kill_and_a_resume(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip(kind)
+    skip_without(kind)
     directory = tmp_path / "r"
     run = WrittenRun(directory, [kind])
     run.start()
@@ -136,39 +152,8 @@ def test_the_last_value_per_step_is_the_effective_log_after_a_kill_and_a_resume(
     assert b"What is 2 + 2?" in everything
 
 
-def planted(directory: Path) -> dict[str, Any]:
-    """Return a configuration with secrets in addresses and paths."""
-    addresses = {
-        f"server_{number}": f"https://user:{secret}@host.example:8000/v1?token={secret}"
-        for number, secret in enumerate(SECRETS[10:20])
-    }
-    paths = {f"file_{number}": f"/home/{secret}/rows.jsonl" for number, secret in enumerate(SECRETS[20:30])}
-    return {"data": paths, "servers": addresses, "reward": [{"kind": "path", "kwargs": {"key": SECRETS[0]}}]}
-
-
-@pytest.mark.parametrize("kind", [*READ, "csv", "tensorboard"])
-def test_no_planted_secret_reaches_a_tracker(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind != "csv":
-        pytest.importorskip(kind)
-    for number, secret in enumerate(SECRETS[:10]):
-        monkeypatch.setenv(
-            ["OPENAI_API_KEY", "MY_TOKEN", "AWS_PROFILE", "DATABASE_URL"][number % 4] + str(number), secret
-        )
-    monkeypatch.setenv("HF_TOKEN", SECRETS[0])
-    run = WrittenRun(tmp_path / "r", [kind], **planted(tmp_path))
-    run.start()
-    run.step(1, loss=1.0)
-    run.sample(1, "a prompt", "an answer", 1.0)
-    run.end()
-    run.catch_up(kind)
-
-    files = text_of(tmp_path / "r" / "trackers") | text_of(tmp_path / "r" / "tensorboard")
-    assert files
-    assert [(path.name, secret) for path, data in files.items() for secret in SECRETS if secret.encode() in data] == []
-
-
 def test_numbers_that_are_not_finite_stop_no_library(tmp_path: Path) -> None:
-    kinds = [kind for kind in READ if __import__("importlib.util").util.find_spec(kind)]
+    kinds = [kind for kind in READ if find_spec(kind)]
     if not kinds:
         pytest.skip("none of the libraries is installed")
     for kind in kinds:
@@ -177,3 +162,43 @@ def test_numbers_that_are_not_finite_stop_no_library(tmp_path: Path) -> None:
         run.step(1, loss=math.nan, grad_norm=1.0)
         run.end()
         run.catch_up(kind)
+
+
+def connects(trace: Path) -> list[str]:
+    """Return calls to the network that strace saw, those of children too, but for the own machine's."""
+    lines = trace.read_text(errors="replace").splitlines()
+    calls = [line for line in lines if re.search(r"sa_family=AF_INET6?\b", line)]
+    return [line for line in calls if not re.search(r'"127\.0\.0\.1"|"::1"', line)]
+
+
+def traced(command: list[str], trace: Path, environment: dict[str, str]) -> None:
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed")
+    calls = "trace=connect,sendto,sendmsg,sendmmsg"
+    subprocess.run(
+        [strace, "-f", "-qq", "-e", calls, "-o", str(trace), *command], check=True, env=environment, timeout=300
+    )
+
+
+@pytest.mark.parametrize("kind", [*READ, "tensorboard"])
+def test_a_tracker_that_is_local_asks_for_no_connection(kind: str, tmp_path: Path) -> None:
+    skip_without(kind)
+    run = WrittenRun(tmp_path / "r", [kind])
+    run.start_nothing()
+    run.step(1, loss=1.0)
+    run.lines.close()
+    command = [sys.executable, "-P", "-m", "holdfast.metrics.trackers.process", str(tmp_path / "r"), kind]
+
+    traced(command, tmp_path / "trace", run.environment(kind))
+
+    assert (tmp_path / "r" / "trackers" / f".{kind}.json").exists()
+    assert connects(tmp_path / "trace") == []
+
+
+def test_the_count_of_connections_sees_one(tmp_path: Path) -> None:
+    program = "import socket; s = socket.socket(); s.setblocking(False); s.connect_ex(('192.0.2.1', 80))"
+
+    traced([sys.executable, "-c", program], tmp_path / "trace", dict(os.environ))
+
+    assert len(connects(tmp_path / "trace")) == 1

@@ -66,11 +66,11 @@ def public_configuration(values: Any) -> Any:
 def public_text(text: str) -> str:
     """Return a value that is text, reduced to what names something."""
     if "://" in text:
-        address = urlsplit(text)
         try:
+            address = urlsplit(text)
             port = f":{address.port}" if address.port else ""
-        except ValueError:
-            port = ""
+        except ValueError:  # half an address
+            return f"(text of {len(text)} characters)"
         return f"{escaped(address.scheme)}://{escaped(address.hostname or '')}{port}"
     if "\n" in text or len(text) > _LONGEST_NAME + 400:
         return f"(text of {len(text)} characters)"

@@ -17,12 +17,22 @@ _PAUSE_BETWEEN_NOTES_SECONDS = 1.0
 
 
 class Followed:
-    """The whole lines of a file that grows."""
+    """The whole lines of a file that grows, without those that a resume went back behind.
+
+    A run writes where it goes back to before it starts its trackers, so all of that is there when this one begins. Some
+    libraries keep the first value of a step that one process gives them, and must not see what is void.
+    """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
         self.offset = offset if self._begins_a_line(offset) else 0
         """Bytes taken; a file that lost what was taken before, in a power cut, is taken from its beginning."""
+        self._rewinds: list[tuple[int, int]] = []
+        """Where each is in the file, and the step it goes back to."""
+        first = self.offset
+        while lines := self.take():
+            self._rewinds += [(place, int(line["to"])) for place, line in lines if line.get("event") == "rewind"]
+        self.offset = first
 
     def _begins_a_line(self, offset: int) -> bool:
         if offset == 0:
@@ -43,22 +53,28 @@ class Followed:
 
     def take(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the next lines, each with the offset at which it begins; none where there are none yet."""
-        if self.size() <= self.offset:
-            return []
-        limit, data = _CHUNK, b""
-        with open_regular(self._path) as file:
-            file.seek(self.offset)
-            while b"\n" not in data:
-                piece = file.read(limit)
-                if not piece:
-                    return []
-                data += piece
-        lines = []
-        for line in data[: data.rindex(b"\n") + 1].splitlines(keepends=True):
-            with contextlib.suppress(ValueError):  # not a line of Holdfast's
-                lines.append((self.offset, parse_json(line)))
-            self.offset += len(line)
-        return lines
+        while whole := self._read():
+            lines = []
+            for line in whole.splitlines(keepends=True):
+                with contextlib.suppress(ValueError):  # not a line of Holdfast's
+                    lines.append((self.offset, parse_json(line)))
+                self.offset += len(line)
+            if counting := [(place, line) for place, line in lines if not self._is_void(place, line)]:
+                return counting
+        return []
+
+    def _is_void(self, place: int, line: Mapping[str, Any]) -> bool:
+        return any(place < later and line.get("step", 0) > step for later, step in self._rewinds)
+
+    def _read(self) -> bytes:
+        """Return the next whole lines as they are."""
+        data = b""
+        if self.size() > self.offset:
+            with open_regular(self._path) as file:
+                file.seek(self.offset)
+                while b"\n" not in data and (piece := file.read(_CHUNK)):
+                    data += piece
+        return data[: data.rfind(b"\n") + 1]
 
 
 class Cursor:

@@ -184,12 +184,15 @@ class SwanlabTracker:
         self._run = swanlab.init(
             project=setting("SWANLAB_PROJ_NAME", PROJECT),
             name=run.name,
-            id=run.run_id[:21],
+            id=run.run_id,
             resume="allow" if online else None,
             mode=setting("SWANLAB_MODE", "offline"),
             log_dir=str(run.folder),
             config=_about(run),
-            settings=swanlab.Settings(probe=nothing, interactive=False),
+            # What the process prints names folders.
+            settings=swanlab.Settings(
+                probe=nothing, interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")
+            ),
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

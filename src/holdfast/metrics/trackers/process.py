@@ -121,6 +121,13 @@ class Pump:
             del self._waiting[: len(group)]
 
 
+def is_complete(directory: Path, cursor: Path) -> bool:
+    """Return whether a tracker lacks nothing: some libraries begin a new folder whenever they are opened."""
+    offsets = Cursor.read(cursor)
+    files = [Followed(directory / name, offsets.get(name, 0)) for name in (METRICS, _SAMPLES)]
+    return bool(offsets) and not any(file.take() for file in files)
+
+
 def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[str]]:
     """Return the tracker of a run that has the label, and what it may be sent."""
     section = MetricsConfig.model_validate(parse_file(directory / "config.resolved.yaml").values["metrics"])
@@ -145,8 +152,11 @@ def follow(directory: Path, label: str, base: Path, run: Run, beat: Callable[[],
     with (place / f".{label}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the process of a start that was killed a moment ago may still write
         beat()
+        cursor = place / f".{label}.json"
+        if run.ended.is_set() and is_complete(directory, cursor):
+            return
         backend, tracked = open_backend(directory, label, base)
-        pump = Pump(directory, backend, place / f".{label}.json", tracked)
+        pump = Pump(directory, backend, cursor, tracked)
         while True:
             beat()
             ended = run.ended.is_set()  # before the look: what the run wrote before its end is sent
