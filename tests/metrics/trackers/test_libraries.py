@@ -107,6 +107,8 @@ def swanlab_values(directory: Path) -> list[Value]:
 
     values = []
     for file in sorted(directory.glob(f"trackers/swanlab/run-*-{RUN_ID}/*.swanlab")):
+        if file.stat().st_size == 0:  # the kill came before its first flush
+            continue
         reader = DataStoreReader()
         reader.open(file)
         for data in reader:

@@ -59,7 +59,7 @@ class MetricsConfig(Section):
     """Steps between lines in metrics.jsonl and other sinks."""
     sinks: list[Tracker] = Field(default_factory=list)
     """Trackers that mirror metrics.jsonl, each in a process of its own."""
-    track: list[Tracked] = Field(default_factory=lambda: ["metrics", "configuration", "versions", "completions"])
+    track: list[Tracked] = ["metrics", "configuration", "versions", "completions"]
     """What trackers are sent; nothing else ever is."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a bar on a terminal, lines elsewhere."""

@@ -134,10 +134,11 @@ def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[
     chosen = [tracker for tracker in section.sinks if tracker.label == label]
     if not chosen:
         raise ConfigError(f"{directory} has no tracker {label}. metrics.sinks of its configuration names them.")
-    tracker, tracked = chosen[0], set(section.track)
+    tracker = chosen[0]
+    tracked: set[str] = set(section.track)
     folder = directory / "tensorboard" if label == "tensorboard" else directory / "trackers" / label
     folder.mkdir(parents=True, exist_ok=True)
-    run = describe(directory, folder, set(tracked))
+    run = describe(directory, folder, tracked)
     if isinstance(tracker, UserTrackerConfig):
         file, _, name = tracker.path.rpartition(":")
         script = next(place for place in (base / file, Path(file)) if place.is_file())
