@@ -19,7 +19,8 @@ _PAUSE_BETWEEN_NOTES_SECONDS = 1.0
 class Followed:
     """The whole lines of a file that grows, without those that a resume went back behind.
 
-    A run writes where it goes back to before it starts its trackers, so all of that is there when this one begins. Some
+    A run writes into metrics.jsonl where it goes back to before it starts its trackers, so all of that is there when
+    this one begins; in samples.jsonl that comes with the first sample, and void completions may be sent first. Some
     libraries keep the first value of a step that one process gives them, and must not see what is void.
     """
 
