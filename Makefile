@@ -56,6 +56,7 @@ deep-tests: setup
 test-all: checks
 	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
+	tools/test_trackers.sh
 
 # A searchable site that needs no network: site/index.html.
 docs: setup

@@ -33,8 +33,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 FREE_OF_TORCH = ("escaping", "patience", "errors", "types", "files", "http_client", "config", "launch", "cli")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "safetensors", "tokenizers", "peft"}
-# The launcher and the ranks it starts; and a server's key, the one secret that may not stand in a YAML.
-READS_THE_ENVIRONMENT = ("launch/", "parallel/mesh.py", "http_client.py")
+# The launcher and the ranks it starts; a server's key, the one secret that may not stand in a YAML; and what of the
+# environment a tracker's process may see.
+READS_THE_ENVIRONMENT = ("launch/", "parallel/mesh.py", "http_client.py", "metrics/trackers/environment.py")
 
 
 def parts(path: str) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(mistakes: Mistakes, l
         ("launch: {ranks: two}", "launch.ranks: 'two' should be a whole number or 'auto'"),
         ("launch: {ranks: 0}", "launch.ranks: 0 should be greater than or equal to 1 or 'auto'"),
         ("parallel: {compile: hed}", "parallel.compile: 'hed' should be 'off', 'head' or 'blocks'"),
-        ("metrics: {sinks: [wandb]}", "metrics.sinks.0: 'wandb' should be 'tensorboard'"),
+        ("metrics: {sinks: [csv, csv]}", "metrics.sinks.1: csv is there already; every tracker has a name of its own"),
         ("checkpoint: {export_dtype: float64}", "checkpoint.export_dtype: 'float64' should be 'same', 'float32' or "
                                                 "'bfloat16'"),
         ("launch: 3", "launch: this is a section with keys of its own, not the value 3"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.errors import ConfigError
 from holdfast.files import RegularFile, again, open_regular, parse_json, write_all
 
 METRICS = "metrics.jsonl"
@@ -36,7 +34,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self.had_lines = path.exists() and again(lambda: _cut_torn_line(path)) > 0
+        self.had_lines = path.exists() and again(lambda: cut_torn_line(path)) > 0
         """Whether an earlier start of the run wrote here."""
         self._file: RegularFile | None = self.opened()
 
@@ -73,35 +71,7 @@ class JsonlSink:
             file.close()
 
 
-def check_sinks(kinds: Sequence[str]) -> None:
-    """Refuse a sink whose package is missing, while nothing has been written.
-
-    Raises:
-        ConfigError: A package is missing.
-    """
-    if "tensorboard" in kinds and find_spec("tensorboard") is None:
-        raise ConfigError("metrics.sinks: tensorboard needs a package: pip install 'holdfast[tensorboard]'.")
-
-
-class TensorBoardSink:
-    """Event files for TensorBoard."""
-
-    def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
-def _cut_torn_line(path: Path) -> int:
+def cut_torn_line(path: Path) -> int:
     """Cut what follows the last whole line, and return the size that is left."""
     with RegularFile(path, "rb+") as file:
         size = whole = file.seek(0, os.SEEK_END)

@@ -14,7 +14,8 @@ from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health
 from holdfast.metrics.progress import open_progress
-from holdfast.metrics.sink import METRICS, JsonlSink, Sink, TensorBoardSink
+from holdfast.metrics.sink import METRICS, JsonlSink, Sink
+from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
@@ -46,6 +47,7 @@ class Journal:
         """Of the steps since the last line."""
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
         """The last step, if it has no line."""
+        self._trackers: Trackers | None = None
         first = run.setting.world.is_first
         with run.setting.ranks.together():
             if first:
@@ -66,8 +68,9 @@ class Journal:
         if lines.had_lines:
             lines.event({"event": "rewind", "to": run.trained.state.step})
         self._sinks.append(lines)
-        if "tensorboard" in run.setting.config.metrics.sinks:
-            self._sinks.append(TensorBoardSink(run.setting.directory / "tensorboard"))
+        setting = run.setting
+        if not setting.config.dry_run:  # which leaves nothing anywhere
+            self._trackers = Trackers(setting.config.metrics.sinks, setting.directory, setting.base)
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -82,6 +85,9 @@ class Journal:
             sink.close()
         if self._samples is not None:
             self._samples.close()
+        if self._trackers is not None:
+            for text in self._trackers.close("finished" if kind is None else "failed"):
+                self.say(text)
         self._screen.close()
 
     def report(self, line: Mapping[str, float]) -> None:
@@ -144,6 +150,8 @@ class Journal:
                     self._samples.event({"event": "rewind", "to": self._first_step})
             for sample in run.setting.log.samples:
                 self._samples.event(sample)
+        for text in self._trackers.news() if self._trackers else ():
+            self.say(text)
         run.setting.log.messages.clear()
         run.setting.log.samples.clear()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import ByKind, FunctionPath, Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.rollout import SamplingConfig
 
@@ -22,13 +22,45 @@ class HealthConfig(Section):
     enabled: bool = True
 
 
+class TrackerConfig(Section):
+    """A tracker that Holdfast knows; a library's own settings are its own environment variables."""
+
+    kind: Literal["csv", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"] = "csv"
+
+    @property
+    def label(self) -> str:
+        """Name in messages, and of its folder."""
+        return self.kind
+
+
+class UserTrackerConfig(Section):
+    """A class in one file of the user's own; see docs/trackers.md for what it is given."""
+
+    kind: Literal["path"] = "path"
+    path: FunctionPath
+    """`file.py:Class`; it has write(step, metrics) and close(status)."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of its constructor."""
+
+    @property
+    def label(self) -> str:
+        """Name in messages, and of its folder."""
+        return self.path.rpartition(":")[2]
+
+
+Tracker = Annotated[TrackerConfig | UserTrackerConfig, ByKind("csv")]
+Tracked = Literal["metrics", "configuration", "versions", "completions"]
+
+
 class MetricsConfig(Section):
     """metrics.jsonl is always written; the rest is on request."""
 
     log_every: PositiveInt = 1
     """Steps between lines in metrics.jsonl and other sinks."""
-    sinks: list[Literal["tensorboard"]] = Field(default_factory=list)
-    """Mirrors of metrics.jsonl."""
+    sinks: list[Tracker] = Field(default_factory=list)
+    """Trackers that mirror metrics.jsonl, each in a process of its own."""
+    track: list[Tracked] = ["metrics", "configuration", "versions", "completions"]
+    """What trackers are sent; nothing else ever is."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a bar on a terminal, lines elsewhere."""
     entropy: bool = False
@@ -37,6 +69,13 @@ class MetricsConfig(Section):
     peak_flops: Positive | None = None
     """Peak floating-point operations per second of one device, for MFU; default: looked up for known GPUs."""
     health: HealthConfig = HealthConfig()
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield trackers that would share a folder."""
+        labels = [tracker.label for tracker in self.sinks]
+        for place, label in enumerate(labels):
+            if label in labels[:place]:
+                yield f"sinks.{place}", f"{label} is there already; every tracker has a name of its own"
 
 
 class CompletionsConfig(Section):

@@ -14,7 +14,7 @@ from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.metrics.sink import check_sinks
+from holdfast.metrics.trackers.client import check_trackers
 from holdfast.models.build.model import blueprint
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
@@ -78,7 +78,7 @@ def begin(setting: Setting, live: Live) -> Started:
     with ranks.together():
         if setting.world.is_first:
             check_writable(setting.directory)
-    ranks.on_all_ranks(lambda: check_sinks(config.metrics.sinks))
+    ranks.on_all_ranks(lambda: check_trackers(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
     ranks.on_all_ranks(lambda: check_batch(config, data, setting.world.size))

@@ -1,0 +1,196 @@
+"""A tracker's process: reads what the run writes, and hands on what is allowed.
+
+    python -m holdfast.metrics.trackers.process RUN_DIRECTORY LABEL [FOLDER_OF_THE_YAML]
+
+Started by hand it sends what a tracker still lacks of a run that ended. Started by a run (`--of-run`) it follows the
+run's files until its standard input ends, says that it lives on its standard output, and ends within seconds of the
+run whatever its library does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.sections.metrics import MetricsConfig, UserTrackerConfig
+from holdfast.config.yaml12 import parse_file
+from holdfast.errors import ConfigError
+from holdfast.metrics.sink import METRICS
+from holdfast.metrics.trackers import backends, libraries
+from holdfast.metrics.trackers.backends import REWIND, Backend
+from holdfast.metrics.trackers.content import MOST_ROWS, completion_row, describe
+from holdfast.metrics.trackers.following import Cursor, Followed
+
+_LOOK_SECONDS = 0.5
+_LAST_SECONDS = 5
+"""A tracker whose run is gone ends by then."""
+_SAMPLES = "samples.jsonl"
+_GROUP_SECONDS = 2.0
+"""A step's completions are whole when another step's follow, or none did for so long."""
+_KINDS: Mapping[str, Callable[..., Backend]] = {
+    "csv": backends.CsvTracker,
+    "tensorboard": backends.TensorBoardTracker,
+    "wandb": libraries.WandbTracker,
+    "mlflow": libraries.MlflowTracker,
+    "trackio": libraries.TrackioTracker,
+    "swanlab": libraries.SwanlabTracker,
+}
+
+
+class Run:
+    """The end of the run, as standard input tells it."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.status = "killed"
+
+    def watch(self) -> None:
+        """Wait in a thread for the run to say how it ended, or to die."""
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        words = b""
+        while piece := os.read(0, 100):  # sys.stdin has a lock, on which the interpreter aborts at its end
+            words += piece
+        self.status = words.decode().strip() or self.status
+        # The kernel keeps this promise also where a library holds the interpreter's lock for ever.
+        signal.alarm(_LAST_SECONDS)
+        self.ended.set()
+
+
+class Pump:
+    """Moves what is new from the run's files into the tracker."""
+
+    def __init__(self, directory: Path, backend: Backend, cursor: Path, tracked: set[str]) -> None:
+        offsets = Cursor.read(cursor)
+        self._backend, self._tracked = backend, tracked
+        self._cursor = Cursor(cursor, backend.settle_seconds)
+        self._metrics = Followed(directory / METRICS, offsets.get(METRICS, 0))
+        self._samples = Followed(directory / _SAMPLES, offsets.get(_SAMPLES, 0))
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
+        self._waiting_since = math.inf
+
+    def move(self, *, to_the_end: bool) -> bool:
+        """Hand on what is there; return whether there was anything."""
+        lines = self._metrics.take()
+        for _, line in lines:
+            self._send_line(line)
+        samples = self._samples.take()
+        if samples:
+            self._waiting += samples
+            self._waiting_since = time.monotonic()
+        self._send_completions(whole=to_the_end or time.monotonic() - self._waiting_since > _GROUP_SECONDS)
+        if lines or samples:
+            first_waiting = self._waiting[0][0] if self._waiting else self._samples.offset
+            self._cursor.sent({METRICS: self._metrics.offset, _SAMPLES: first_waiting})
+        self._cursor.note()
+        return bool(lines or samples)
+
+    def close(self, status: str) -> None:
+        """Close the tracker; what it was sent is settled then."""
+        self._backend.close(status)
+        self._cursor.sent({METRICS: self._metrics.offset, _SAMPLES: self._samples.offset})
+        self._cursor.note(all_of_it=True)
+
+    def _send_line(self, line: Mapping[str, Any]) -> None:
+        if line.get("event") == "rewind":
+            self._backend.write(int(line["to"]), {REWIND: float(line["to"])})
+        elif "metrics" in self._tracked and "step" in line:
+            # What JSON cannot hold is null there.
+            numbers = {name: math.nan if value is None else value for name, value in line.items() if name != "step"}
+            accepted = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+            if accepted:
+                self._backend.write(int(line["step"]), accepted)
+
+    def _send_completions(self, *, whole: bool) -> None:
+        steps = [(step, list(group)) for step, group in groupby(self._waiting, key=lambda each: each[1].get("step"))]
+        for step, group in steps if whole else steps[:-1]:
+            rows = [completion_row(sample) for _, sample in group[:MOST_ROWS] if step is not None]
+            if rows and "completions" in self._tracked:
+                self._backend.completions(int(rows[0]["step"]), rows)
+            del self._waiting[: len(group)]
+
+
+def is_complete(directory: Path, cursor: Path) -> bool:
+    """Return whether a tracker lacks nothing: some libraries begin a new folder whenever they are opened."""
+    offsets = Cursor.read(cursor)
+    files = [Followed(directory / name, offsets.get(name, 0)) for name in (METRICS, _SAMPLES)]
+    return bool(offsets) and not any(file.take() for file in files)
+
+
+def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[str]]:
+    """Return the tracker of a run that has the label, and what it may be sent."""
+    section = MetricsConfig.model_validate(parse_file(directory / "config.resolved.yaml").values["metrics"])
+    chosen = [tracker for tracker in section.sinks if tracker.label == label]
+    if not chosen:
+        raise ConfigError(f"{directory} has no tracker {label}. metrics.sinks of its configuration names them.")
+    tracker = chosen[0]
+    tracked: set[str] = set(section.track)
+    folder = directory / "tensorboard" if label == "tensorboard" else directory / "trackers" / label
+    folder.mkdir(parents=True, exist_ok=True)
+    run = describe(directory, folder, tracked)
+    if isinstance(tracker, UserTrackerConfig):
+        file, _, name = tracker.path.rpartition(":")
+        script = next(place for place in (base / file, Path(file)) if place.is_file())
+        return backends.UserTracker(run, script.resolve(), name, tracker.kwargs), tracked
+    return _KINDS[tracker.kind](run), tracked
+
+
+def follow(directory: Path, label: str, base: Path, run: Run, beat: Callable[[], None]) -> None:
+    """Mirror a run until it ends."""
+    place = directory / "trackers"
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / f".{label}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the process of a start that was killed a moment ago may still write
+        beat()
+        cursor = place / f".{label}.json"
+        if run.ended.is_set() and is_complete(directory, cursor):
+            return
+        backend, tracked = open_backend(directory, label, base)
+        pump = Pump(directory, backend, cursor, tracked)
+        while True:
+            beat()
+            ended = run.ended.is_set()  # before the look: what the run wrote before its end is sent
+            moved = pump.move(to_the_end=ended)
+            if ended and not moved:
+                break
+            if not moved:
+                run.ended.wait(_LOOK_SECONDS)
+        pump.close(run.status)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Follow a run, or catch up with one that ended."""
+    of_run = "--of-run" in arguments
+    directory, label, *rest = [argument for argument in arguments if argument != "--of-run"]
+    run = Run()
+    if of_run:
+        pipe = os.dup(sys.stdout.fileno())
+        os.set_blocking(pipe, False)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print belongs in the log
+        run.watch()
+    else:
+        run.status = "finished"
+        run.ended.set()
+
+    def beat() -> None:
+        if of_run:
+            with contextlib.suppress(OSError):  # full, or nobody reads: then nobody waits for it either
+                os.write(pipe, b".")
+
+    follow(Path(directory).absolute(), label, Path(rest[0] if rest else "."), run, beat)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""A run directory without a run: what a run writes, written by hand. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.config.sections.metrics import MetricsConfig
+from holdfast.metrics.sink import JsonlSink
+from holdfast.metrics.trackers.client import Trackers
+
+RUN_ID = "0123456789abcdef0123456789abcdef"
+VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
+
+
+class WrittenRun:
+    """The files of a run with trackers, and the trackers of its present start."""
+
+    def __init__(self, directory: Path, sinks: Sequence[Any], **more: Any) -> None:
+        self.directory, self.base = directory, directory.parent
+        directory.mkdir(parents=True, exist_ok=True)
+        self.section = MetricsConfig.model_validate({"sinks": sinks, **more.pop("metrics", {})})
+        configuration = {
+            "run": {"dir": "runs", "name": "tiny"},
+            "optim": {"kind": "adamw", "lr": 0.001},
+            "metrics": self.section.model_dump(mode="json"),
+            **more,
+        }
+        (directory / "run.json").write_text(json.dumps({"run_id": RUN_ID}))
+        (directory / "versions.json").write_text(json.dumps(VERSIONS))
+        (directory / "config.resolved.yaml").write_text(yaml.safe_dump(configuration))
+        self.trackers: Trackers | None = None
+
+    def start(self, to: int = 0) -> None:
+        """Begin a start of the run at a step, as `Journal` does."""
+        self.lines = JsonlSink(self.directory / "metrics.jsonl")
+        self.samples = JsonlSink(self.directory / "samples.jsonl")
+        for file in (self.lines, self.samples):
+            if file.had_lines:
+                file.event({"event": "rewind", "to": to})
+        self.trackers = Trackers(self.section.sinks, self.directory, self.base)
+
+    def start_nothing(self) -> None:
+        """Begin the files alone."""
+        self.lines = JsonlSink(self.directory / "metrics.jsonl")
+
+    def step(self, step: int, **metrics: float) -> None:
+        self.lines.write(step, {name.replace("__", "/"): value for name, value in metrics.items()})
+
+    def sample(self, step: int, prompt: str, completion: str, reward: float | None) -> None:
+        line = {"step": step, "sample_id": 1, "prompt": prompt, "completion": completion, "reward": reward}
+        self.samples.event(line)
+
+    def end(self, status: str = "finished") -> list[str]:
+        assert self.trackers is not None
+        self.lines.close()
+        self.samples.close()
+        return self.trackers.close(status)
+
+    def catch_up(self, label: str) -> None:
+        """Send by hand what a tracker lacks, as long as it takes: a slow machine is no failure."""
+        command = [sys.executable, "-P", "-m", "holdfast.metrics.trackers.process", str(self.directory), label]
+        subprocess.run([*command, str(self.base)], check=True, timeout=120, env=self.environment(label))
+
+    def environment(self, label: str) -> dict[str, str]:
+        from holdfast.metrics.trackers.environment import tracker_environment
+
+        kind = next(each.kind for each in self.section.sinks if each.label == label)
+        return tracker_environment(kind, self.directory / "trackers" / label)
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        assert self.trackers is not None
+        return [each._process for each in self.trackers._processes if each._process is not None]
+
+
+def effective(values: Sequence[tuple[int, str, float]]) -> dict[tuple[int, str], float]:
+    """Return the last value of every step and name: what a tracker says in the end."""
+    return {(step, name): value for step, name, value in values}
+
+
+def logged(directory: Path) -> dict[tuple[int, str], float]:
+    """Return the same of the effective log."""
+    from holdfast.metrics.sink import read_metrics
+
+    return {
+        (line["step"], name): value
+        for line in read_metrics(directory / "metrics.jsonl")
+        for name, value in line.items()
+        if name != "step" and "event" not in line
+    }
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Return what a condition returns once it is true."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+    return value
+
+
+def text_of(folder: Path) -> Mapping[Path, bytes]:
+    """Return every file below a folder."""
+    return {
+        Path(place) / name: (Path(place) / name).read_bytes() for place, _, names in os.walk(folder) for name in names
+    }
+
+
+def skip_without(kind: str) -> None:
+    """Skip where the library is missing; it is not imported, since some read the environment only then."""
+    if find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed; tools/test_trackers.sh has an environment with it")
