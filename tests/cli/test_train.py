@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.place import layout
-from holdfast.cli import prove, train
-from holdfast.config.load import EXPORTED_CONFIG
+from holdfast.cli import prove
 from holdfast.parallel import mesh
 from holdfast.training import directory
 from tests.cli.conftest import write_rows, write_run
@@ -64,10 +63,6 @@ def test_a_run_starts_where_an_evaluation_was_before_it(warm: WarmPython, tmp_pa
     assert "completions" in before
     assert trained.code == 0, trained.err
     assert [line["step"] for line in metrics(tmp_path / "runs/run")][-1] == 1
-
-
-def test_an_export_names_its_configuration_as_the_command_looks_for_it() -> None:
-    assert train._EXPORTED_CONFIG == EXPORTED_CONFIG
 
 
 def test_names_that_are_repeated_where_torch_must_not_be_imported_are_the_same() -> None:
