@@ -105,7 +105,8 @@ def test_a_job_that_was_thought_dead_is_told_and_leaves_what_is_not_its_own(serv
     assert storage.names() == []
 
 
-def take_when_told(url: str, ready: Any, answered: Any, results: Any) -> None:
+def take_when_told(url: str, ready: Any, answered: Any, results: Any, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the server that forks may be older than the store
     storage = open_storage(url)
     storage.names()
     ready.wait(120)
@@ -124,7 +125,7 @@ def test_of_jobs_that_find_the_same_dead_one_at_once_only_one_takes_over(server:
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["tests.imported"])
     results, ready, answered = forked.Queue(), forked.Barrier(3), forked.Event()
-    jobs = [forked.Process(target=take_when_told, args=(url, ready, answered, results)) for _ in range(3)]
+    jobs = [forked.Process(target=take_when_told, args=(url, ready, answered, results, server)) for _ in range(3)]
     for job in jobs:
         job.start()
 
