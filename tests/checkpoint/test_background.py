@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast import checkpoint
+from holdfast.checkpoint.background import BackgroundSaver
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.place.storage import LocalStorage
@@ -207,3 +210,15 @@ def alternate(world: World, directory: Path) -> list[bool]:
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="48-alternating states")])
 def test_states_that_alternate_are_each_saved_as_they_are(pools: Any, tmp_path: Path, ranks: int) -> None:
     assert pools(ranks).run(alternate, tmp_path) == [[True] * 5] * ranks
+
+
+def fail_as_torch_does(_: Any) -> Any:
+    raise CheckpointException("write", {0: (ValueError("disk"), None)})  # type: ignore[dict-item]
+
+
+def test_what_torch_raises_beside_its_exceptions_is_a_failed_save_too() -> None:
+    saver = BackgroundSaver()
+    saver.start(take(torch.nn.Linear(2, 2)), fail_as_torch_does)
+
+    with pytest.raises(SaveFailed, match="the save in the background failed: CheckpointException"):
+        saver.collect()
