@@ -128,10 +128,10 @@ class Arms:
         load(self.state(), storage_reader=FileSystemReader(folder), process_group=self.group)
 
     def our_load(self, folder: Path) -> None:
-        from holdfast.checkpoint.load.reader import load
+        from holdfast.checkpoint.load.reader import load_state
         from holdfast.checkpoint.place.storage import LocalStorage
 
-        load(LocalStorage(folder.parent), folder.name, self.model, self.optimizer, self.ranks)
+        load_state(LocalStorage(folder.parent), folder.name, self.model, self.optimizer, self.ranks)
 
     def verify(self, folder: Path) -> None:
         from holdfast.checkpoint.load.reader import verified_manifest

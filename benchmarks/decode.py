@@ -71,8 +71,7 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
     from holdfast.rollout.engine import Request, generate
     from holdfast.rollout.graphs import CudaRecorder
     from holdfast.rollout.inprocess import InProcessEngine
-    from holdfast.rollout.sampling import mixed
-    from holdfast.rollout.stopping import Stops
+    from holdfast.rollout.sampling import Stops, mixed
 
     shape, language_model, tokenizer = shape_on(device), endless(device), character_tokenizer()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -25,7 +25,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
 from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.keep.choose import newest_verified
-from holdfast.checkpoint.load.reader import load
+from holdfast.checkpoint.load.reader import load_state
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
@@ -77,7 +77,7 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
             model.weight.zero_()
         try:
             choice = newest_verified(
-                storage, ranks, use=lambda name, found: load(storage, name, model, None, ranks, verified=found)
+                storage, ranks, use=lambda name, found: load_state(storage, name, model, None, ranks, verified=found)
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
             return type(error).__name__, str(error), float(model.weight.detach().to_local().max())

@@ -61,7 +61,7 @@ def load(world: World, storage: LocalStorage, between: Callable[[], object]) -> 
     between()
     ranks.gather(None)
     try:
-        loaded = reader.load(storage, STEP, toy, optimizer, ranks, verified=manifest)
+        loaded = reader.load_state(storage, STEP, toy, optimizer, ranks, verified=manifest)
     except Exception as error:  # noqa: BLE001 - which one it is, is the question
         return {"error": (type(error).__name__, str(error)), "untouched": contents(toy, optimizer) == before}
     return contents(toy, optimizer) | {"extra": decode(loaded.shared["extra"])}

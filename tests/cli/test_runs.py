@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from holdfast.checkpoint.place.layout import FOLDER
 from holdfast.checkpoint.place.layout import LEASE as LEASE_NAME
 from holdfast.cli import runs
-from holdfast.cli.runs import listed, table
+from holdfast.cli.runs import listed, runs_table
 from holdfast.patience import Patience
 from holdfast.training.control import BY_OBSERVER
 from tests.cli.commands import LiveRun
@@ -274,7 +274,7 @@ def test_lines_fit_into_100_columns_and_the_last_active_run_comes_first(ended: P
     shutil.rmtree(ended)
 
     runs, passed = listed(ended.parent)
-    lines = list(table(runs))
+    lines = list(runs_table(runs))
 
     assert passed == []
     assert [run.name for run in runs] == names

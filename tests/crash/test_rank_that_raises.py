@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from holdfast.checkpoint.inspect.compare import first_difference
+from holdfast.checkpoint.inspect.compare import first_different_value
 from holdfast.checkpoint.keep import find
 
 TREE: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_the_last_whole_step_is_saved_when_one_rank_raises_and_the_run_continues
     assert f"resuming from step {saved}" in again.stdout
     ends = [find.one(str(tmp_path / "runs" / name)) for name in ("run", "straight")]
     assert [end.manifest.step for end in ends] == [8, 8]
-    assert first_difference(*ends) is None
+    assert first_different_value(*ends) is None
 
 
 @pytest.mark.slow

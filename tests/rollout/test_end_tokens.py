@@ -19,8 +19,7 @@ from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
-from holdfast.rollout.sampling import mixed
-from holdfast.rollout.stopping import Stops
+from holdfast.rollout.sampling import Stops, mixed
 from holdfast.training.engines import stop_tokens
 from holdfast.types import Finish
 from tests.models.architectures import strong_model

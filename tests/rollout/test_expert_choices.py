@@ -14,7 +14,7 @@ from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import RolloutEngine, generate
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
-from holdfast.rollout.stopping import Stops
+from holdfast.rollout.sampling import Stops
 from tests.rollout.test_inprocess import EOS, origin_of, reference, requests
 
 KINDS = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")

@@ -14,9 +14,8 @@ from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.graphs import CudaRecorder, NotReplayable, Recorder
 from holdfast.rollout.inprocess import InProcessEngine, begun
-from holdfast.rollout.sampling import mixed
+from holdfast.rollout.sampling import Stops, mixed
 from holdfast.rollout.static import StaticRows, bucket_of
-from holdfast.rollout.stopping import Stops
 from tests.models.architectures import SETTINGS
 from tests.rollout.recorders import Program, Refusing, Steps, Wrong
 from tests.rollout.test_inprocess import EOS, engine_of, origin_of, reference, requests

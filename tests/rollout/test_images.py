@@ -22,8 +22,7 @@ from holdfast.models.source.vision import image_side
 from holdfast.rollout.engine import Request, RolloutEngine, Sampled, generate
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
-from holdfast.rollout.sampling import mixed
-from holdfast.rollout.stopping import Stops
+from holdfast.rollout.sampling import Stops, mixed
 from tests.rollout.recorders import Program
 from tests.vision import KINDS, picture_rows, tokenizer_of, vision_directory
 

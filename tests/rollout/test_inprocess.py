@@ -18,8 +18,7 @@ from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.inprocess import InProcessEngine
-from holdfast.rollout.sampling import mixed, uniform
-from holdfast.rollout.stopping import Stops
+from holdfast.rollout.sampling import Stops, mixed, uniform
 from holdfast.types import Finish
 from tests.memory import most_allocated
 from tests.models.architectures import SETTINGS, strong_model

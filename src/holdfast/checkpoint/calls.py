@@ -161,8 +161,8 @@ def prepared(
         snapshot = take(
             hold(model, frozen=others.get("frozen", True)),
             optimizer,
-            shared={"extra": tagged(extra)},
-            rank_state={"extra": tagged(others.get("rank_extra"))},
+            shared={"extra": encoded_extra(extra)},
+            rank_state={"extra": encoded_extra(others.get("rank_extra"))},
             assets=others.get("assets"),
         )
     parent = others.get("parent")
@@ -182,7 +182,7 @@ def check_extra(shared: Mapping[str, Any], rank_state: Mapping[str, Any] | None)
     decode((shared if rank_state is None else rank_state).get("extra"))
 
 
-def tagged(value: Any) -> Any:
+def encoded_extra(value: Any) -> Any:
     """Return what a user wants to keep, as it is written.
 
     Raises:

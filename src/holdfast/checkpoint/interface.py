@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.background import BackgroundSaver
-from holdfast.checkpoint.calls import Others, call, check_extra, place_of, prepared, tagged
+from holdfast.checkpoint.calls import Others, call, check_extra, encoded_extra, place_of, prepared
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format import verification
 from holdfast.checkpoint.format.manifest import Manifest
@@ -224,7 +224,7 @@ def load(
     with call("load", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
             storage, name = place_of(path)
-        loaded: LoadedState = reader.load(
+        loaded: LoadedState = reader.load_state(
             storage,
             name,
             model,
@@ -288,7 +288,9 @@ def rehearse(
     """
     with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
-            beside = rehearsal.Beside({"extra": tagged(extra)}, {"extra": tagged(rank_extra)}, assets or {})
+            beside = rehearsal.Beside(
+                {"extra": encoded_extra(extra)}, {"extra": encoded_extra(rank_extra)}, assets or {}
+            )
         return rehearsal.run_rehearsal(
             open_storage(path), model, optimizer, ranks, room=rehearsal.Room(keep), beside=beside
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holdfast.config.conversion.convert import Conversion, check_verb, convert
-from holdfast.config.conversion.written import summary, written
+from holdfast.config.conversion.convert import Converted, check_verb, convert
+from holdfast.config.conversion.written import conversion_summary, run_yaml
 from holdfast.config.load import from_mapping
 from holdfast.config.other_systems.table import READABLE
 from holdfast.config.verbs.roots import ROOTS
@@ -27,12 +27,12 @@ def import_config(file: Path, system: str, verb: str | None, ranks: int, to: Pat
     if to is not None and to.exists():
         raise ConfigError(f"{to} exists, and nothing is overwritten. Give another name.")
     conversion = convert(_document(file), system, verb, ranks)
-    text = written(conversion, str(file))
+    text = run_yaml(conversion, str(file))
     if to is None:
         print(text, end="")
     else:
         to.write_text(text, "utf-8")
-    print(summary(conversion), file=sys.stderr)
+    print(conversion_summary(conversion), file=sys.stderr)
     missing = _missing(conversion, "The file" if to is None else str(to))
     if missing:
         print(missing, file=sys.stderr)
@@ -48,7 +48,7 @@ def _document(file: Path) -> Document:
     return parse_file(file)
 
 
-def _missing(conversion: Conversion, file: str) -> str:
+def _missing(conversion: Converted, file: str) -> str:
     """Return what a person has to add or change before the file loads; "" if it loads as it is."""
     try:
         from_mapping(conversion.values(), ROOTS[conversion.verb], "config")

@@ -58,7 +58,7 @@ _NUMBER = re.compile(r"(?s).*####\s*-?[\d.,]+\s*|\s*-?[\d.,]+\s*|.*\\boxed\{.*|.
 
 
 @dataclass
-class Draft:
+class FirstFile:
     """A configuration in the making."""
 
     tree: dict[str, Any]
@@ -94,7 +94,7 @@ def write_first_file(verb: str | None, model: str | None, data: str | None, targ
     model = model or _asked("A model's directory or its name on the hub", "--model")
     data = data or _asked("A file of rows, a directory of them or a name on the hub", "--data")
     draft = suggest(verb, model, data, Path.cwd(), target.stem)
-    target.write_text(written(draft), encoding="utf-8")
+    target.write_text(first_file_text(draft), encoding="utf-8")
     for line in draft.lines():
         typer.echo(line)
     chosen = draft.tree["verb"]
@@ -108,7 +108,7 @@ def _asked(what: str, option: str) -> str:
     return str(typer.prompt(what))
 
 
-def written(draft: Draft) -> str:
+def first_file_text(draft: FirstFile) -> str:
     """Return the YAML: every key that was decided stands below its reason."""
     tree = {key: value for key, value in draft.tree.items() if key != "verb"}
     lines = [f"# holdfast {draft.tree['verb']} THIS_FILE"]
@@ -121,7 +121,7 @@ def written(draft: Draft) -> str:
     return "\n".join(lines) + "\n"
 
 
-def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> Draft:
+def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> FirstFile:
     """Return a configuration for rows and a model.
 
     Raises:
@@ -132,7 +132,7 @@ def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> D
     rows = _first_rows(data, base)
     columns = list(rows[0])
     verb = verb or _verb_for(columns)
-    draft = Draft({"verb": verb, "run": {"name": name}, "model": {"path": model}, "data": {"path": data}})
+    draft = FirstFile({"verb": verb, "run": {"name": name}, "model": {"path": model}, "data": {"path": data}})
     _choose_columns(draft, verb, columns)
     if verb == "grpo":
         _choose_reward(draft, columns, rows)
@@ -169,7 +169,7 @@ def _verb_for(columns: Sequence[str]) -> str:
     return "dpo" if {"chosen", "rejected"} <= there or {"label", "completion"} <= there else "sft"
 
 
-def _choose_columns(draft: Draft, verb: str, columns: Sequence[str]) -> None:
+def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None:
     """Say which columns of the file are ours, where they are called otherwise.
 
     Raises:
@@ -210,7 +210,7 @@ def _needed(verb: str, columns: Sequence[str]) -> list[str]:
     return ["text"] if "text" in there and not prompt else ["prompt", "completion"]
 
 
-def _choose_reward(draft: Draft, columns: Sequence[str], rows: Sequence[Row]) -> None:
+def _choose_reward(draft: FirstFile, columns: Sequence[str], rows: Sequence[Row]) -> None:
     """Choose what scores completions.
 
     Raises:
@@ -246,7 +246,7 @@ def _count_weights(model: str, base: Path) -> int:
     return sum(parameter.numel() for parameter in skeleton.parameters())
 
 
-def _choose_method(draft: Draft, verb: str, weights: int) -> None:
+def _choose_method(draft: FirstFile, verb: str, weights: int) -> None:
     """Choose what is trained, at which rate, in which dtype."""
     memory, where = _memory_bytes()
     size = f"{weights / 1e9:.1f}B" if weights >= _LARGE / 10 else f"{weights / 1e6:.2f}M"
@@ -272,7 +272,7 @@ def _memory_bytes() -> tuple[int, str]:
     return total, f"the {len(devices)} GPUs here have"
 
 
-def _choose_length(draft: Draft, verb: str, base: Path, rows: int) -> None:
+def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
     """Choose lengths by the first rows, tokenised as the run will do it.
 
     Raises:
@@ -295,7 +295,7 @@ def _choose_length(draft: Draft, verb: str, base: Path, rows: int) -> None:
         draft.put("data.tokens_per_micro_batch", length, "one forward pass takes the longest row")
 
 
-def _choose_steps(draft: Draft, verb: str, rows: int) -> None:
+def _choose_steps(draft: FirstFile, verb: str, rows: int) -> None:
     """Choose how many rows an update takes, and how many updates there are."""
     largest = 8 if verb == "grpo" else 32
     draft.put("data.batch_size", max(1, min(largest, rows // 4)), "rows of one update, over all ranks")

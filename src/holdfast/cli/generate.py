@@ -30,7 +30,7 @@ _NONE_OF_THEM = "none of what can be loaded: an export, a checkpoint, or a run w
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """What somebody wants completed, and how."""
 
     prompts: Sequence[str]
@@ -47,7 +47,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model directory that can be loaded, and what it is of."""
 
     directory: Path
@@ -79,7 +79,7 @@ class Completion:
     """Whether the model ended it."""
 
 
-def generate(target: str, request: Request, *, as_json: bool) -> None:
+def generate(target: str, request: CompletionRequest, *, as_json: bool) -> None:
     """Print what is loaded, and a completion per prompt.
 
     Raises:
@@ -102,14 +102,14 @@ def generate(target: str, request: Request, *, as_json: bool) -> None:
         raise UserError(str(error)) from error
 
 
-def _print_text(source: Source, completions: Iterator[Completion]) -> None:
+def _print_text(source: ModelSource, completions: Iterator[Completion]) -> None:
     print(escaped(source.words), flush=True)
     for each in completions:
         print(f"--- {escaped(_short(each.prompt))}", flush=True)
         print(escaped_paragraph(each.completion), flush=True)
 
 
-def _print_json(source: Source, completions: Iterator[Completion]) -> None:
+def _print_json(source: ModelSource, completions: Iterator[Completion]) -> None:
     head = {"path": source.of, "run": source.run, "run_id": source.run_id, "step": source.step}
     print(json.dumps({**head, "completions": [vars(each) for each in completions]}, indent=2), flush=True)
 
@@ -118,7 +118,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
-def _prompts(request: Request) -> list[str]:
+def _prompts(request: CompletionRequest) -> list[str]:
     """Return what is to be completed.
 
     Raises:
@@ -183,7 +183,7 @@ def _rows(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 @contextmanager
-def _source(target: str, *, trust_remote_code: bool) -> Iterator[Source]:
+def _source(target: str, *, trust_remote_code: bool) -> Iterator[ModelSource]:
     """Find a model directory, or make one of a checkpoint for the length of a block; its weights are verified."""
     from holdfast.checkpoint.export.stored import export_stored
     from holdfast.checkpoint.keep import find
@@ -207,7 +207,7 @@ def _source(target: str, *, trust_remote_code: bool) -> Iterator[Source]:
         place = Path(folder) / "export"
         export_stored([stored], place, trust_remote_code=trust_remote_code)
         about = _about(place)
-        yield Source(place, manifest.run_id, "" if about is None else about.run, manifest.step, str(stored.path))
+        yield ModelSource(place, manifest.run_id, "" if about is None else about.run, manifest.step, str(stored.path))
 
 
 def _looks_like_ours(place: Path) -> bool:
@@ -221,7 +221,7 @@ def _about(directory: Path) -> Exported | None:
     return read_about(directory)
 
 
-def _export(place: Path) -> Source | None:
+def _export(place: Path) -> ModelSource | None:
     """Return the export at a path, None where there is none.
 
     Raises:
@@ -241,12 +241,12 @@ def _export(place: Path) -> Source | None:
         )
     refuse_others_than_files(place)
     if about is None:
-        return Source(place, "", "", None, str(place))
+        return ModelSource(place, "", "", None, str(place))
     check_weights(place, about, whole=True)
-    return Source(place, about.run_id, about.run, about.step, str(place))
+    return ModelSource(place, about.run_id, about.run, about.step, str(place))
 
 
-def _same_export(stored: StoredCheckpoint) -> Source | None:
+def _same_export(stored: StoredCheckpoint) -> ModelSource | None:
     """Return an export of the checkpoint's own weights that its run has made already."""
     if not stored.storage.renames:
         return None
@@ -265,12 +265,12 @@ def _same_export(stored: StoredCheckpoint) -> Source | None:
     return None
 
 
-def _completions(directory: Path, prompts: Sequence[str], request: Request) -> Iterator[Completion]:
+def _completions(directory: Path, prompts: Sequence[str], request: CompletionRequest) -> Iterator[Completion]:
     """Check every prompt, load the model, and return what completes them one by one."""
-    from holdfast.cli.plain_generation import load_model, load_words, prepared
+    from holdfast.cli.plain_generation import load_model, load_words, tokenised_prompts
 
     config, tokenizer = load_words(directory, trust_remote_code=request.trust_remote_code)
-    ready = prepared(config, tokenizer, prompts, request)
+    ready = tokenised_prompts(config, tokenizer, prompts, request)
     complete = load_model(directory, tokenizer, request)
     return (_completed(each, complete(each)) for each in ready)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import ConfigError, ModelError, UserError
 
 if TYPE_CHECKING:
-    from holdfast.cli.generate import Request
+    from holdfast.cli.generate import CompletionRequest
 
 _USUAL_NEW_TOKENS = 128
 """Where nobody says how many, and the model has room for them."""
@@ -67,7 +67,9 @@ def load_words(directory: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     return config, load_tokenizer(section, directory)
 
 
-def prepared(config: Any, tokenizer: Any, prompts: Sequence[str], request: Request) -> list[Prepared]:
+def tokenised_prompts(
+    config: Any, tokenizer: Any, prompts: Sequence[str], request: CompletionRequest
+) -> list[Prepared]:
     """Return every prompt as tokens, with the room that the model has behind it.
 
     Raises:
@@ -115,7 +117,7 @@ def _as_a_turn(tokenizer: Any, prompt: str, which: str) -> list[int]:
         ) from error
 
 
-def load_model(directory: Path, tokenizer: Any, request: Request) -> Callable[[Prepared], Written]:
+def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> Callable[[Prepared], Written]:
     """Return what completes a prompt.
 
     Raises:
@@ -152,7 +154,7 @@ def load_model(directory: Path, tokenizer: Any, request: Request) -> Callable[[P
     return complete
 
 
-def _loaded(directory: Path, request: Request) -> Any:
+def _loaded(directory: Path, request: CompletionRequest) -> Any:
     import transformers
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar

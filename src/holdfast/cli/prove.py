@@ -155,11 +155,11 @@ def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, An
 
 
 def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
-    from holdfast.checkpoint.inspect.compare import first_difference, state_hash
+    from holdfast.checkpoint.inspect.compare import first_different_value, state_hash
     from holdfast.checkpoint.keep import find
 
     one, two = find.one(str(straight)), find.one(str(broken))
-    different = first_difference(one, two)
+    different = first_different_value(one, two)
     if different is None:
         count = len(one.manifest.tensors)
         print(f"state of step {one.manifest.step}: {count} tensors, cursor and random state are identical")

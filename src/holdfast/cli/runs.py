@@ -168,7 +168,7 @@ _ABOUT, _RATING = "holdfast_export.json", "holdfast_rating.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLine:
     """One line."""
 
     name: str
@@ -199,7 +199,7 @@ def list_runs(directory: Path, *, as_json: bool) -> None:
         others = [{"path": path, "reason": reason} for path, reason in passed]
         typer.echo(json.dumps({"runs": [asdict(run) for run in runs], "passed_over": others}, indent=2))
         return
-    for line in table(runs):
+    for line in runs_table(runs):
         typer.echo(line)
     if not runs:
         typer.echo(f"no run is in {escaped(str(directory))}", err=True)
@@ -208,7 +208,7 @@ def list_runs(directory: Path, *, as_json: bool) -> None:
         typer.echo(_cut(f"passed over {escaped(path)}: {escaped(reason)}"), err=True)
 
 
-def listed(directory: Path) -> tuple[list[Run], list[tuple[str, str]]]:
+def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
     """Return the runs in a directory, the last active first, and what was passed over there with the reason.
 
     Raises:
@@ -221,7 +221,7 @@ def listed(directory: Path) -> tuple[list[Run], list[tuple[str, str]]]:
         raise UserError(
             f"{directory} is no directory of runs: {error.strerror or error}. Name one: holdfast runs ls DIR."
         ) from error
-    runs: list[tuple[float, Run]] = []
+    runs: list[tuple[float, RunLine]] = []
     passed: list[tuple[str, str]] = []
     for place in places:
         if place.name.startswith(".") and not single:  # launches and dry runs
@@ -237,7 +237,7 @@ def listed(directory: Path) -> tuple[list[Run], list[tuple[str, str]]]:
     return [run for _, run in runs], passed
 
 
-def table(runs: Sequence[Run]) -> Iterator[str]:
+def runs_table(runs: Sequence[RunLine]) -> Iterator[str]:
     """Yield one line per run, none wider than `WIDTH` cells; the reason of a state comes last and is cut."""
     rows = [
         (
@@ -266,7 +266,7 @@ def _rating_words(best: dict[str, Any] | None) -> str:
     return "" if best is None else f"best {escaped(str(best['metric']))}={best['value']:.5g}"
 
 
-def _looked_at(place: Path) -> tuple[float, Run]:
+def _looked_at(place: Path) -> tuple[float, RunLine]:
     """Return when a run was last active, and the run.
 
     Raises:
@@ -277,7 +277,7 @@ def _looked_at(place: Path) -> tuple[float, Run]:
     step, events = _last_step(place / METRICS), _events(place / EVENTS)
     state: State = state_of(place, events, step)
     active = _last_activity(place)
-    run = Run(
+    run = RunLine(
         name=place.absolute().name,
         path=str(place),
         verb=verb,

@@ -16,17 +16,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from holdfast.optim.per_parameter import HyperParameters, PerParameterAdamW
 from holdfast.optim.rounding import SPREAD, round_evenly
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
 from holdfast.parallel.shards import local_part
+
+
+class HyperParameters(TypedDict, total=False):
+    """What an AdamW is given besides parameters, where it is not what it usually is."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class PerParameterAdamW(Optimizer):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101); a subclass says how a parameter is updated."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+        return loss
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter, which has a gradient."""
+        raise NotImplementedError
 
 
 class AdamWBF16(PerParameterAdamW):

@@ -229,10 +229,7 @@ def build_user_optimizer(
         return _made(config, kind, param_groups([plan], small), _TRIAL_LR)
 
     try_optimizer(build_small, parameters, ranks, f"optim.path {config.path}")
-    made: list[Optimizer] = []
-    with ranks.together():
-        made.append(_made(config, kind, param_groups(plans, parameters), config.lr))
-    return made[0]
+    return ranks.on_all_ranks(lambda: _made(config, kind, param_groups(plans, parameters), config.lr))
 
 
 def _check_class(config: UserOptimizerConfig, kind: Callable[..., Any]) -> None:

@@ -17,8 +17,7 @@ from holdfast.models.layers.family import reader_of
 from holdfast.models.layers.routers import Routers, choices
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, merged_inputs
-from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
-from holdfast.rollout.stopping import Stops
+from holdfast.rollout.sampling import Stops, draw, most_probable, penalise, restrict, uniform
 from holdfast.types import Finish
 
 

@@ -25,13 +25,12 @@ from holdfast.models.layers.family import output_layer_of
 from holdfast.models.layers.routers import Routers
 from holdfast.models.scores import HeadWeights
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register_cache
-from holdfast.rollout.eager import DeviceRows, EagerRows
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.graphs import NotReplayable, Recorder
-from holdfast.rollout.predictor import Predictor, RowState
+from holdfast.rollout.predictor import DeviceRows, EagerRows, Predictor, RowState
 from holdfast.rollout.replica import Replica, for_few_rows, merged_inputs
+from holdfast.rollout.sampling import Stops
 from holdfast.rollout.static import StaticRows
-from holdfast.rollout.stopping import Stops
 from holdfast.types import Finish
 
 

@@ -6,7 +6,8 @@ equal logits the same request gives the same tokens anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -124,6 +125,30 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, lowered, logits)
 
 
-def first_stop(tokens: Sequence[int], stops: frozenset[int]) -> int | None:
-    """Return the place of the first stop token, or None."""
-    return next((place for place, token in enumerate(tokens) if token in stops), None)
+@dataclass(frozen=True)
+class Stops:
+    """Tokens and texts that end a completion; both belong to it."""
+
+    tokens: frozenset[int]
+    decode: Callable[[Sequence[int]], str] = lambda tokens: ""  # noqa: ARG005 - without texts nothing is decoded
+    texts: tuple[str, ...] = ()
+
+    def with_texts(self, texts: Sequence[str]) -> Stops:
+        """Return stops at the same tokens and at these texts."""
+        return replace(self, texts=tuple(texts))
+
+    def end(self, tokens: Sequence[int], before: int) -> int | None:
+        """Return how many tokens the completion has, or None if it goes on.
+
+        Args:
+            tokens: All of them so far.
+            before: How many were looked at before, and did not end it.
+        """
+        for place in range(before, len(tokens)):
+            if tokens[place] in self.tokens or (self.texts and self._has_text(tokens[: place + 1])):
+                return place + 1
+        return None
+
+    def _has_text(self, tokens: Sequence[int]) -> bool:
+        text = self.decode(tokens)
+        return any(stop in text for stop in self.texts)

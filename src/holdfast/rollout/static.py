@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from holdfast.rollout.cache import HeldCache, KeysAndValues, RowCache, View
-from holdfast.rollout.eager import Drawn, EagerRows
 from holdfast.rollout.graphs import CHECKED_STEPS, DrawToken, Recorder, recorded_graph
-from holdfast.rollout.predictor import Predictor, RowState
+from holdfast.rollout.predictor import Drawn, EagerRows, Predictor, RowState
 
 _LEAST_ROOM = 256
 _ROOM_OF_DOUBLING = 2048

@@ -18,7 +18,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
-from holdfast.rollout.stopping import Stops
+from holdfast.rollout.sampling import Stops
 from holdfast.training.run import ShardedModel
 
 

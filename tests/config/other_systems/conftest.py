@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Conversion, convert
-from holdfast.config.conversion.written import written
+from holdfast.config.conversion.convert import Converted, convert
+from holdfast.config.conversion.written import run_yaml
 from holdfast.config.load import load_config
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import parse_text
 
 Case = tuple[str, dict[str, Any]]
 """A file of another system, and dotted keys here with what they are."""
-Convert = Callable[..., Conversion]
+Convert = Callable[..., Converted]
 
 
 @pytest.fixture
 def converted(tmp_path: Path) -> Convert:
     """Return a function (text, system, ranks, verb) -> the conversion, whose text reads back as the same tree."""
 
-    def of_text(text: str, system: str, ranks: int = 1, verb: str | None = None) -> Conversion:
+    def of_text(text: str, system: str, ranks: int = 1, verb: str | None = None) -> Converted:
         conversion = convert(parse_text(text, "theirs.yaml"), system, verb, ranks)
-        ours = written(conversion, "theirs.yaml")
+        ours = run_yaml(conversion, "theirs.yaml")
         assert parse_text(ours, "ours.yaml").values == conversion.values(), ours
         return conversion
 
@@ -33,18 +33,18 @@ def converted(tmp_path: Path) -> Convert:
 
 
 @pytest.fixture
-def loads(tmp_path: Path) -> Callable[[Conversion], Any]:
+def loads(tmp_path: Path) -> Callable[[Converted], Any]:
     """Return a function conversion -> the checked tree of the written file."""
 
-    def of_conversion(conversion: Conversion) -> Any:
+    def of_conversion(conversion: Converted) -> Any:
         path = tmp_path / "ours.yaml"
-        path.write_text(written(conversion, "theirs.yaml"))
+        path.write_text(run_yaml(conversion, "theirs.yaml"))
         return load_config(path, [], ROOTS[conversion.verb]).config
 
     return of_conversion
 
 
-def check(case: Case, system: str, ranks: int, converted: Convert, loads: Callable[[Conversion], Any]) -> Conversion:
+def check(case: Case, system: str, ranks: int, converted: Convert, loads: Callable[[Converted], Any]) -> Converted:
     """Compare every expected key; None is a key that is not written."""
     text, expected = case
     conversion = converted(text, system, ranks)

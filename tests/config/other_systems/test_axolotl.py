@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Conversion
+from holdfast.config.conversion.convert import Converted
 from tests.config.other_systems.conftest import Case, Convert, check
 
 ROWS = "datasets: [{path: tatsu-lab/alpaca, type: alpaca}]\n"
@@ -177,7 +177,7 @@ special_tokens: {pad_token: <|end|>}
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_axolotl_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Conversion], Any]
+    name: str, converted: Convert, loads: Callable[[Converted], Any]
 ) -> None:
     ranks, case = CASES[name]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Conversion
+from holdfast.config.conversion.convert import Converted
 from tests.config.other_systems.conftest import Case, Convert, check
 
 LEAST = """
@@ -130,7 +130,7 @@ trainer: {total_episodes: 15, save_checkpoint_path: out/run-1}
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_easyr1_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Conversion], Any]
+    name: str, converted: Convert, loads: Callable[[Converted], Any]
 ) -> None:
     check(CASES[name], "easyr1", 1, converted, loads)
 

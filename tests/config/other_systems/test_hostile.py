@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from holdfast.config.conversion.convert import convert
-from holdfast.config.conversion.written import written
+from holdfast.config.conversion.written import run_yaml
 from holdfast.config.load import from_mapping
-from holdfast.config.other_systems.table import READABLE, VERBS, load_table
+from holdfast.config.other_systems.table import READABLE, VERBS, load_key_table
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, parse_text
 from holdfast.errors import ConfigError
@@ -37,7 +37,7 @@ def drawn(keys: list[str], draws: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("system", READABLE)
 def test_any_value_at_any_key_is_converted_or_left_to_a_person(system: str) -> None:
     draws = random.Random(0)
-    keys = list(load_table(system).entries)
+    keys = list(load_key_table(system).entries)
     for _ in range(200):
         verb = draws.choice([None, *VERBS])
         try:
@@ -45,7 +45,7 @@ def test_any_value_at_any_key_is_converted_or_left_to_a_person(system: str) -> N
         except ConfigError:
             continue
 
-        ours = parse_text(written(conversion, "theirs.yaml"), "ours.yaml").values
+        ours = parse_text(run_yaml(conversion, "theirs.yaml"), "ours.yaml").values
 
         assert ours == conversion.values()
         try:

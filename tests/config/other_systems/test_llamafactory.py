@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Conversion
+from holdfast.config.conversion.convert import Converted
 from holdfast.errors import ConfigError
 from tests.config.other_systems.conftest import Case, Convert
 
@@ -129,7 +129,7 @@ disable_gradient_checkpointing: true
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_llamafactory_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Conversion], Any]
+    name: str, converted: Convert, loads: Callable[[Converted], Any]
 ) -> None:
     ranks, (text, expected) = CASES[name]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.conversion.rules import RULES
-from holdfast.config.other_systems.table import HINTED, READABLE, Entry, hint, load_table, spelled
+from holdfast.config.other_systems.table import HINTED, READABLE, Entry, hint, load_key_table, spelled
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
 
@@ -34,7 +34,7 @@ MAPPINGS = ("data.columns",)
 
 def entries() -> Iterator[tuple[str, Entry]]:
     for system in HINTED:
-        table = load_table(system)
+        table = load_key_table(system)
         for key in sorted(table.own):
             for entry in table.entries[key]:
                 yield system, entry
@@ -54,7 +54,7 @@ def named_keys(entry: Entry) -> set[str]:
 
 @pytest.mark.parametrize("name", list(FIELDS["transformers"] | FIELDS["trl"]))
 def test_every_field_of_trl_and_transformers_has_one_entry_for_its_command(name: str) -> None:
-    table = load_table("trl")
+    table = load_key_table("trl")
     fields = (FIELDS["transformers"] | FIELDS["trl"])[name]
     verb = OF_TRL.get(name)
 
@@ -67,7 +67,7 @@ def test_every_field_of_trl_and_transformers_has_one_entry_for_its_command(name:
 
 
 def test_every_leaf_of_easyr1s_tree_has_one_entry() -> None:
-    table = load_table("easyr1")
+    table = load_key_table("easyr1")
     leaves = FIELDS["easyr1"]["PPOConfig"]
 
     assert sorted(set(leaves) - set(table.entries)) == []
@@ -80,17 +80,17 @@ def test_the_list_of_training_arguments_is_that_of_the_installed_transformers() 
 
     live = {field.name for field in dataclasses.fields(TrainingArguments)}
 
-    assert live - set(load_table("transformers").entries) == set()
+    assert live - set(load_key_table("transformers").entries) == set()
 
 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory", "verl", "lightning"])
 def test_systems_without_a_complete_list_have_at_least_sixty_keys(system: str) -> None:
-    assert len(load_table(system).own) >= 60
+    assert len(load_key_table(system).own) >= 60
 
 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory", "verl", "lightning"])
 def test_keys_of_systems_without_a_complete_list_are_real_ones(system: str) -> None:
-    table, real = load_table(system), FIELDS["names"][system]
+    table, real = load_key_table(system), FIELDS["names"][system]
 
     assert [
         key
@@ -101,7 +101,7 @@ def test_keys_of_systems_without_a_complete_list_are_real_ones(system: str) -> N
 
 @pytest.mark.parametrize("system", ["transformers", "trl", "easyr1", "axolotl", "llamafactory", "verl", "lightning"])
 def test_a_table_names_the_version_that_its_fields_were_read_from(system: str) -> None:
-    assert FIELDS["versions"][system] in load_table(system).version
+    assert FIELDS["versions"][system] in load_key_table(system).version
 
 
 def test_every_key_that_the_table_names_exists_here() -> None:
@@ -142,13 +142,13 @@ def test_conditions_name_keys_of_the_same_system() -> None:
         (system, entry.key, other)
         for system, entry in entries()
         for other in (*entry.when, *entry.unless)
-        if other not in load_table(system).entries
+        if other not in load_key_table(system).entries
     ] == []
 
 
 @pytest.mark.parametrize("system", READABLE)
 def test_defaults_marks_and_commands_are_of_keys_that_the_table_has(system: str) -> None:
-    table = load_table(system)
+    table = load_key_table(system)
     names = {key for values in table.defaults.values() for key in values}
     names |= {key for marks in table.verb_marks.values() for key in marks} | set(table.verb_by)
 
@@ -162,14 +162,14 @@ def test_defaults_of_trl_are_those_of_its_classes(name: str, verb: str) -> None:
     theirs = classes | read["ModelConfig"] | read[name]
     lists = {"loss_type"} if verb == "dpo" else set()
 
-    assert [(key, value) for key, value in load_table("trl").defaults_for(verb).items()
+    assert [(key, value) for key, value in load_key_table("trl").defaults_for(verb).items()
             if key not in lists and theirs[key] != value] == []  # fmt: skip
 
 
 def test_defaults_of_easyr1_are_those_of_its_classes() -> None:
     theirs = FIELDS["easyr1"]["PPOConfig"]
 
-    assert [(key, value) for key, value in load_table("easyr1").defaults_for("grpo").items()
+    assert [(key, value) for key, value in load_key_table("easyr1").defaults_for("grpo").items()
             if (theirs[key] or {}) != (value or {})] == []  # fmt: skip
 
 

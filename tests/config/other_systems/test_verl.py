@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Conversion
+from holdfast.config.conversion.convert import Converted
 from tests.config.other_systems.conftest import Case, Convert, check
 
 REWARD = "custom_reward_function: {path: score.py, name: compute_score}\n"
@@ -154,7 +154,7 @@ trainer: {default_local_dir: out/gsm8k, max_actor_ckpt_to_keep: 1, save_freq: -1
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_verl_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Conversion], Any]
+    name: str, converted: Convert, loads: Callable[[Converted], Any]
 ) -> None:
     check(CASES[name], "verl", 1, converted, loads)
 

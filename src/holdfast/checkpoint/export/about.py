@@ -59,7 +59,7 @@ class Exported:
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def completed(texts: Mapping[str, str], folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
+def with_file_hashes(texts: Mapping[str, str], folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
     """Return the small files of an export, the one about itself with the weights files that were written.
 
     Args:

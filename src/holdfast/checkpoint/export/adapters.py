@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from holdfast.checkpoint.export.about import completed
+from holdfast.checkpoint.export.about import with_file_hashes
 from holdfast.checkpoint.export.model import (
     ExportReached,
     check_bytes,
@@ -97,7 +97,7 @@ def write_adapters(
             write_file(file, headers, ((name, iter([tensors[name]])) for name in headers), notes)
         reached("assets")
         hashes = {WEIGHTS: file.hexdigest()}
-        hashes |= write_texts(staging, {**completed(texts, staging, hashes), SETTINGS: about.settings})
+        hashes |= write_texts(staging, {**with_file_hashes(texts, staging, hashes), SETTINGS: about.settings})
         reached("read back")
         with settled(staging, hashes):
             check_bytes(staging, hashes)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.checkpoint.export.about import completed
+from holdfast.checkpoint.export.about import with_file_hashes
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
 from holdfast.checkpoint.place.layout import STAGING, TRASH
@@ -188,7 +188,7 @@ def _write(
             hashes[name] = file.hexdigest()
         form.reached("assets")
         index = {INDEX: index_json(files, headers)} if len(files) > 1 else {}
-        hashes |= write_texts(staging, {**index, **completed(form.texts, staging, hashes)})
+        hashes |= write_texts(staging, {**index, **with_file_hashes(form.texts, staging, hashes)})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
         hashes = all_hashes(staging, hashes)

@@ -162,7 +162,7 @@ def take(
         trained=frozenset(MODEL + name for name, parameter in parameters.items() if parameter.requires_grad),
         ties=model_parts.ties,
         optimizer=state,
-        rank_state={"random": written(random_then or random_state()), **(rank_state or {})},
+        rank_state={"random": random_state_as_json(random_then or random_state()), **(rank_state or {})},
         shared=dict(shared or {}),
         assets=dict(assets or {}),
         contents=(
@@ -283,7 +283,7 @@ def random_state() -> RandomState:
     )
 
 
-def written(state: RandomState) -> dict[str, Any]:
+def random_state_as_json(state: RandomState) -> dict[str, Any]:
     """Return random state JSON-ready."""
     version, numbers, gauss = state.python
     name, keys, position, has_gauss, cached = state.numpy
@@ -298,7 +298,7 @@ def written(state: RandomState) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `written` returned."""
+    """Put back what `random_state_as_json` returned."""
     decoded = _read(state)
     random.setstate(decoded.python)
     np.random.set_state(decoded.numpy)  # noqa: NPY002 - as above

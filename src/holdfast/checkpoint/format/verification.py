@@ -233,7 +233,7 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str
         CheckpointCorrupt: DCP's metadata is damaged or hostile, although its file is what the manifest says.
         CheckpointUnreadable: A file cannot be read, also after some patience, or this machine is short of memory.
     """
-    metadata = _metadata(storage, name)
+    metadata = stored_metadata(storage, name)
     places = (metadata.storage_data or {}).items()
     return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, places)})
 
@@ -248,14 +248,20 @@ def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Seque
     if f"{DCP}/{METADATA}" in files:
         return []  # a pickle that is known to be damaged may ask for any amount of memory
     try:
-        stored = (_metadata(storage, name).storage_data or {}).items()
+        stored = (stored_metadata(storage, name).storage_data or {}).items()
         places = [(index, info) for index, info in stored if f"{DCP}/{info.relative_path}" in files]
         return sorted({*_differing(storage, name, manifest, places)})
     except (CheckpointCorrupt, CheckpointUnreadable):
         return []
 
 
-def _metadata(storage: Storage, name: str) -> Metadata:
+def stored_metadata(storage: Storage, name: str) -> Metadata:
+    """Return what DCP wrote of a checkpoint's tensors.
+
+    Raises:
+        CheckpointCorrupt: It is damaged.
+        CheckpointUnreadable: It cannot be read, also after some patience.
+    """
     path = f"{name}/{DCP}/{METADATA}"
     where = f"{storage.root}/{path}"
     return read_dcp_metadata(patiently(where, lambda: storage.read(path)), where)

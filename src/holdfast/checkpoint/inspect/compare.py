@@ -104,7 +104,7 @@ def _read(checkpoint: StoredCheckpoint, file: str) -> bytes:
     return verified_bytes(checkpoint.storage, checkpoint.name, checkpoint.manifest, file)
 
 
-def first_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
+def first_different_value(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
     """Return the first of `differences`, None if there is none."""
     return next(differences(first, second), None)
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata
 from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import AVERAGE, MODEL
 from holdfast.checkpoint.format.stored_chunks import chunk_within
-from holdfast.checkpoint.format.verification import patiently
+from holdfast.checkpoint.format.verification import patiently, stored_metadata
 from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.checkpoint.place.layout import DCP
 from holdfast.checkpoint.place.memory import memory_for
@@ -45,9 +44,7 @@ class StoredCheckpoint:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        name = f"{self.name}/{DCP}/{METADATA}"
-        where = f"{self.storage.root}/{name}"
-        return read_dcp_metadata(patiently(where, lambda: self.storage.read(name)), where)
+        return stored_metadata(self.storage, self.name)
 
     def read(self, key: str) -> Tensor:
         """Return a whole tensor by its name in the manifest.

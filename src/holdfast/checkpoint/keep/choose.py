@@ -182,11 +182,7 @@ def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: RankGroup, *
 
 def _on_rank_0(ranks: RankGroup, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
     """Return rank 0's answer, or raise its error on every rank."""
-    answer: list[T] = []
-    with ranks.together():
-        if ranks.rank == 0:
-            answer += patiently(storage.root, ask)
-    return ranks.agree(answer)
+    return ranks.agree(ranks.on_all_ranks(lambda: patiently(storage.root, ask) if ranks.rank == 0 else []))
 
 
 def _put_aside(storage: Storage, name: str, aside: str, ranks: RankGroup) -> None:

@@ -93,7 +93,7 @@ class LoadedState:
     deviations: tuple[str, ...]
 
 
-def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may differ
+def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it may differ
     storage: Storage,
     name: str,
     model: nn.Module,
@@ -129,11 +129,9 @@ def load(  # noqa: PLR0913 - what a checkpoint is read into, and how it may diff
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
-    everything: list[tuple[Planned, dict[str, Planned]]] = []
-    with ranks.together():
-        live = _Live(model, parameters, optimizer, averages, companions)
-        everything.append(_planned(live, manifest, declared, hyperparameters, f"{storage.root}/{name}"))
-    own, beside = everything[0]
+    live = _Live(model, parameters, optimizer, averages, companions)
+    place = f"{storage.root}/{name}"
+    own, beside = ranks.on_all_ranks(lambda: _planned(live, manifest, declared, hyperparameters, place))
     tensors = _tensors(own.plan.targets | targets_of(beside), storage, name, manifest, ranks, verify=verified is None)
     small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
@@ -242,15 +240,12 @@ def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_dis
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
     """
     manifest = named_manifest(storage, name, ranks)
-    own_damaged: list[str] = []
-    with ranks.together():
-        files = sorted(manifest.files)[ranks.rank :: ranks.size]
-        own_damaged += damaged_files(storage, name, manifest, files, from_disk=from_disk)
+    files = sorted(manifest.files)[ranks.rank :: ranks.size]
+    own_damaged = ranks.on_all_ranks(lambda: damaged_files(storage, name, manifest, files, from_disk=from_disk))
     damaged = sorted({file for part in ranks.gather(own_damaged) for file in part})
     if damaged:
-        tensors: list[str] = []
-        with ranks.together():
-            tensors += tensors_within(storage, name, manifest, damaged) if ranks.rank == 0 else []
+        first = ranks.rank == 0
+        tensors = ranks.on_all_ranks(lambda: tensors_within(storage, name, manifest, damaged) if first else [])
         tensors = ranks.agree(tensors)
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome
+from holdfast.config.conversion.facts import Facts, ForeignKey, KeyOutcome, NotConverted
 from holdfast.config.conversion.rules import RULES
-from holdfast.config.other_systems.table import READABLE, VERBS, Entry, Table, load_table, spelled
+from holdfast.config.other_systems.table import READABLE, VERBS, Entry, Table, load_key_table, spelled
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, KeyPath
@@ -44,7 +44,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Converted:
     """A file of another system as one of ours."""
 
     table: Table
@@ -68,7 +68,7 @@ class Conversion:
         return tree
 
 
-def convert(document: Document, system: str, verb: str | None, ranks: int) -> Conversion:
+def convert(document: Document, system: str, verb: str | None, ranks: int) -> Converted:
     """Convert a file that another system reads.
 
     Args:
@@ -80,7 +80,7 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     Raises:
         ConfigError: The file is another system's, or no command here does what it asks for.
     """
-    table = load_table(system)
+    table = load_key_table(system)
     if document.twice:
         raise ConfigError("\n".join(f"{document.file}:{line}: {message}" for line, message in document.twice))
     leaves = dict(_leaves(document, table))
@@ -138,7 +138,7 @@ def _truth(value: Any, table: Table, key: str) -> Any:
 
 def _check_system(file: str, table: Table, values: Mapping[str, Any]) -> None:
     """Refuse a file that has keys of another system alone."""
-    tables = {name: load_table(name) for name in READABLE}
+    tables = {name: load_key_table(name) for name in READABLE}
     marks = {
         name: [
             key for key in values if key in own.own and not any(
@@ -234,17 +234,17 @@ def _unread(entry: Entry, facts: Facts) -> str:
     return ""
 
 
-def _outcome(entry: Entry, value: Any, facts: Facts) -> Outcome:
+def _outcome(entry: Entry, value: Any, facts: Facts) -> KeyOutcome:
     if entry.values is not None and spelled(value) in entry.values:
         ours = entry.values[spelled(value)]
         if ours is None:
-            return Outcome({}, "nothing has to be written for it")
-        return Outcome(ours if isinstance(ours, Mapping) and "." in "".join(ours) else {entry.targets[0]: ours})
+            return KeyOutcome({}, "nothing has to be written for it")
+        return KeyOutcome(ours if isinstance(ours, Mapping) and "." in "".join(ours) else {entry.targets[0]: ours})
     if entry.rule:
         return RULES[entry.rule](ForeignKey(value, facts, entry.targets))
     if entry.values is not None and not _switches_off(entry.values):
         raise NotConverted(f"{spelled(value)} has no counterpart")
-    return Outcome({entry.targets[0]: value})
+    return KeyOutcome({entry.targets[0]: value})
 
 
 def _switches_off(values: Mapping[str, Any]) -> bool:
@@ -252,7 +252,7 @@ def _switches_off(values: Mapping[str, Any]) -> bool:
     return all(ours is None and theirs.lstrip("-").isdecimal() for theirs, ours in values.items())
 
 
-def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -> Conversion:
+def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -> Converted:
     """Let what the file says replace defaults, and leave out evaluations where there is nothing to evaluate on."""
     lines = _evaluable(table, facts.verb, [*defaults, *own])
     settings: dict[str, Any] = {}
@@ -265,7 +265,7 @@ def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
-    return Conversion(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
+    return Converted(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
 
 
 def _fitted(settings: dict[str, Any]) -> dict[str, Any]:

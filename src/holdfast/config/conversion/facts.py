@@ -43,14 +43,14 @@ class ForeignKey:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KeyOutcome:
     """Keys here with their values, and a remark."""
 
     settings: Mapping[str, Any]
     remark: str = ""
 
 
-Rule = Callable[[ForeignKey], Outcome]
+Rule = Callable[[ForeignKey], KeyOutcome]
 """A conversion."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, number, weights_of
+from holdfast.config.conversion.facts import Facts, ForeignKey, KeyOutcome, NotConverted, Rule, number, weights_of
 
 _PAIR_LOSSES = {
     "sigmoid": {"kind": "dpo"},
@@ -33,7 +33,7 @@ _ADVANTAGES = {
 }
 
 
-def pair_losses(foreign: ForeignKey) -> Outcome:
+def pair_losses(foreign: ForeignKey) -> KeyOutcome:
     """Write TRL's list of losses, with what belongs to each."""
     names = foreign.facts.get("loss_type") or ["sigmoid"]
     names = names if isinstance(names, list) else [names]
@@ -49,7 +49,7 @@ def pair_losses(foreign: ForeignKey) -> Outcome:
             losses.append(_pair_loss(name, weight, foreign.facts))
     if losses:
         settings["preference.loss"] = losses if len(losses) > 1 else losses[0]
-    return Outcome(settings)
+    return KeyOutcome(settings)
 
 
 def _pair_loss(name: str, weight: float, facts: Facts) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _pair_loss(name: str, weight: float, facts: Facts) -> dict[str, Any]:
     return loss
 
 
-def policy_loss(foreign: ForeignKey) -> Outcome:
+def policy_loss(foreign: ForeignKey) -> KeyOutcome:
     """Say by two keys which ratio is clipped and what the loss averages over."""
     name, level = str(foreign.facts.get("loss_type") or "dapo"), foreign.facts.get("importance_sampling_level")
     if name not in _POLICY_LOSSES:
@@ -73,72 +73,74 @@ def policy_loss(foreign: ForeignKey) -> Outcome:
             raise NotConverted(f"{name} of whole sequences has no counterpart")
         kind, average = "gspo", "sequence_mean"
     remark = "over the whole update, not the rows of one device" if name == "bnpo" else ""
-    return Outcome({"objective.kind": kind, "data.average": average}, remark)
+    return KeyOutcome({"objective.kind": kind, "data.average": average}, remark)
 
 
-def clip_bounds(foreign: ForeignKey) -> Outcome:
+def clip_bounds(foreign: ForeignKey) -> KeyOutcome:
     """Write both bounds; the upper one is the lower one unless it is set."""
     name = str(foreign.facts.get("loss_type") or "dapo")
     if name == "sapo":
-        return Outcome({}, "not read there by sapo")
+        return KeyOutcome({}, "not read there by sapo")
     low, high = foreign.facts.get("epsilon"), foreign.facts.get("epsilon_high")
     if name == "cispo":
         if high is None:
             raise NotConverted("cispo's largest weight is not set")
-        return Outcome({"objective.high": number(high) - 1}, f"{high} - 1")
-    return Outcome({"objective.low": low, "objective.high": low if high is None else high})
+        return KeyOutcome({"objective.high": number(high) - 1}, f"{high} - 1")
+    return KeyOutcome({"objective.low": low, "objective.high": low if high is None else high})
 
 
-def both_bounds(foreign: ForeignKey) -> Outcome:
+def both_bounds(foreign: ForeignKey) -> KeyOutcome:
     """Write one number for both bounds, unless each has its own."""
     prefix = "actor_rollout_ref.actor.clip_ratio"
     bounds = {
         "objective.low": foreign.facts.get(f"{prefix}_low"),
         "objective.high": foreign.facts.get(f"{prefix}_high"),
     }
-    return Outcome({key: foreign.value for key, own in bounds.items() if own is None})
+    return KeyOutcome({key: foreign.value for key, own in bounds.items() if own is None})
 
 
-def policy_kl(foreign: ForeignKey) -> Outcome:
+def policy_kl(foreign: ForeignKey) -> KeyOutcome:
     """Write the coefficient, and whether its term is multiplied by the ratio."""
     coefficient = number(foreign.facts.get("beta"), 0.0)
     if coefficient == 0:
-        return Outcome({}, "no KL term")
+        return KeyOutcome({}, "no KL term")
     weighted = foreign.facts.get("use_bias_correction_kl")
-    return Outcome({"kl.coefficient": coefficient, "kl.importance_weighted": weighted is not False})
+    return KeyOutcome({"kl.coefficient": coefficient, "kl.importance_weighted": weighted is not False})
 
 
-def follow(foreign: ForeignKey) -> Outcome:
+def follow_reference(foreign: ForeignKey) -> KeyOutcome:
     """Let the reference follow every 512 steps, TRL's number, unless the file says another."""
     if foreign.value is not True:
-        return Outcome({}, "the reference stays the model at start")
+        return KeyOutcome({}, "the reference stays the model at start")
     steps, mix = foreign.facts.get("ref_model_sync_steps") or 512, foreign.facts.get("ref_model_mixup_alpha") or 0.6
-    return Outcome({"reference.sync.every_steps": steps, "reference.sync.mix": mix})
+    return KeyOutcome({"reference.sync.every_steps": steps, "reference.sync.mix": mix})
 
 
-def verl_advantage(foreign: ForeignKey) -> Outcome:
+def verl_advantage(foreign: ForeignKey) -> KeyOutcome:
     """Name the estimator; grpo without the standard deviation is another one here."""
     name = str(foreign.value)
     if name == "gae":
-        return Outcome({"advantage.kind": "gae", "critic": {}})
+        return KeyOutcome({"advantage.kind": "gae", "critic": {}})
     if name not in _ADVANTAGES:
         raise NotConverted(f"{name} has no counterpart")
     unscaled = name == "grpo" and foreign.facts.get("algorithm.norm_adv_by_std_in_grpo") is False
-    return Outcome({"advantage.kind": "dr_grpo" if unscaled else _ADVANTAGES[name]})
+    return KeyOutcome({"advantage.kind": "dr_grpo" if unscaled else _ADVANTAGES[name]})
 
 
-def sampling_cut(foreign: ForeignKey) -> Outcome:
+def sampling_cut(foreign: ForeignKey) -> KeyOutcome:
     """Weigh tokens where they are drawn from another distribution than the policy's."""
     if foreign.target != "rollout.top_k" and number(foreign.value) == (0 if foreign.target == "rollout.min_p" else 1):
-        return Outcome({}, "draws from the policy's own distribution")
-    return Outcome({foreign.target: foreign.value, "correction.kind": "truncate"})
+        return KeyOutcome({}, "draws from the policy's own distribution")
+    return KeyOutcome({foreign.target: foreign.value, "correction.kind": "truncate"})
 
 
-def filtered_reward(foreign: ForeignKey) -> Outcome:
+def filtered_reward(foreign: ForeignKey) -> KeyOutcome:
     """Name the reward whose mean bounds groups: the function's, or a part of it."""
     path = str(foreign.facts.get("worker.reward.reward_function", "worker.reward.score_function") or "")
     function = path.rpartition(":")[2] if ":" in path else "main"
-    return Outcome({"groups.between.reward": function if foreign.value == "overall" else f"{function}/{foreign.value}"})
+    return KeyOutcome(
+        {"groups.between.reward": function if foreign.value == "overall" else f"{function}/{foreign.value}"}
+    )
 
 
 LOSS_RULES: dict[str, Rule] = {
@@ -149,7 +151,7 @@ LOSS_RULES: dict[str, Rule] = {
         clip_bounds,
         both_bounds,
         policy_kl,
-        follow,
+        follow_reference,
         verl_advantage,
         sampling_cut,
         filtered_reward,

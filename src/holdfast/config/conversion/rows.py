@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, weights_of
+from holdfast.config.conversion.facts import Facts, ForeignKey, KeyOutcome, NotConverted, Rule, weights_of
 
 _SOURCE_KEYS = {"path": "path", "name": "config_name", "split": "split", "revision": "revision", "type": "rows"}
 _ROW_SHAPES = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": "messages", "completion": "text"}
@@ -15,20 +15,20 @@ def _with_split(path: Any, split: Any) -> str:
     return f"{path}@{split}" if split else str(path)
 
 
-def hub_rows(foreign: ForeignKey) -> Outcome:
+def hub_rows(foreign: ForeignKey) -> KeyOutcome:
     """Join the name of a data set and the split that is trained on."""
     if foreign.facts.get("dataset_name") is None:
-        return Outcome({}, "there is no dataset_name")
-    return Outcome(
+        return KeyOutcome({}, "there is no dataset_name")
+    return KeyOutcome(
         {"data.path": _with_split(foreign.facts.get("dataset_name"), foreign.facts.get("dataset_train_split"))}
     )
 
 
-def hub_test_rows(foreign: ForeignKey) -> Outcome:
+def hub_test_rows(foreign: ForeignKey) -> KeyOutcome:
     """Make the split that is evaluated on a set called test."""
     if foreign.facts.get("dataset_name") is None:
-        return Outcome({}, "there is no dataset_name")
-    return Outcome({"evaluation.sets.test.path": _with_split(foreign.facts.get("dataset_name"), foreign.value)})
+        return KeyOutcome({}, "there is no dataset_name")
+    return KeyOutcome({"evaluation.sets.test.path": _with_split(foreign.facts.get("dataset_name"), foreign.value)})
 
 
 def _sources(value: Any) -> list[dict[str, Any]]:
@@ -66,61 +66,61 @@ def _other_options(value: Any) -> str:
     return f"not converted: {', '.join(others)}" if others else ""
 
 
-def rows_list(foreign: ForeignKey) -> Outcome:
+def rows_list(foreign: ForeignKey) -> KeyOutcome:
     """Write one source into data, several into data.sources."""
     sources = _sources(foreign.value)
     if foreign.facts.verb != "sft":
         sources = [{key: option for key, option in source.items() if key != "rows"} for source in sources]
     if len(sources) == 1:
-        return Outcome({f"data.{key}": option for key, option in sources[0].items()}, _other_options(foreign.value))
-    return Outcome({"data.sources": sources}, _other_options(foreign.value))
+        return KeyOutcome({f"data.{key}": option for key, option in sources[0].items()}, _other_options(foreign.value))
+    return KeyOutcome({"data.sources": sources}, _other_options(foreign.value))
 
 
-def test_rows_list(foreign: ForeignKey) -> Outcome:
+def test_rows_list(foreign: ForeignKey) -> KeyOutcome:
     """Name evaluation sets test, test2 and so on."""
     sources = _sources(foreign.value)
     sets = {f"test{index or ''}" if index < 1 else f"test{index + 1}": source for index, source in enumerate(sources)}
-    return Outcome({"evaluation.sets": sets}, _other_options(foreign.value))
+    return KeyOutcome({"evaluation.sets": sets}, _other_options(foreign.value))
 
 
-def rows_paths(foreign: ForeignKey) -> Outcome:
+def rows_paths(foreign: ForeignKey) -> KeyOutcome:
     """Write one file as a path, several as sources."""
     paths = foreign.value if isinstance(foreign.value, list) else [foreign.value]
     if len(paths) == 1:
-        return Outcome({foreign.target: str(paths[0])})
+        return KeyOutcome({foreign.target: str(paths[0])})
     if foreign.target != "data.path":
-        return Outcome({"evaluation.sets": {f"val{index}": {"path": path} for index, path in enumerate(paths, 1)}})
-    return Outcome({"data.sources": [{"path": str(path)} for path in paths]})
+        return KeyOutcome({"evaluation.sets": {f"val{index}": {"path": path} for index, path in enumerate(paths, 1)}})
+    return KeyOutcome({"data.sources": [{"path": str(path)} for path in paths]})
 
 
-def text_column(foreign: ForeignKey) -> Outcome:
+def text_column(foreign: ForeignKey) -> KeyOutcome:
     """Rename the column of texts."""
-    return Outcome({} if foreign.value == "text" else {"data.columns": {"text": foreign.value}})
+    return KeyOutcome({} if foreign.value == "text" else {"data.columns": {"text": foreign.value}})
 
 
-def renamed_column(foreign: ForeignKey) -> Outcome:
+def renamed_column(foreign: ForeignKey) -> KeyOutcome:
     """Map our name of a column to the file's, where they differ."""
     name = foreign.target.rpartition(".")[2]
-    return Outcome({} if foreign.value == name else {foreign.target: foreign.value})
+    return KeyOutcome({} if foreign.value == name else {foreign.target: foreign.value})
 
 
-def jinja_file(foreign: ForeignKey) -> Outcome:
+def jinja_file(foreign: ForeignKey) -> KeyOutcome:
     """Take a jinja file, and no other tokenizer."""
     if not str(foreign.value).endswith((".jinja", ".jinja2")):
         raise NotConverted(f"{foreign.value} is no jinja file")
-    return Outcome({foreign.target: foreign.value})
+    return KeyOutcome({foreign.target: foreign.value})
 
 
-def chat_template(foreign: ForeignKey) -> Outcome:
+def chat_template(foreign: ForeignKey) -> KeyOutcome:
     """Leave the tokenizer's own template alone; another one by name has to be written to a file."""
     if str(foreign.value) in {"tokenizer_default", "jinja"}:
-        return Outcome({})
+        return KeyOutcome({})
     raise NotConverted(
         f"{foreign.value} is a template of that system; write it to a jinja file, or take the tokenizer's own"
     )
 
 
-def reward_functions(foreign: ForeignKey) -> Outcome:
+def reward_functions(foreign: ForeignKey) -> KeyOutcome:
     """Write functions in files as rewards, with their weights and options."""
     paths = foreign.facts.get(
         "reward_funcs",
@@ -140,8 +140,8 @@ def reward_functions(foreign: ForeignKey) -> Outcome:
     if options and rewards:
         rewards[0]["kwargs"] = dict(options)
     if not rewards:
-        return Outcome({})
-    return Outcome({"reward": rewards if len(rewards) > 1 else rewards[0]})
+        return KeyOutcome({})
+    return KeyOutcome({"reward": rewards if len(rewards) > 1 else rewards[0]})
 
 
 def _function(path: str, facts: Facts) -> str:
@@ -154,23 +154,23 @@ def _function(path: str, facts: Facts) -> str:
     return f"{path}:{default}"
 
 
-def reward_options(foreign: ForeignKey) -> Outcome:
+def reward_options(foreign: ForeignKey) -> KeyOutcome:
     """Take options with the function they belong to."""
     if not foreign.value:
-        return Outcome({})
+        return KeyOutcome({})
     return reward_functions(foreign)
 
 
-def named_with(_: ForeignKey) -> Outcome:
+def named_with(_: ForeignKey) -> KeyOutcome:
     """Leave a name to the entry of its file."""
-    return Outcome({}, "written with the file")
+    return KeyOutcome({}, "written with the file")
 
 
-def reward_model(foreign: ForeignKey) -> Outcome:
+def reward_model(foreign: ForeignKey) -> KeyOutcome:
     """Write a reward model."""
     if foreign.facts.get("reward_funcs") is not None:
         raise NotConverted("several rewards are a list; add one of kind model")
-    return Outcome({"reward": {"kind": "model", "path": foreign.value}})
+    return KeyOutcome({"reward": {"kind": "model", "path": foreign.value}})
 
 
 ROW_RULES: dict[str, Rule] = {

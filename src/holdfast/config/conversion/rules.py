@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from holdfast.config.conversion.facts import ForeignKey, NotConverted, Outcome, Rule, count, number, whole
+from holdfast.config.conversion.facts import ForeignKey, KeyOutcome, NotConverted, Rule, count, number, whole
 from holdfast.config.conversion.losses import LOSS_RULES
 from holdfast.config.conversion.rows import ROW_RULES
 from holdfast.config.conversion.sizes import SIZE_RULES
@@ -29,158 +29,158 @@ _EVALUATION_SAMPLING = {
 }
 
 
-def by_hand(_: ForeignKey) -> Outcome:
+def by_hand(_: ForeignKey) -> KeyOutcome:
     """Leave it to a person."""
     raise NotConverted
 
 
-def epochs(foreign: ForeignKey) -> Outcome:
+def epochs(foreign: ForeignKey) -> KeyOutcome:
     """Write the number of passes, unless a number of steps ends the run there."""
     if any(
         number(foreign.facts.get(key), 0) > 0
         for key in ("max_steps", "trainer.max_steps", "trainer.total_training_steps")
     ):
-        return Outcome({}, "not read there, since a number of steps is set")
-    return Outcome({"epochs": foreign.value})
+        return KeyOutcome({}, "not read there, since a number of steps is set")
+    return KeyOutcome({"epochs": foreign.value})
 
 
-def warmup(foreign: ForeignKey) -> Outcome:
+def warmup(foreign: ForeignKey) -> KeyOutcome:
     """Tell a share of all steps from a number of them."""
     steps = number(foreign.value)
     schedule = foreign.target.rpartition(".")[0]
     if 0 < steps < 1:
-        return Outcome({f"{schedule}.warmup_ratio": steps})
-    return Outcome({f"{schedule}.warmup_steps": whole(steps)})
+        return KeyOutcome({f"{schedule}.warmup_ratio": steps})
+    return KeyOutcome({f"{schedule}.warmup_steps": whole(steps)})
 
 
-def ratio_unless_steps(foreign: ForeignKey) -> Outcome:
+def ratio_unless_steps(foreign: ForeignKey) -> KeyOutcome:
     """Write a share of warm-up, unless steps of it are written."""
     if foreign.facts.get("warmup_steps") is not None:
-        return Outcome({}, "not read there, since warmup_steps is set")
-    return Outcome({foreign.target: foreign.value})
+        return KeyOutcome({}, "not read there, since warmup_steps is set")
+    return KeyOutcome({foreign.target: foreign.value})
 
 
-def betas(foreign: ForeignKey) -> Outcome:
+def betas(foreign: ForeignKey) -> KeyOutcome:
     """Join both decay rates."""
-    return Outcome(
+    return KeyOutcome(
         {"optim.betas": [number(foreign.facts.get("adam_beta1"), 0.9), number(foreign.facts.get("adam_beta2"), 0.999)]}
     )
 
 
-def clip_norm(foreign: ForeignKey) -> Outcome:
+def clip_norm(foreign: ForeignKey) -> KeyOutcome:
     """Turn 0, which clips nothing, into null."""
-    return Outcome({foreign.target: foreign.value if number(foreign.value) > 0 else None})
+    return KeyOutcome({foreign.target: foreign.value if number(foreign.value) > 0 else None})
 
 
-def scheduler_options(foreign: ForeignKey) -> Outcome:
+def scheduler_options(foreign: ForeignKey) -> KeyOutcome:
     """Rename the options of a schedule; a name means something else in another one."""
     kind = foreign.facts.get("lr_scheduler_type")
     options = {name for name, own in _SCHEDULERS.items() if own == kind}
     if not isinstance(foreign.value, Mapping) or set(foreign.value) - options:
         raise NotConverted
-    return Outcome({_SCHEDULER_OPTIONS[name]: option for name, option in foreign.value.items()})
+    return KeyOutcome({_SCHEDULER_OPTIONS[name]: option for name, option in foreign.value.items()})
 
 
-def minutes(foreign: ForeignKey) -> Outcome:
+def minutes(foreign: ForeignKey) -> KeyOutcome:
     """Turn seconds into minutes."""
-    return Outcome({foreign.target: number(foreign.value) / 60}, f"{foreign.value} s")
+    return KeyOutcome({foreign.target: number(foreign.value) / 60}, f"{foreign.value} s")
 
 
-def keep_last(foreign: ForeignKey) -> Outcome:
+def keep_last(foreign: ForeignKey) -> KeyOutcome:
     """Keep at least two."""
     checkpoints = whole(foreign.value)
     if checkpoints < 1:
         raise NotConverted("no limit there; here checkpoint.keep.last stay, and multiples of checkpoint.keep.every")
-    return Outcome({foreign.target: max(2, checkpoints)})
+    return KeyOutcome({foreign.target: max(2, checkpoints)})
 
 
-def per_epoch(foreign: ForeignKey) -> Outcome:
+def per_epoch(foreign: ForeignKey) -> KeyOutcome:
     """Turn times per pass into passes between them."""
-    return Outcome({foreign.target: round(1 / count(foreign.value), 6)}, f"{foreign.value} per epoch")
+    return KeyOutcome({foreign.target: round(1 / count(foreign.value), 6)}, f"{foreign.value} per epoch")
 
 
-def whole_steps(foreign: ForeignKey) -> Outcome:
+def whole_steps(foreign: ForeignKey) -> KeyOutcome:
     """Take a number of steps, and no share of them."""
     if number(foreign.value) < 1:
         raise NotConverted(f"{foreign.value} is a share of all steps there; write the number of steps")
-    return Outcome({foreign.target: whole(foreign.value)})
+    return KeyOutcome({foreign.target: whole(foreign.value)})
 
 
-def held_out(foreign: ForeignKey) -> Outcome:
+def held_out(foreign: ForeignKey) -> KeyOutcome:
     """Take a share of rows, and no number of them."""
     share = number(foreign.value)
     if share >= 1:
         raise NotConverted(f"{foreign.value} counts rows there; write the share of rows")
-    return Outcome({"data.validation_split": share} if share > 0 else {})
+    return KeyOutcome({"data.validation_split": share} if share > 0 else {})
 
 
-def run_folder(foreign: ForeignKey) -> Outcome:
+def run_folder(foreign: ForeignKey) -> KeyOutcome:
     """Split a folder into that of runs and a run's name."""
     path = PurePosixPath(str(foreign.value))
     if not _RUN_NAME.fullmatch(path.name):
         raise NotConverted(f"the last part of {foreign.value} is no name of a run")
-    return Outcome({"run.dir": str(path.parent), "run.name": path.name})
+    return KeyOutcome({"run.dir": str(path.parent), "run.name": path.name})
 
 
-def run_name(foreign: ForeignKey) -> Outcome:
+def run_name(foreign: ForeignKey) -> KeyOutcome:
     """Take a name of the characters that a folder may have here."""
     if not _RUN_NAME.fullmatch(str(foreign.value)):
         raise NotConverted("a name has letters, digits, '.', '_' and '-'")
-    return Outcome({"run.name": str(foreign.value)})
+    return KeyOutcome({"run.name": str(foreign.value)})
 
 
-def trackers(foreign: ForeignKey) -> Outcome:
+def trackers(foreign: ForeignKey) -> KeyOutcome:
     """Keep tensorboard, and name what is not offered."""
     names = [str(name) for name in (foreign.value if isinstance(foreign.value, list) else [foreign.value])]
     others = [name for name in names if name.lower() not in {"tensorboard", "none", "console", "file", "false"}]
     missing = f"{', '.join(others)}: not offered" if others else ""
     if not any(name.lower() == "tensorboard" for name in names):
-        return Outcome({}, missing)
-    return Outcome({"metrics.sinks": ["tensorboard"]}, missing)
+        return KeyOutcome({}, missing)
+    return KeyOutcome({"metrics.sinks": ["tensorboard"]}, missing)
 
 
-def name_list(foreign: ForeignKey) -> Outcome:
+def name_list(foreign: ForeignKey) -> KeyOutcome:
     """Turn one name, or names with commas, into a list; all linear layers have a word of their own."""
     names = (
         foreign.value if isinstance(foreign.value, list) else [part.strip() for part in str(foreign.value).split(",")]
     )
     if [str(name) for name in names] in (["all-linear"], ["all"]):
-        return Outcome({foreign.target: "all-linear"})
-    return Outcome({foreign.target: [str(name) for name in names]})
+        return KeyOutcome({foreign.target: "all-linear"})
+    return KeyOutcome({foreign.target: [str(name) for name in names]})
 
 
-def lora_rank(foreign: ForeignKey) -> Outcome:
+def lora_rank(foreign: ForeignKey) -> KeyOutcome:
     """Leave adapters out where the rank is 0."""
-    return Outcome(
+    return KeyOutcome(
         {foreign.target: whole(foreign.value)} if number(foreign.value) > 0 else {},
         "" if number(foreign.value) else "no adapters",
     )
 
 
-def router(foreign: ForeignKey) -> Outcome:
+def router(foreign: ForeignKey) -> KeyOutcome:
     """Balance each sequence by a coefficient; 0 is none."""
     if number(foreign.value) == 0:
-        return Outcome({"model.router_loss.kind": "off"})
-    return Outcome({"model.router_loss.kind": "sequence", "model.router_loss.coefficient": foreign.value})
+        return KeyOutcome({"model.router_loss.kind": "off"})
+    return KeyOutcome({"model.router_loss.kind": "sequence", "model.router_loss.coefficient": foreign.value})
 
 
-def config_fields(foreign: ForeignKey) -> Outcome:
+def config_fields(foreign: ForeignKey) -> KeyOutcome:
     """Take the fields of a model's configuration out of verl's level of their own."""
     if not isinstance(foreign.value, Mapping):
         raise NotConverted
     fields = foreign.value.get("model_config", foreign.value)
-    return Outcome({foreign.target: dict(fields)} if fields else {})
+    return KeyOutcome({foreign.target: dict(fields)} if fields else {})
 
 
-def machine_ranks(foreign: ForeignKey) -> Outcome:
+def machine_ranks(foreign: ForeignKey) -> KeyOutcome:
     """Start one rank per GPU of this machine; torchrun starts those of several machines."""
     nodes = whole(foreign.facts.get("trainer.nnodes"), 1)
     if nodes > 1:
-        return Outcome({}, f"{nodes} machines of {foreign.value}: start it with torchrun on each")
-    return Outcome({"launch.ranks": whole(foreign.value)})
+        return KeyOutcome({}, f"{nodes} machines of {foreign.value}: start it with torchrun on each")
+    return KeyOutcome({"launch.ranks": whole(foreign.value)})
 
 
-def evaluation_sampling(foreign: ForeignKey) -> Outcome:
+def evaluation_sampling_rule(foreign: ForeignKey) -> KeyOutcome:
     """Rename the options of sampling in evaluations."""
     if not isinstance(foreign.value, Mapping) or set(foreign.value) - set(_EVALUATION_SAMPLING):
         raise NotConverted
@@ -190,19 +190,19 @@ def evaluation_sampling(foreign: ForeignKey) -> Outcome:
     }
     options = {**as_in_rollout, **foreign.value}
     written = {name: option for name, option in options.items() if option is not None and option != -1}
-    return Outcome({_EVALUATION_SAMPLING[name]: option for name, option in written.items()})
+    return KeyOutcome({_EVALUATION_SAMPLING[name]: option for name, option in written.items()})
 
 
-def rank_and_alpha(foreign: ForeignKey) -> Outcome:
+def rank_and_alpha(foreign: ForeignKey) -> KeyOutcome:
     """Write the rank, and twice as much as alpha unless it is set."""
     rank = whole(foreign.value)
     alpha = {} if foreign.facts.get("lora_alpha") is not None else {"model.lora.alpha": 2 * rank}
-    return Outcome({"model.lora.rank": rank, **alpha})
+    return KeyOutcome({"model.lora.rank": rank, **alpha})
 
 
-def thinking(foreign: ForeignKey) -> Outcome:
+def thinking(foreign: ForeignKey) -> KeyOutcome:
     """Pass a variable to the chat template."""
-    return Outcome({"data.template_kwargs": {"enable_thinking": foreign.value}})
+    return KeyOutcome({"data.template_kwargs": {"enable_thinking": foreign.value}})
 
 
 _OWN: dict[str, Rule] = {
@@ -228,7 +228,7 @@ _OWN: dict[str, Rule] = {
         router,
         config_fields,
         machine_ranks,
-        evaluation_sampling,
+        evaluation_sampling_rule,
         rank_and_alpha,
         thinking,
     )

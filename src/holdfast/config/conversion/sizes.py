@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.config.conversion.facts import Facts, ForeignKey, NotConverted, Outcome, Rule, count, number
+from holdfast.config.conversion.facts import Facts, ForeignKey, KeyOutcome, NotConverted, Rule, count, number
 from holdfast.config.other_systems.table import spelled
 
 PROMPT_ROOM = 1024
@@ -33,7 +33,7 @@ def _micro_batch(rows: int, facts: Facts) -> dict[str, Any]:
     return {} if length is None else {"data.tokens_per_micro_batch": rows * sequences * length}
 
 
-def batch(foreign: ForeignKey) -> Outcome:
+def batch(foreign: ForeignKey) -> KeyOutcome:
     """Multiply rows of one device by accumulation and ranks; of completions, divide by those of a prompt."""
     rows, passes = _per_device(foreign.facts)
     update = rows * passes * foreign.facts.ranks
@@ -42,7 +42,7 @@ def batch(foreign: ForeignKey) -> Outcome:
     if foreign.facts.verb != "grpo":
         packed = any(spelled(foreign.facts.get(key)) == "true" for key in ("packing", "sample_packing"))
         remark = f"{product}; a row is a full pack there, so multiply by the rows of a pack" if packed else product
-        return Outcome({"data.batch_size": update, **_micro_batch(rows, foreign.facts)}, remark)
+        return KeyOutcome({"data.batch_size": update, **_micro_batch(rows, foreign.facts)}, remark)
     group = count(foreign.facts.get("num_generations"), 8)
     generated = count(
         foreign.facts.get("generation_batch_size"), rows * foreign.facts.ranks * _steps_per_generation(foreign.facts)
@@ -57,7 +57,7 @@ def batch(foreign: ForeignKey) -> Outcome:
         "updates.mini_batches": int(mini_batches),
         **_micro_batch(rows, foreign.facts),
     }
-    return Outcome(settings, f"{product} completions an update; {generated} a rollout / {group} of a prompt")
+    return KeyOutcome(settings, f"{product} completions an update; {generated} a rollout / {group} of a prompt")
 
 
 def _steps_per_generation(facts: Facts) -> int:
@@ -73,35 +73,35 @@ def updates_per_rollout(facts: Facts) -> int:
     return max(1, generated // (rows * passes * facts.ranks)) * count(facts.get("num_iterations"), 1)
 
 
-def rounds(foreign: ForeignKey) -> Outcome:
+def rounds(foreign: ForeignKey) -> KeyOutcome:
     """Turn updates into rollouts, where a rollout is several updates."""
     steps = number(foreign.value)
     if steps < 1:
         raise NotConverted(f"{foreign.value} is a share of all steps there; write the number of steps")
     updates = updates_per_rollout(foreign.facts)
     remark = f"{foreign.value} updates / {updates} a rollout" if updates > 1 else ""
-    return Outcome({foreign.target: max(1, round(steps / updates))}, remark)
+    return KeyOutcome({foreign.target: max(1, round(steps / updates))}, remark)
 
 
-def mini_batches(foreign: ForeignKey) -> Outcome:
+def mini_batches(foreign: ForeignKey) -> KeyOutcome:
     """Divide the prompts of a rollout by those of an update."""
     prompts, update = count(foreign.facts.get("data.rollout_batch_size", "data.train_batch_size")), count(foreign.value)
     if prompts % update:
         raise NotConverted(f"{prompts} prompts of a rollout are no multiple of {update}")
-    return Outcome({foreign.target: prompts // update}, f"{prompts} / {update}")
+    return KeyOutcome({foreign.target: prompts // update}, f"{prompts} / {update}")
 
 
 def _prompt_and_response(facts: Facts) -> tuple[int, int]:
     return count(facts.get("data.max_prompt_length"), 512), count(facts.get("data.max_response_length"), 512)
 
 
-def prompt_and_response(foreign: ForeignKey) -> Outcome:
+def prompt_and_response(foreign: ForeignKey) -> KeyOutcome:
     """Add both bounds."""
     prompt, response = _prompt_and_response(foreign.facts)
     settings = {"rollout.max_new_tokens": response, "data.max_length": prompt + response}
     if foreign.facts.get(*_MICRO_BATCHES) is None:
         settings["data.tokens_per_micro_batch"] = max(4096, prompt + response)
-    return Outcome(settings, f"{prompt} + {response}")
+    return KeyOutcome(settings, f"{prompt} + {response}")
 
 
 _MICRO_BATCHES = (
@@ -111,39 +111,39 @@ _MICRO_BATCHES = (
 )
 
 
-def micro_batch_tokens(foreign: ForeignKey) -> Outcome:
+def micro_batch_tokens(foreign: ForeignKey) -> KeyOutcome:
     """Turn sequences into tokens: so many of the longest ones."""
     if foreign.facts.get("actor_rollout_ref.actor.use_dynamic_bsz") is True:
-        return Outcome({}, "not read there, since use_dynamic_bsz is true")
+        return KeyOutcome({}, "not read there, since use_dynamic_bsz is true")
     longest = sum(_prompt_and_response(foreign.facts))
-    return Outcome(
+    return KeyOutcome(
         {"data.tokens_per_micro_batch": count(foreign.value) * longest}, f"{foreign.value} x {longest} tokens"
     )
 
 
-def row_length(foreign: ForeignKey) -> Outcome:
+def row_length(foreign: ForeignKey) -> KeyOutcome:
     """Take the longest sequence; there must be a bound here."""
     if foreign.value is None:
         raise NotConverted("no limit there; write the longest sequence")
-    return Outcome({"data.max_length": count(foreign.value)})
+    return KeyOutcome({"data.max_length": count(foreign.value)})
 
 
-def completion_length(foreign: ForeignKey) -> Outcome:
+def completion_length(foreign: ForeignKey) -> KeyOutcome:
     """Leave room for a prompt beside the longest completion."""
     room = (
         ""
         if foreign.facts.get("vllm_max_model_length")
         else f"{foreign.value} + {PROMPT_ROOM} tokens for a prompt, a choice of ours"
     )
-    return Outcome({"rollout.max_new_tokens": count(foreign.value), "data.max_length": _length(foreign.facts)}, room)
+    return KeyOutcome({"rollout.max_new_tokens": count(foreign.value), "data.max_length": _length(foreign.facts)}, room)
 
 
-def rounds_of_sampling(foreign: ForeignKey) -> Outcome:
+def rounds_of_sampling(foreign: ForeignKey) -> KeyOutcome:
     """Bound the rollouts of one step; at least two."""
     rollouts = number(foreign.value)
     if rollouts < 1:
         raise NotConverted("no limit there; write the largest number of rollouts in a step")
-    return Outcome({foreign.target: max(2, count(rollouts))})
+    return KeyOutcome({foreign.target: max(2, count(rollouts))})
 
 
 SIZE_RULES: dict[str, Rule] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from holdfast.config.conversion.convert import Conversion, Line
+from holdfast.config.conversion.convert import Converted, Line
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import to_yaml
 from holdfast.escaping import escaped
@@ -18,7 +18,7 @@ _RANKS_IN_FILE = {"easyr1", "verl"}
 """Systems whose files say how many ranks there are, and whose batches count the rows of all of them."""
 
 
-def written(conversion: Conversion, file: str) -> str:
+def run_yaml(conversion: Converted, file: str) -> str:
     """Return our YAML for a file of another system."""
     values = conversion.values()
     order = list(ROOTS[conversion.verb].model_fields)
@@ -28,7 +28,7 @@ def written(conversion: Conversion, file: str) -> str:
     return f"{_heading(conversion, file)}\n{body}\n" + (f"\n{rest}\n" if rest else "")
 
 
-def summary(conversion: Conversion) -> str:
+def conversion_summary(conversion: Converted) -> str:
     """Return how many keys of the file are the same, differ, have no counterpart, or are not in the table."""
     own = [line for line in conversion.lines if line.number]
     counts = [sum(line.status == status for line in own) for status in ("same", "differs", "none", "unknown")]
@@ -39,17 +39,17 @@ def summary(conversion: Conversion) -> str:
     )
 
 
-def _heading(conversion: Conversion, file: str) -> str:
+def _heading(conversion: Converted, file: str) -> str:
     count = conversion.ranks
     ranks = "" if conversion.table.name in _RANKS_IN_FILE else f" and {count} rank{'s' if count > 1 else ''}"
     text = (
         f"{PurePath(file).name} of {conversion.table.title}, converted for `holdfast {conversion.verb}`{ranks} by the "
-        f"table of {conversion.table.version}. {summary(conversion)}"
+        f"table of {conversion.table.version}. {conversion_summary(conversion)}"
     )
     return "\n".join(_comment(text, ""))
 
 
-def _section(values: Mapping[str, Any], prefix: str, conversion: Conversion, explained: set[str]) -> Iterator[str]:
+def _section(values: Mapping[str, Any], prefix: str, conversion: Converted, explained: set[str]) -> Iterator[str]:
     """Yield the lines of a section.
 
     Args:
@@ -80,11 +80,11 @@ def _leaf(indent: str, key: str, value: Any, names: Sequence[str]) -> str:
     return f"{first}{origin}{newline}{rest}"
 
 
-def _has_keys_below(dotted: str, conversion: Conversion) -> bool:
+def _has_keys_below(dotted: str, conversion: Converted) -> bool:
     return any(key.startswith(f"{dotted}.") for key in conversion.settings)
 
 
-def _origin(line: Line, conversion: Conversion) -> str:
+def _origin(line: Line, conversion: Converted) -> str:
     return line.key if line.number else f"{conversion.table.title}'s default of {line.key}"
 
 
@@ -94,12 +94,12 @@ def _words(line: Line) -> str:
     return ". ".join(text for text in (note, line.remark) if text)
 
 
-def _about(line: Line, conversion: Conversion) -> str:
+def _about(line: Line, conversion: Converted) -> str:
     value = f": {_short(line.value)}" if line.number else ""
     return f"{_origin(line, conversion)}{value}. {_words(line)}"
 
 
-def _rest(conversion: Conversion) -> Iterator[str]:
+def _rest(conversion: Converted) -> Iterator[str]:
     """Yield, as comments, the keys that nothing was written for."""
     silent = [line for line in conversion.lines if not line.settings]
     groups: dict[str, Sequence[Line]] = {
@@ -115,7 +115,7 @@ def _rest(conversion: Conversion) -> Iterator[str]:
             yield from _comment(_remaining(line, conversion), "", "#   ")
 
 
-def _remaining(line: Line, conversion: Conversion) -> str:
+def _remaining(line: Line, conversion: Converted) -> str:
     place = f"line {line.number}, {escaped(line.key)}" if line.number else _origin(line, conversion)
     targets = f" -> {' and '.join(line.targets)}" if line.by_hand else ""
     silent = line.status in {"same", "differs"} and not line.by_hand

@@ -80,10 +80,10 @@ class Table:
 
 
 @cache
-def load_table(name: str) -> Table:
+def load_key_table(name: str) -> Table:
     """Read the table of a system."""
     raw = _read(name)
-    below = load_table(raw["extends"]) if "extends" in raw else None
+    below = load_key_table(raw["extends"]) if "extends" in raw else None
     own = {key: tuple(_entries(key, entry)) for key, entry in raw["keys"].items()}
     verbs = raw.get("verbs", {})
     return Table(
@@ -157,11 +157,11 @@ def hint(key: str) -> Hint | None:
     """
     names = [name for name in HINTED if f"{key}:" in _text(name)]
     for name in names:
-        table = load_table(name)
+        table = load_key_table(name)
         if key in table.own:
             return Hint(f"{table.title}'{'' if table.title.endswith('s') else 's'}", table.entries[key][0])
     for name in names:
-        table = load_table(name)
+        table = load_key_table(name)
         matches = [entries[0] for dotted, entries in table.entries.items() if dotted.endswith(f".{key}")]
         if len({(entry.status, entry.targets, entry.note) for entry in matches}) == 1:
             return Hint(f"{table.title}'s", matches[0])

@@ -78,7 +78,7 @@ class Followed:
         return data[: data.rfind(b"\n") + 1]
 
 
-class Cursor:
+class FollowedTo:
     """How far a tracker has come, in a file: what was sent so long ago that it stands where a kill cannot take it.
 
     What came later is sent again by the next process. That is harmless: the last value of a step counts.

@@ -29,7 +29,7 @@ from holdfast.metrics.sink import METRICS
 from holdfast.metrics.trackers import backends, libraries
 from holdfast.metrics.trackers.backends import REWIND, Backend
 from holdfast.metrics.trackers.content import MOST_ROWS, completion_row, describe
-from holdfast.metrics.trackers.following import Cursor, Followed
+from holdfast.metrics.trackers.following import Followed, FollowedTo
 
 _LOOK_SECONDS = 0.5
 _LAST_SECONDS = 5
@@ -47,7 +47,7 @@ _KINDS: Mapping[str, Callable[..., Backend]] = {
 }
 
 
-class Run:
+class TrackedRun:
     """The end of the run, as standard input tells it."""
 
     def __init__(self) -> None:
@@ -72,9 +72,9 @@ class Pump:
     """Moves what is new from the run's files into the tracker."""
 
     def __init__(self, directory: Path, backend: Backend, cursor: Path, tracked: set[str]) -> None:
-        offsets = Cursor.read(cursor)
+        offsets = FollowedTo.read(cursor)
         self._backend, self._tracked = backend, tracked
-        self._cursor = Cursor(cursor, backend.settle_seconds)
+        self._cursor = FollowedTo(cursor, backend.settle_seconds)
         self._metrics = Followed(directory / METRICS, offsets.get(METRICS, 0))
         self._samples = Followed(directory / _SAMPLES, offsets.get(_SAMPLES, 0))
         self._waiting: list[tuple[int, dict[str, Any]]] = []
@@ -123,7 +123,7 @@ class Pump:
 
 def is_complete(directory: Path, cursor: Path) -> bool:
     """Return whether a tracker lacks nothing: some libraries begin a new folder whenever they are opened."""
-    offsets = Cursor.read(cursor)
+    offsets = FollowedTo.read(cursor)
     files = [Followed(directory / name, offsets.get(name, 0)) for name in (METRICS, _SAMPLES)]
     return bool(offsets) and not any(file.take() for file in files)
 
@@ -146,7 +146,7 @@ def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[
     return _KINDS[tracker.kind](run), tracked
 
 
-def follow(directory: Path, label: str, base: Path, run: Run, beat: Callable[[], None]) -> None:
+def follow(directory: Path, label: str, base: Path, run: TrackedRun, beat: Callable[[], None]) -> None:
     """Mirror a run until it ends."""
     place = directory / "trackers"
     place.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     """Follow a run, or catch up with one that ended."""
     of_run = "--of-run" in arguments
     directory, label, *rest = [argument for argument in arguments if argument != "--of-run"]
-    run = Run()
+    run = TrackedRun()
     if of_run:
         pipe = os.dup(sys.stdout.fileno())
         os.set_blocking(pipe, False)

@@ -17,7 +17,7 @@ from holdfast.checkpoint.format.snapshot import set_random_state
 from holdfast.checkpoint.format.verification import verified_bytes
 from holdfast.checkpoint.keep.choose import Choice, newest_verified
 from holdfast.checkpoint.load.matching import Declared
-from holdfast.checkpoint.load.reader import LoadedState, load
+from holdfast.checkpoint.load.reader import LoadedState, load_state
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import leaves
@@ -99,7 +99,7 @@ def _restore(  # noqa: PLR0913 - what is continued, and from what
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
     run.trained.unfreeze(manifest.step)
     try:
-        loaded = load(
+        loaded = load_state(
             storage,
             name,
             run.trained.model,
@@ -159,7 +159,7 @@ def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
     """
     path, _, name = place.rstrip("/").rpartition("/")
-    loaded = load(
+    loaded = load_state(
         open_storage(path or "."),
         name,
         run.trained.model,

@@ -83,9 +83,7 @@ class ScoringServer:
             RunStopped: The endpoint does not answer, or what it answers cannot be used; the same on all ranks.
         """
         batches = [to_device(batch, self.device) for batch in mini_batch.micro_batches]
-        columns: list[torch.Tensor] = []
-        with self.ranks.together():
-            columns += self._columns(batches)
+        columns = self.ranks.on_all_ranks(lambda: self._columns(batches))
         return replace(
             mini_batch,
             micro_batches=tuple(
