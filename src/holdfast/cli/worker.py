@@ -39,17 +39,11 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
         with joined_world(config.launch) as world:
             first = world.is_first
             return _verbs(verb, config, base, world)
-    except UserError as error:
-        # Every rank raises the same one; the first speaks for all.
-        if first:
+    except (HoldfastError, NotRegular) as error:
+        # Every rank raises the same mistake of a user; the first speaks for all.
+        if first or not isinstance(error, UserError):
             print(error, file=sys.stderr, flush=True)
-        return error.exit_code
-    except HoldfastError as error:
-        print(error, file=sys.stderr, flush=True)
-        return error.exit_code
-    except NotRegular as error:
-        print(error, file=sys.stderr, flush=True)
-        return UserError.exit_code
+        return error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:

@@ -61,7 +61,7 @@ class LaunchDirectory:
         _remove_abandoned(parent, prefix, self.path)
         self.keep_logs = False
         self._logs = self.path / "logs"
-        if self._run_exists():
+        if (self._run_directory / "run.json").exists() or (self._run_directory / "logs").is_dir():
             self._logs = self._run_directory / "logs"
         self._logs.mkdir(exist_ok=True)
 
@@ -83,9 +83,6 @@ class LaunchDirectory:
     @property
     def _in_hiding(self) -> bool:
         return self._logs.parent == self.path
-
-    def _run_exists(self) -> bool:
-        return (self._run_directory / "run.json").exists() or (self._run_directory / "logs").is_dir()
 
     def settle(self) -> None:
         """Move the logs into the run directory as soon as rank 0 has made one; ranks keep writing to the same files."""
