@@ -27,12 +27,13 @@ from holdfast.launch.deaths import (
     how_it_ended,
     last_paragraph,
 )
-from holdfast.launch.directory import FailureReport, LaunchDirectory
+from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment
 from holdfast.launch.processes import Guard, catches, end
 from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
+from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
 
 _READ_OF_LOG = 1 << 16
@@ -187,7 +188,7 @@ def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
             sentence = f"it {how_it_ended(code)}"
             phase = directory.phase(rank.number)
             directory.report(
-                FailureReport(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
+                Failure(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
             )
     return dead or bool(reports)
 
@@ -210,7 +211,7 @@ class _Aftermath:
     """All deaths of an attempt, and what was said of them."""
 
     deaths: list[Death]
-    reports: list[FailureReport]
+    reports: list[Failure]
 
     @property
     def by_themselves(self) -> list[Death]:
@@ -272,7 +273,7 @@ def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
     return "" if rank_0_wrote and text.strip() and text.strip() in first.log else text
 
 
-def _death(rank: _Rank, directory: LaunchDirectory, report: FailureReport | None) -> Death:
+def _death(rank: _Rank, directory: LaunchDirectory, report: Failure | None) -> Death:
     with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL
         rank.process.wait(timeout=0.1)
     code = rank.poll()
