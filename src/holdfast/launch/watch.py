@@ -226,7 +226,12 @@ class _Aftermath:
         """
         if any(report.kind == "error" for report in self.reports):
             return []
-        return [death for death in self.deaths if _met_user_error(death)]
+        return [
+            death
+            for death in self.deaths
+            if (death.report is not None and death.report.kind == "user")
+            or (death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher)
+        ]
 
     @property
     def codes(self) -> set[int]:
@@ -241,12 +246,6 @@ class _Aftermath:
             return None
         ended = {EXIT_WITHOUT_RESULT: Verdict.WITHOUT_RESULT, EXIT_STOPPED: Verdict.STOPPED}
         return ended.get(max(self.codes), Verdict.DONE)
-
-
-def _met_user_error(death: Death) -> bool:
-    if death.report is not None and death.report.kind == "user":
-        return True
-    return death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher
 
 
 def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, wrote: bool) -> Ending:
