@@ -117,10 +117,13 @@ class RewardPool:
                 packed.append(pickle.dumps(sample))
             except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is pickled
                 unseen[place] = SampleOutcome(fault="error", message=f"cannot be sent the row: {error}")
-        asked = [place for place, each in enumerate(self._rewards) if only is None or each.label in only]
+        asked = self._places(only)
         answered = self._ask(asked, packed) if packed and asked else [[] for _ in asked]
         lines = [iter(line) for line in answered]
         return [[unseen[place] if place in unseen else next(line) for place in range(len(samples))] for line in lines]
+
+    def _places(self, only: Collection[str] | None) -> list[int]:
+        return [place for place, each in enumerate(self._rewards) if only is None or each.label in only]
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""

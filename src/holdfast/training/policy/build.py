@@ -52,7 +52,7 @@ from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet,
 from holdfast.training.run import PhaseClock, Setting, ShardedModel, Trained
 from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.training.step import train_step
-from holdfast.types import Finish, Group, MiniBatch, Prompt
+from holdfast.types import Finish, Group, Prompt
 
 _GROUPS = 2
 """Of each rank."""
@@ -122,12 +122,8 @@ def _walk(run: PolicyRun, walk: _Walk) -> None:
     with walk.through("updates"):
         if run.critic is not None:
             train_critic(run, run.critic, mini_batches[:1])
-        _update(run, mini_batches)
-
-
-def _update(run: PolicyRun, mini_batches: list[MiniBatch]) -> None:
-    for mini_batch in mini_batches:
-        train_step(run.trained, mini_batch, run.evaluation.objective, ends_step=False)
+        for mini_batch in mini_batches:
+            train_step(run.trained, mini_batch, run.evaluation.objective, ends_step=False)
 
 
 def _sampled(run: PolicyRun) -> list[Group]:
