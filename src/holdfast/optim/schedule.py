@@ -52,6 +52,10 @@ def learning_rate_factor(schedule: Schedule, step: int, total_steps: int | None)
         return math.sqrt(timescale / (timescale + step - warmup))
     if total_steps is None:
         return 1.0
+    return _after_warmup(schedule, step, warmup, total_steps)
+
+
+def _after_warmup(schedule: Schedule, step: int, warmup: int, total_steps: int) -> float:
     last = total_steps - 1
     match schedule:
         case LinearSchedule(final_ratio=final):

@@ -168,12 +168,7 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
     as_built = {parameter: state for parameter, state in optimizer.state.items() if _as_built(state)}
     optimizer.state.clear()
     optimizer.state.update({key: value for key, value in as_built.items() if names.get(id(key)) not in by_name})
-    on_device = {
-        id(parameter)
-        for group in optimizer.param_groups
-        if group.get("fused") or group.get("capturable")
-        for parameter in group["params"]
-    }
+    on_device = _counting_on_device(optimizer)
     for name, parameter in by_name.items():
         state: dict[str, Any] = {}
         for key, tensor in saved.tensors.get(name, {}).items():
@@ -247,6 +242,15 @@ def hyperparameter_changes(live: Sequence[GroupState], saved: Sequence[GroupStat
                 if key not in NOT_CHOSEN and old != value:
                     changes.setdefault(f"{key}: {decode(old)} in the checkpoint, {decode(value)} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
+
+
+def _counting_on_device(optimizer: Optimizer) -> set[int]:
+    return {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
 
 
 def _as_built(state: Mapping[str, Any]) -> bool:

@@ -145,18 +145,9 @@ def plan_shards(
     Raises:
         PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
     """
-    scalars = [parameter.name for parameter in parameters if not parameter.shape and parameter.trainable]
-    if scalars:
-        raise PlanError(
-            f"{', '.join(scalars)}: a trained parameter without dimensions cannot be sharded. Freeze it "
-            "(model.freeze), or give it shape [1] in the model."
-        )
+    _refuse_scalars(parameters)
     groups = _groups(modules, blocks, towers, config)
-    if head in groups:
-        raise PlanError(
-            f"parallel.units makes a unit of {head}, and the loss reads {head}.weight outside of it, where FSDP2 has "
-            "only a shard. Leave it to the root: choose patterns that do not match it, such as 'layers\\.\\d+$'."
-        )
+    _refuse_head(head, groups)
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     numbers = [parameter for parameter in parameters if not parameter.stands_for]
@@ -285,6 +276,23 @@ def _owner(name: str, groups: Mapping[str, tuple[str, ...]]) -> str:
             if name.startswith(path + ".") and path.count(".") > depth:
                 best, depth = unit, path.count(".")
     return best
+
+
+def _refuse_scalars(parameters: Sequence[ParameterInfo]) -> None:
+    scalars = [parameter.name for parameter in parameters if not parameter.shape and parameter.trainable]
+    if scalars:
+        raise PlanError(
+            f"{', '.join(scalars)}: a trained parameter without dimensions cannot be sharded. Freeze it "
+            "(model.freeze), or give it shape [1] in the model."
+        )
+
+
+def _refuse_head(head: str | None, groups: Mapping[str, tuple[str, ...]]) -> None:
+    if head in groups:
+        raise PlanError(
+            f"parallel.units makes a unit of {head}, and the loss reads {head}.weight outside of it, where FSDP2 has "
+            "only a shard. Leave it to the root: choose patterns that do not match it, such as 'layers\\.\\d+$'."
+        )
 
 
 def _refuse_split_ties(parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]]) -> None:

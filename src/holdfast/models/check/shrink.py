@@ -145,6 +145,11 @@ def _keep_layers(text: dict[str, Any], selected: list[int]) -> None:
             text[name] = [selected.index(number) for number in value if number in selected]
         elif isinstance(value, list) and len(value) == whole:
             text[name] = [value[number] for number in selected]
+    _keep_exceptions(text, selected, whole)
+
+
+def _keep_exceptions(text: dict[str, Any], selected: list[int], whole: int) -> None:
+    """Keep what is said of single layers by their numbers, and how many share keys and values."""
     if text.get("per_layer_config"):
         own = {int(number): values for number, values in text["per_layer_config"].items()}
         text["per_layer_config"] = {str(selected.index(number)): own[number] for number in own if number in selected}
