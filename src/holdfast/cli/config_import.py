@@ -118,7 +118,7 @@ def _section(values: Mapping[str, Any], prefix: str, conversion: Converted, expl
         explained |= {line.key for line in lines}
         for line in news:
             yield from _comment(_about(line, conversion), indent)
-        if isinstance(value, dict) and any(key.startswith(f"{dotted}.") for key in conversion.settings):
+        if isinstance(value, dict) and _has_keys_below(dotted, conversion):
             yield f"{indent}{key}:"
             yield from _section(value, dotted, conversion, explained)
         else:
@@ -130,6 +130,10 @@ def _leaf(indent: str, key: str, value: Any, names: Sequence[str]) -> str:
     first, newline, rest = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent).partition("\n")
     origin = f"  # {', '.join(names)}" if names else ""
     return f"{first}{origin}{newline}{rest}"
+
+
+def _has_keys_below(dotted: str, conversion: Converted) -> bool:
+    return any(key.startswith(f"{dotted}.") for key in conversion.settings)
 
 
 def _origin(line: Line, conversion: Converted) -> str:

@@ -122,8 +122,10 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     if kinds:
         own = " or ".join(kinds_of(section))
         return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}"
-    siblings = list(section.model_fields)
-    everywhere = sorted(set(all_keys(root)))
+    return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
+
+
+def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
     above, dot, last = name.rpartition(".")
     if dot and name in everywhere:
         return f"dots are for the command line; in a file write {last} inside {above}"

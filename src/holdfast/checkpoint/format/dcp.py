@@ -230,6 +230,10 @@ def _check_form(metadata: Any) -> None:
             raise TypeError(f"the shape of {name} is damaged")
         if any(not len(entry.size) == len(chunk.offsets) == len(chunk.sizes) for chunk in entry.chunks):
             raise ValueError(f"a chunk of {name} has another number of dimensions")
+    _check_places(metadata)
+
+
+def _check_places(metadata: Metadata) -> None:
     for index, info in (metadata.storage_data or {}).items():
         if (type(index.fqn), type(info.offset), type(info.length)) != (str, int, int):
             raise TypeError(f"the place of {index.fqn} is damaged")

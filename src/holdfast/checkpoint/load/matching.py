@@ -109,11 +109,7 @@ def plan_model(
     for key in sorted({*stored, *live}):
         name = key.removeprefix(MODEL)
         if key not in stored:
-            parameter = parameters.get(name)
-            if partial and parameter is not None and not parameter.requires_grad:
-                plan.unsaved += 1
-            else:
-                allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+            _plan_missing(plan, name, parameters.get(name), partial, declared)
         elif key not in live:
             allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
         elif tuple(live[key].shape) != stored[key].shape:
@@ -125,6 +121,14 @@ def plan_model(
                 patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
                 words = "frozen then and is trained now" if trained else "trained then and is frozen now"
                 allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+
+
+def _plan_missing(plan: LoadPlan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
+    """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
+    if partial and parameter is not None and not parameter.requires_grad:
+        plan.unsaved += 1
+    else:
+        allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
 def _plan_tensor(plan: LoadPlan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:

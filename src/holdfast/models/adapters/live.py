@@ -133,14 +133,18 @@ def whole_modules(model: nn.Module) -> dict[str, list[str]] | None:
         of a layer whose matrix is frozen, a module with a stored buffer, which is no weight of ours to export, or one
         that is tied to another, which peft would part.
     """
-    adapters = {name for adapter in adapters_of(model).values() for name in adapter.names}
-    trained = {name for name, value in named_parameters(model).items() if value.requires_grad} - adapters
+    trained = _trained_whole(model)
     modules = _outermost({name.rpartition(".")[0] for name in trained})
     parameters_of = {path: _below(path, named_parameters(model)) for path in modules}
     covered = {name for names in parameters_of.values() for name in names}
     tied = [name for first, others in tied_names(model).items() for name in (first, *others)]
     apart = any(_below(path, (*tied, *_stored_buffers(model))) for path in modules)
     return None if covered != trained or apart else parameters_of
+
+
+def _trained_whole(model: nn.Module) -> set[str]:
+    adapters = {name for adapter in adapters_of(model).values() for name in adapter.names}
+    return {name for name, value in named_parameters(model).items() if value.requires_grad} - adapters
 
 
 def _outermost(paths: set[str]) -> list[str]:
