@@ -268,11 +268,8 @@ def mark_once(directory: Path | None, ranks: RankGroup) -> None:
     """Have `files_mark` answer at once on every rank; all ranks call this together."""
     if directory is None:
         return
-    first = ranks.rank == 0
-    with ranks.together():
-        mark = files_mark(directory) if first else ""
-    mark = ranks.agree(mark)
-    if not first:
+    mark = ranks.on_first_rank(lambda: files_mark(directory))
+    if ranks.rank:
         tell_mark(directory, mark)
 
 

@@ -45,9 +45,7 @@ class Journal:
         """The last step, if it has no line."""
         self._trackers: Trackers | None = None
         first = run.setting.world.is_first
-        with run.setting.ranks.together():
-            if first:
-                self._open()
+        run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
         self._samples: JsonlSink | None = None
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"

@@ -114,9 +114,7 @@ def write_model(
     Raises:
         ExportFailed: As `export`.
     """
-    with ranks.together():
-        if ranks.rank == 0:
-            check_target(directory)
+    ranks.on_first_rank(lambda: check_target(directory))
     conversions, headers = _planned(held_headers, origin)
     tensors = converted_tensors(holdings, conversions, form.dtype, keep=ranks.rank == 0)
     with ranks.together():

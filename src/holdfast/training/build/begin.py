@@ -71,9 +71,7 @@ def begin(setting: Setting, live: Live) -> Started:
         UserError: A check failed; the same on all ranks, and nothing has been written.
     """
     config, ranks = setting.config, setting.ranks
-    with ranks.together():
-        if setting.world.is_first:
-            check_writable(setting.directory)
+    ranks.on_first_rank(lambda: check_writable(setting.directory))
     ranks.on_all_ranks(lambda: check_trackers(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))

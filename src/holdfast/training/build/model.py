@@ -64,8 +64,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     policy = _policy_model(config, origin, router_loss)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     apply_plan(policy, plan, mesh)
-    with ranks.together():
-        materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    ranks.on_all_ranks(
+        lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    )
     side = images if isinstance(images, ImageSide) else None
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     checked = check_model(sharded, side)

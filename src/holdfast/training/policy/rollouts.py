@@ -268,8 +268,8 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
     with policy.setting.phase("reward"):
         now = progress_of(policy)
         samples = [_sample_of(group.prompt, trajectory, now) for group in groups for trajectory in group.trajectories]
-        with policy.setting.ranks.together():  # what ends the reward processes of one rank ends the run on all
-            scored = policy.score(samples)
+        # What ends the reward processes of one rank ends the run on all.
+        scored = policy.setting.ranks.on_all_ranks(lambda: policy.score(samples))
     following = iter(scored)
     rewarded = []
     for group in groups:

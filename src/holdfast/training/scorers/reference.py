@@ -101,8 +101,7 @@ def build_reference(
     reference = build_policy(twin, origin, trained=False)
     reference.model.padded = policy.model.padded
     reference.model.eval()
-    with ranks.together():
-        check_place(reference, "reference policy")
+    ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
     _check_numbers(reference.model, policy, ranks)
     return reference.model
 
