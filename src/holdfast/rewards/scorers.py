@@ -1,86 +1,23 @@
-"""From the sections of the configuration, as plain dicts, to what a worker calls; a user's file is imported here.
-
-The smallest reward, a model behind an OpenAI-compatible endpoint, stands here whole.
-"""
+"""From the sections of the configuration, as plain dicts, to what a worker calls; a user's file is imported here."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib.util
 import inspect
-import re
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from holdfast import patience
-from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
-from holdfast.rewards.base import CannotStart, Sample, describe_error
-from holdfast.rewards.functions.rules import FIELD, cell, rule, template_columns
+from holdfast.rewards.base import CannotStart, describe_error
+from holdfast.rewards.functions.rules import rule, template_columns
 from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
-
-_THREADS = 64
-_MOST_ANSWER_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class Judge:
-    """Asks for a number. Threads wait for the answers, so that those of a batch arrive side by side."""
-
-    section: Mapping[str, Any]
-    endpoint: Endpoint
-
-    @classmethod
-    def of(cls, section: Mapping[str, Any], name: str) -> Judge:
-        """Return the judge of a section.
-
-        Raises:
-            ConfigError: The variable of the key is not set.
-        """
-        key = api_key(section["api_key_variable"], f"reward {name}")
-        limits = section["timeout_seconds"], section["attempts"], _MOST_ANSWER_BYTES
-        return cls(section, Endpoint(section["url"], key, *limits))
-
-    async def __call__(self, sample: Sample) -> float:
-        """Score one sample."""
-        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, self._question(sample))
-        numbers = list(re.finditer(self.section["regex"], answer))
-        if not numbers:
-            raise EndpointRefuses(f"the judge's answer holds no number: {answer[:120]!r}")
-        return float(numbers[-1][min(1, numbers[-1].re.groups)]) / float(self.section["scale"])
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_THREADS)
-
-    def _question(self, sample: Sample) -> str:
-        own = {"prompt": sample.prompt, "completion": sample.completion}
-        prompt: str = self.section["prompt"]
-        return FIELD.sub(lambda match: own[match[1]] if match[1] in own else str(cell(sample, match[1])), prompt)
-
-    def _ask(self, question: str) -> str:
-        content = {
-            "model": self.section["model"],
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-            "max_tokens": self.section["max_tokens"],
-        }
-        try:
-            answer = self.endpoint.ask("POST", "/chat/completions", content)
-        except (EndpointRefuses, EndpointUnwell) as error:
-            raise type(error)(f"{self.endpoint.url} {error}") from error
-        try:
-            return str(answer["choices"][0]["message"]["content"])
-        except (LookupError, TypeError) as error:
-            raise EndpointRefuses(f"{self.endpoint.url} answers what is no chat completion: {cut(answer)}") from error
 
 
 @dataclass(frozen=True)
@@ -112,7 +49,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
 
             bound = Each(MathReward.checked(section["column"], name))
         case "judge":
-            from holdfast.rewards.scorers import Judge
+            from holdfast.rewards.functions.judge import Judge
 
             judge = Judge.of(section, name)
             bound, own_seconds = Concurrent(judge), judge.endpoint.longest_seconds
