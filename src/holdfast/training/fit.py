@@ -74,6 +74,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
     finally:
         if dry and run.setting.world.is_first:
             directory.remove(run.setting.directory)
+    run.setting.ranks.close()
     command = None if dry else checkpoints.export_command
     return Outcome(
         run.trained.state.step, journal.latest, stopped, str(run.setting.directory), None if dry else place, command

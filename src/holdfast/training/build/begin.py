@@ -124,8 +124,7 @@ def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, An
     seed_rank(config.seed, setting.world.rank, deterministic=config.determinism)
     trained = trained_of(sharded, total)
     evaluation.sharded = trained
-    marks = ranks.on_all_ranks(lambda: image_marks(setting, stream, origin) if ranks.rank == 0 else {})
-    marks = ranks.agree(marks)  # images are read by rank 0 alone, for all
+    marks = ranks.on_first_rank(lambda: image_marks(setting, stream, origin))  # it reads images for all
     return Run(
         trained=trained,
         evaluation=evaluation,
