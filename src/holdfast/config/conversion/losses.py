@@ -11,6 +11,7 @@ _PAIR_LOSSES = {
     "sigmoid_norm": {"kind": "dpo", "lengths": "mean"},
     "robust": {"kind": "robust"},
     "ipo": {"kind": "ipo", "lengths": "mean"},
+    "hinge": {"kind": "hinge"},
     "apo_zero": {"kind": "apo_zero"},
     "apo_down": {"kind": "apo_down"},
 }
