@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
-from holdfast.config.sections.algorithm import UserObjectiveConfig
+from holdfast.config.base import Section
+from holdfast.config.sections.algorithm import NLLConfig, UserObjectiveConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.sections.preference import UserLossConfig
@@ -125,7 +126,7 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     """Return what the loss is made of."""
     loss: dict[str, str] = {"data.average": config.data.average}
     if isinstance(config, SFTConfig | GRPOConfig):
-        loss["objective"] = config.objective.model_dump_json()
+        loss["objective"] = _objective(config.objective)
     if isinstance(config, SFTConfig) and config.neftune_alpha is not None:
         loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
@@ -147,6 +148,11 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
             loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     return loss
+
+
+def _objective(section: Section) -> str:
+    """Return a loss's section; checkpoints from before there was label smoothing go on where there is none."""
+    return section.model_dump_json(exclude={"label_smoothing"} if section == NLLConfig() else None)
 
 
 def _on_timeout(config: GRPOConfig) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _POLICY_LOSSES = {
 _ADVANTAGES = {
     "grpo": "grpo",
     "rloo": "rloo",
+    "opo": "opo",
     "remax": "remax",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",

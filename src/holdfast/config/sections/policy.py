@@ -89,13 +89,37 @@ class SAPOConfig(Section):
     """Temperature elsewhere."""
 
 
+class DPPOConfig(Section):
+    """The ratio as a weight without a gradient, for tokens whose probability moved little (DPPO, arXiv:2602.04879).
+
+    A bound on the ratio holds rare tokens back and lets frequent ones go far; this one is on what of the distribution
+    moved, seen as two outcomes: the token, or another.
+    """
+
+    kind: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """`tv`: by how much the token's probability changed; `kl`: the KL divergence of the two outcomes, for which the
+    paper's bound is 0.05."""
+    low: Positive = 0.15
+    """A token whose advantage is negative has no gradient where its probability fell by more."""
+    high: Positive = 0.15
+    """A token whose advantage is positive has no gradient where its probability rose by more."""
+    cap: Positive = 20.0
+    """Largest weight."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a weight that would change the first update."""
+        if self.cap < 1:
+            yield "cap", f"{self.cap:g} would weigh down the policy that sampled; use 1 or more"
+
+
 class ReinforceConfig(Section):
     """Advantage times log-probability, without a ratio (Williams, 1992): right for one update per rollout."""
 
     kind: Literal["reinforce"] = "reinforce"
 
 
-BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | ReinforceConfig
+BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | DPPOConfig | ReinforceConfig
 PolicyObjective = Annotated[BuiltInObjective | UserObjectiveConfig, ByKind("clip")]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "straight_through"]
@@ -283,6 +307,26 @@ class RLOOAdvantageConfig(_Advantage):
     kind: Literal["rloo"] = "rloo"
 
 
+class OPOAdvantageConfig(_Advantage):
+    """Reward - mean of the group's rewards weighted by length (OPO, arXiv:2505.23585).
+
+    The baseline of least variance where the gradients of all tokens are alike in size and orthogonal. Made for one
+    update per rollout, as in `objective: reinforce`.
+    """
+
+    kind: Literal["opo"] = "opo"
+
+
+class MaxRLAdvantageConfig(_Advantage):
+    """(reward - group mean) / group mean, for rewards of 0 and 1 (MaxRL, arXiv:2602.02710).
+
+    The gradient of the log-likelihood of success, up to the order of the group's size. A group whose mean is not above
+    0 teaches nothing.
+    """
+
+    kind: Literal["maxrl"] = "maxrl"
+
+
 class ReMaxAdvantageConfig(_Advantage):
     """Reward - reward of the greedy completion (ReMax, arXiv:2310.10505)."""
 
@@ -342,6 +386,8 @@ AdvantageConfig = Annotated[
     GRPOAdvantageConfig
     | DrGRPOAdvantageConfig
     | RLOOAdvantageConfig
+    | OPOAdvantageConfig
+    | MaxRLAdvantageConfig
     | ReinforcePPAdvantageConfig
     | ReinforcePPBaselineAdvantageConfig
     | ReMaxAdvantageConfig

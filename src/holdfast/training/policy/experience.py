@@ -25,7 +25,7 @@ from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import entropy_threshold
 from holdfast.training.build.begin import layout_of
 from holdfast.training.policy.critic import with_rewards
-from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
+from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, rewards_of, trained_tokens
 from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
@@ -66,7 +66,7 @@ def batch_advantages(config: GRPOConfig, facts: Sequence[GroupFact]) -> NDArray[
     parts = {section.label: parts_of(facts, section.label) for section in config.reward}
     greedy = np.array([fact.greedy for fact in facts])
     weights = {section.label: section.weight for section in config.reward}
-    return advantages(config.advantage, rewards_of(facts), parts, weights, greedy)
+    return advantages(config.advantage, rewards_of(facts), parts, weights, greedy, lengths_of(facts))
 
 
 def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
