@@ -242,8 +242,9 @@ def _code_hashes(key: str, name: str, setting: RunFile) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
     source_file = next((place for place in (setting.base / file, Path(file)) if place.is_file()), None)
-    if source_file is None:  # a class of an installed package lies in none
-        return {}
+    if source_file is None:  # a module: the user's own if it lies beside the YAML, else that of an installed package
+        own = [] if file.endswith(".py") else [*_modules(setting.base, file)]
+        return {f"{key} {file}{IMPORTS}{module.relative_to(setting.base)}": hash_file(module) for module in own}
     return {f"{key} {file}": hash_file(source_file)} | helper_hashes(f"{key} {file}", source_file)
 
 
