@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.advantages.group import advantages, flat_groups, without_baseline
-from holdfast.config.sections.policy import (
+from holdfast.config.sections.advantage import (
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
     GRPOAdvantageConfig,

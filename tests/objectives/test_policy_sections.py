@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.policy import (
-    AdvantageConfig,
     CorrectionConfig,
     EntropyConfig,
     KLConfig,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.config.sections.policy import (
+from holdfast.config.sections.advantage import (
     AdvantageConfig,
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
@@ -27,6 +27,7 @@ from holdfast.config.sections.policy import (
     ReMaxAdvantageConfig,
     RLOOAdvantageConfig,
     ScaledAdvantageConfig,
+    UserAdvantageConfig,
 )
 
 RewardMatrix = NDArray[np.float64]
@@ -190,8 +191,8 @@ def _compared(
             return np.where(np.abs(difference) <= config.tolerance, 0.0, difference)
         case PassAtKAdvantageConfig():
             return pass_at_k(rewards, config.k, config.threshold)
-        case GAEAdvantageConfig():
-            raise ValueError("advantage: gae is made of a critic's values, token by token (advantages/gae.py)")
+        case GAEAdvantageConfig() | UserAdvantageConfig():
+            raise ValueError(f"advantage: {config.kind} is not made of rewards here (advantages/gae.py, user.py)")
 
 
 def _over_batch(

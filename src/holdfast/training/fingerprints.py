@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.config.base import Section
+from holdfast.config.sections.advantage import UserAdvantageConfig
 from holdfast.config.sections.algorithm import NLLConfig, UserObjectiveConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
@@ -256,6 +257,8 @@ def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
     if isinstance(config, DPOConfig):
         named += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
     if isinstance(config, GRPOConfig):
+        if isinstance(config.advantage, UserAdvantageConfig):
+            named.append(("advantage.path", config.advantage.path))
         named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if isinstance(config.optim, UserOptimizerConfig):
         named.append(("optim.path", config.optim.path))

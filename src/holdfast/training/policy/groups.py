@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import without_advantages
-from holdfast.config.sections.policy import AdvantageConfig
+from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rewards.base import Scored
