@@ -224,7 +224,8 @@ def _lengths_at(rewards: RewardMatrix, lengths: RewardMatrix | None) -> RewardMa
 
 def _mean(rewards: RewardMatrix) -> RewardMatrix:
     """Return the mean of each row's scored rewards, [P, 1]; 0 of none."""
-    return _sum(rewards) / np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True), 1)
+    mean: RewardMatrix = _sum(rewards) / np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True), 1)
+    return mean
 
 
 def _deviations(rewards: RewardMatrix) -> RewardMatrix:
