@@ -143,6 +143,8 @@ class TrainState:
     """Value of checkpoint.export_best's metric in exports/best."""
     controllers: dict[str, SavedNumber] = field(default_factory=dict)
     """Coefficients that follow a target, by name."""
+    watched: dict[str, SavedNumber] = field(default_factory=dict)
+    """Where the metrics stand that end a run or lower a rate, as training/watched.py has it."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)

@@ -250,6 +250,7 @@ _PAIR_LOSSES = {
     "sigmoid_norm": {"kind": "dpo", "lengths": "mean"},
     "robust": {"kind": "robust"},
     "ipo": {"kind": "ipo", "lengths": "mean"},
+    "hinge": {"kind": "hinge"},
     "apo_zero": {"kind": "apo_zero"},
     "apo_down": {"kind": "apo_down"},
 }
@@ -265,6 +266,7 @@ _POLICY_LOSSES = {
 _ADVANTAGES = {
     "grpo": "grpo",
     "rloo": "rloo",
+    "opo": "opo",
     "remax": "remax",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",

@@ -215,7 +215,14 @@ class PolicyModel(nn.Module):
                 return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
 
             loss, scores = separable_loss(
-                predicted, head, targets, terms, self.head_spec, temperature=temperature, entropy=entropy
+                predicted,
+                head,
+                targets,
+                terms,
+                self.head_spec,
+                temperature=temperature,
+                entropy=entropy,
+                label_smoothing=getattr(objective, "label_smoothing", 0.0),
             )
         else:
             live = score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)

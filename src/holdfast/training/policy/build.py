@@ -6,7 +6,7 @@ comparison of its forward pass and still fail where it is first sampled from, or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,10 @@ from time import perf_counter
 
 import torch
 
+from holdfast.advantages.group import RewardMatrix
+from holdfast.advantages.user import Groups, user_advantages
 from holdfast.checkpoint.place.memory import is_out_of_memory
+from holdfast.config.sections.advantage import UserAdvantageConfig
 from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.candidates import Tokenise
@@ -43,6 +46,7 @@ from holdfast.training.build.rows import (
 )
 from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.fingerprints import mark_reward_models
+from holdfast.training.observe import load_function
 from holdfast.training.policy.critic import add_critic, train_critic, with_values
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.groups import share_facts
@@ -241,7 +245,12 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
         several_sources=len(started.data.training) > 1,
     )
     reference = _reference(config, sharded, live)
-    run = PolicyRun(common=run_of(started, evaluation, stream), evaluation=evaluation, reference=reference)
+    run = PolicyRun(
+        common=run_of(started, evaluation, stream),
+        evaluation=evaluation,
+        reference=reference,
+        user_advantage=setting.ranks.on_all_ranks(lambda: _user_advantage(config, setting)),
+    )
     run.trained.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(run, config.critic, live)
@@ -284,6 +293,19 @@ def _objective(config: GRPOConfig, started: Started) -> Objective:
                 )
     setting = started.setting
     return started.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
+
+
+def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], RewardMatrix] | None:
+    """Return what makes the advantages, if it is the user's own.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    section = config.advantage
+    if not isinstance(section, UserAdvantageConfig):
+        return None
+    function = partial(load_function(section.path, setting.base, "advantage.path"), **section.kwargs)
+    return partial(user_advantages, function, name=section.path)
 
 
 def _sharded(config: GRPOConfig, started: Started) -> ShardedModel:
