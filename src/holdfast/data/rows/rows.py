@@ -17,13 +17,16 @@ import xxhash
 
 from holdfast.config.sections.data import SourceConfig
 from holdfast.data.rows.arrow_rows import (
+    ARROW_SUFFIXES,
     PARQUET_SUFFIXES,
     ArrowRows,
     HubStream,
     is_saved_dataset,
+    open_arrow,
     open_hub,
     open_parquet,
     open_saved,
+    scan_arrow,
     scan_parquet,
 )
 from holdfast.data.rows.files import (
@@ -226,15 +229,31 @@ def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
         rows = open_saved(paths[0], split)
     else:
         files = files_of_split(paths, split, path)
-        is_parquet = files[0].name.endswith(PARQUET_SUFFIXES)
         if source.streaming:
-            return origin.streamed(partial(scan_parquet if is_parquet else scan_json, files), _hash_of_heads(files))
-        rows = open_parquet(files) if is_parquet else JsonRows(files)
+            return origin.streamed(partial(_scan, files), _hash_of_heads(files))
+        rows = open_files(files)
     if isinstance(rows, HubStream):
         return origin.streamed(rows.scan, rows.content_hash)
     if source.streaming:
         return origin.streamed(partial(_from_number, rows), rows.content_hash)
     return origin.by_number(rows, rows.content_hash)
+
+
+def open_files(files: Sequence[Path]) -> ArrowRows | JsonRows:
+    """Open files of one kind, so that their rows have numbers.
+
+    Raises:
+        DataError: A row or a file cannot be read.
+    """
+    if files[0].name.endswith(PARQUET_SUFFIXES):
+        return open_parquet(files)
+    return open_arrow(files) if files[0].name.endswith(ARROW_SUFFIXES) else JsonRows(files)
+
+
+def _scan(files: Sequence[Path], start: int) -> Iterator[Row]:
+    if files[0].name.endswith(PARQUET_SUFFIXES):
+        return scan_parquet(files, start)
+    return scan_arrow(files, start) if files[0].name.endswith(ARROW_SUFFIXES) else scan_json(files, start)
 
 
 def from_rows(
