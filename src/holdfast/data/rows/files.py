@@ -56,6 +56,25 @@ def find_local(path: str, base: Path) -> list[Path]:
     return []
 
 
+def find_files(path: str, base: Path) -> list[Path]:
+    """Return what `find_local` does; nothing where the hub may have a data set of this name.
+
+    Raises:
+        DataError: Nothing is here, and no data set of the hub has such a name.
+    """
+    paths = find_local(path, base)
+    if not paths and not is_hub_name(path):
+        raise DataError(
+            f"data.path={path} is not there ({tried(path, base)}). A relative path starts here or beside the YAML."
+        )
+    return paths
+
+
+def tried(path: str, base: Path) -> str:
+    """Say where a path was looked for in vain."""
+    return "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
+
+
 def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[Path]:
     """Return the data files of one split, in the order of their names.
 

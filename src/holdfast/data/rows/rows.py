@@ -32,10 +32,9 @@ from holdfast.data.rows.arrow_rows import (
 from holdfast.data.rows.files import (
     default_name,
     files_of_split,
-    find_local,
-    is_hub_name,
-    local_places,
+    find_files,
     split_off,
+    tried,
 )
 from holdfast.data.rows.json_rows import JsonRows, scan_json
 from holdfast.data.tasks.synthetic import SyntheticSource, TaskRows
@@ -221,10 +220,10 @@ def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
         return origin.by_number(task, task.fingerprint)
     path, split = split_off(source.path, base)
     origin = Origin(source.name or default_name(path), source.path, source.columns, source.max_samples)
-    paths = find_local(path, base)
+    paths = find_files(path, base)
     rows: ArrowRows | JsonRows | HubStream
     if not paths:
-        rows = _from_hub(path, split, source, base)
+        rows = open_hub(path, split or "train", source, tried(path, base))
     elif is_saved_dataset(paths[0]):
         rows = open_saved(paths[0], split)
     else:
@@ -284,13 +283,6 @@ def from_rows(
             "Pass a list, or an object whose __iter__ starts anew."
         )
     return origin.streamed(partial(_from_iterable, rows), _hash_of([next(iter(rows), None)]))
-
-
-def _from_hub(path: str, split: str | None, source: SourceConfig, base: Path) -> ArrowRows | HubStream:
-    tried = "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
-    if not is_hub_name(path):
-        raise DataError(f"data.path={path} is not there ({tried}). A relative path starts here or beside the YAML.")
-    return open_hub(path, split or "train", source, tried)
 
 
 def _from_number(rows: NumberedRows, start: int) -> Iterator[Row]:

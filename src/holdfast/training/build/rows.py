@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,10 +14,10 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
-from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise
+from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise, broken_text_named
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.reading import DrawOrder, HeldOut, RowReader
+from holdfast.data.rows.reading import DrawOrder, EndOfStream, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows
 from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised
@@ -29,6 +31,8 @@ from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
+_LOOKED_AT = 8
+"""Rows of each source that are read before the weights are."""
 _IMAGES_STAY_WHOLE = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
 
 Accept = Callable[[Row], bool]
@@ -329,18 +333,45 @@ def first_sequences(
     source: Source, tokenise: Tokenise[S], count: int | None, ranks: Ranks, accept: Accept | None = None
 ) -> list[S]:
     """Return this rank's share of the first rows, one sequence of each that is taken."""
-    rows: Iterable[tuple[int, Row]]
-    if source.size is not None:
-        size = source.size if count is None else min(count, source.size)
-        rows = ((index, source.row(index)) for index in range(ranks.rank, size, ranks.size))
-    else:
-        rows = islice(enumerate(islice(source.scan(0), count)), ranks.rank, None, ranks.size)
+    reader = RowReader([source], in_order(source))
     sequences: list[S] = []
-    for index, row in rows:
+    for draw in islice(itertools.count(ranks.rank, ranks.size), None if count is None else -(-count // ranks.size)):
+        if draw >= min(size for size in (count, source.size, math.inf) if size is not None):
+            break
+        try:
+            _, name, row = reader.read(draw)
+        except EndOfStream:
+            break
         if accept is None or accept(row):
-            examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
-            sequences.extend(examples[-1:])
+            with broken_text_named(row, name):
+                sequences.extend(tokenise(row, draw, source.name, name).examples[-1:])
     return sequences
+
+
+def check_first_rows(
+    setting: Setting, data: OpenedData, tokenise: Tokenise[S], of_sets: Mapping[str, Tokenise[S]] | None = None
+) -> None:
+    """Make sequences of the first rows of every source and evaluation set; all ranks call this together.
+
+    It comes before any weight is read: what columns, templates and the tokenizer have against each other shows here.
+
+    Args:
+        setting: Of the run.
+        data: Its rows.
+        tokenise: Of training rows.
+        of_sets: Those of evaluation sets by name; default: as training rows.
+
+    Raises:
+        UserError: One of them cannot be read; the same on all ranks.
+    """
+    ranks = setting.ranks
+    accept = ranks.on_all_ranks(lambda: row_filter(setting))
+    with ranks.together():
+        for source in data.training:
+            first_sequences(source, tokenise, _LOOKED_AT, ranks, accept)
+        for name, source in data.evaluation.items():
+            of_set = tokenise if of_sets is None else of_sets[name]
+            first_sequences(source, of_set, _LOOKED_AT, ranks, filter_of(source, accept))
 
 
 def row_filter(setting: RunFile) -> Accept | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, DataError
+from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import why_not_replayed
 from holdfast.models.layers.routers import routers_of
 from holdfast.objectives.base import Objective
@@ -20,6 +22,7 @@ from holdfast.training.build.begin import Live, Started, begin, begin_evaluation
 from holdfast.training.build.losses import policy_objective
 from holdfast.training.build.model import image_side_of
 from holdfast.training.build.rows import (
+    check_first_rows,
     filter_of,
     first_sequences,
     prompt_stream,
@@ -30,6 +33,7 @@ from holdfast.training.fingerprints import mark_reward_models
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.offload import check_residency
 from holdfast.training.policy.recorder import what_is_deleted
+from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score
 from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.run import Setting, ShardedModel
@@ -37,7 +41,14 @@ from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_refe
 from holdfast.types import Prompt
 
 
-def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score, live: Live | None = None) -> PolicyRun:
+def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
+    config: GRPOConfig,
+    base: Path,
+    world: World,
+    score: Score,
+    live: Live | None = None,
+    columns: Mapping[str, Sequence[str]] | None = None,
+) -> PolicyRun:
     """Return a run that is ready for its first step; nothing has been written.
 
     Args:
@@ -46,6 +57,7 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
         world: The ranks.
         score: Scores completions.
         live: Objects in the place of what the configuration names.
+        columns: Columns that rewards need, by their names.
 
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
@@ -54,10 +66,10 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     setting = Setting.of(config, base, world)
     started = begin(setting, live)
     objective = _objective(config, started)
-    sharded = _sharded(config, started)
+    sharded = _sharded(config, started, columns)
     if config.rollout.replay_routing:
         setting.ranks.on_all_ranks(lambda: _replay_routing(sharded))
-    images = _images(config, sharded)
+    images = _images(config, sharded.origin)
     tokenise = _tokeniser(config, sharded, images)
     stream = setting.ranks.on_all_ranks(lambda: prompt_stream(setting, started.data, tokenise))
     if config.rollout.shared_prefix == "on" and sharded.model.padded:
@@ -89,7 +101,9 @@ def build_policy_run(config: GRPOConfig, base: Path, world: World, score: Score,
     return run
 
 
-def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score: Score) -> PolicyEvaluation:
+def build_policy_evaluation(
+    config: GRPOConfig, base: Path, world: World, score: Score, columns: Mapping[str, Sequence[str]] | None = None
+) -> PolicyEvaluation:
     """Return a policy and what it is evaluated with.
 
     Raises:
@@ -97,8 +111,8 @@ def build_policy_evaluation(config: GRPOConfig, base: Path, world: World, score:
     """
     started = begin_evaluation(Setting.of(config, base, world))
     objective = _objective(config, started)
-    sharded = _sharded(config, started)
-    images = _images(config, sharded)
+    sharded = _sharded(config, started, columns)
+    images = _images(config, sharded.origin)
     tokenise = _tokeniser(config, sharded, images)
     return PolicyEvaluation(
         sharded=sharded,
@@ -123,8 +137,16 @@ def _objective(config: GRPOConfig, started: Started) -> Objective:
     return started.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
 
 
-def _sharded(config: GRPOConfig, started: Started) -> ShardedModel:
-    sharded = build_model(started.setting, started.live)
+def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
+    def look(origin: Blueprint) -> None:
+        setting, ranks = started.setting, started.setting.ranks
+        ranks.on_all_ranks(lambda: refuse_absent_columns(started.data, columns or {}))
+        rows = ranks.on_all_ranks(
+            lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, _images(config, origin))
+        )
+        check_first_rows(setting, started.data, _prompts(config, origin, rows))
+
+    sharded = build_model(started.setting, started.live, look)
     sharded.temperature = config.rollout.temperature
     return sharded
 
@@ -133,21 +155,24 @@ def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
     return Sampler(open_engine(sharded, config.rollout, tells_experts=config.rollout.replay_routing))
 
 
-def _images(config: GRPOConfig, sharded: ShardedModel) -> ImageSide | str:
+def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
     if config.rollout.record:
         return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
     if isinstance(config.reference, ServerReferenceConfig) and config.kl.coefficient > 0:
         return NO_IMAGES
-    return image_side_of(config, sharded.origin)
+    return image_side_of(config, origin)
 
 
 def _tokeniser(config: GRPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Tokenise[Prompt]:
     setting, tokenizer = sharded.setting, sharded.origin.tokenizer
     rows = setting.ranks.on_all_ranks(lambda: RowTokeniser(tokenizer, config.data, setting.base, images))
+    return _prompts(config, sharded.origin, rows, why_no_videos(sharded, config.rollout.engine))
+
+
+def _prompts(config: GRPOConfig, origin: Blueprint, rows: RowTokeniser, refusal: str = "") -> Tokenise[Prompt]:
     longest = config.data.max_length - config.rollout.max_new_tokens
-    refusal = why_no_videos(sharded, config.rollout.engine)
-    return prompt_tokeniser(rows, tokenizer.decode, config.data, longest, refusal)
+    return prompt_tokeniser(rows, origin.tokenizer.decode, config.data, longest, refusal)
 
 
 def _reference(config: GRPOConfig, policy: ShardedModel, live: Live) -> Reference | None:
