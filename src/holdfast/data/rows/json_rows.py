@@ -41,12 +41,17 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class JsonRows:
     """Rows of JSON files, one after the other. Every line is parsed once at the start, so a bad one is found there."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], *, keep_bad: bool = False) -> None:
         """Index the files.
+
+        Args:
+            files: In their order.
+            keep_bad: A line that is no JSON object is a row too, which raises DataError when it is read.
 
         Raises:
             DataError: A line is not a JSON object; file and line are named.
         """
+        self._names = [str(path) for path in files]
         digest = xxhash.xxh3_128()
         self._files: list[IO[bytes]] = []
         self._starts: list[array[int]] = []
@@ -54,7 +59,7 @@ class JsonRows:
         for path in files:
             opened = _seekable_lines(path)
             weakref.finalize(self, opened.close)
-            starts = _index(path, opened, digest)
+            starts = _index(path, opened, digest, keep_bad=keep_bad)
             self._files.append(opened)
             self._starts.append(starts)
             self._rows_before.append(self._rows_before[-1] + len(starts) - 1)
@@ -69,12 +74,22 @@ class JsonRows:
         starts, offset = self._starts[part], index - self._rows_before[part]
         # pread leaves the file's position alone, so processes that share it after a fork do not disturb each other.
         line = os.pread(self._files[part].fileno(), starts[offset + 1] - starts[offset], starts[offset])
-        row: Mapping[str, Any] = json.loads(line)
-        return row
+        return _parse(line, f"{self._names[part]}, row {offset}")
 
 
-def scan_json(files: Sequence[Path], start: int) -> Iterator[Mapping[str, Any]]:
-    """Yield rows front to back without an index; of the lines before row `start` none is parsed."""
+class BadRow(dict[str, Any]):
+    """Stands for a row of a stream that cannot be read, where such rows are left out."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+
+def scan_json(files: Sequence[Path], start: int, *, keep_bad: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Yield rows front to back without an index; of the lines before row `start` none is parsed.
+
+    With `keep_bad`, a line that is no JSON object comes as a `BadRow`.
+    """
     to_skip = start
     for path in files:
         unit = _unit(path)
@@ -84,10 +99,15 @@ def scan_json(files: Sequence[Path], start: int) -> Iterator[Mapping[str, Any]]:
             if to_skip:
                 to_skip -= 1
                 continue
-            yield _parse(line, f"{path}, {unit} {number}")
+            try:
+                yield _parse(line, f"{path}, {unit} {number}")
+            except DataError as error:
+                if not keep_bad:
+                    raise
+                yield BadRow(str(error))
 
 
-def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
+def _index(path: Path, opened: IO[bytes], digest: Any, *, keep_bad: bool) -> array[int]:
     """Return where each row starts, and where the last one ends."""
     starts = array("q")
     unit = _unit(path)
@@ -101,7 +121,8 @@ def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
             except DataError:
                 if not starts and unit == "line":
                     _refuse_long_object(line, path)
-                raise
+                if not keep_bad:
+                    raise
             starts.append(end)
         end += len(line)
     if len(starts) == 1 and (inner := next((name for name in _WRAPPERS if _is_rows(row.get(name))), None)):

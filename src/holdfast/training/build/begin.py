@@ -23,6 +23,7 @@ from holdfast.objectives.base import Objective
 from holdfast.optim.unfreezing import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import supervised_objective
 from holdfast.training.build.model import build_policy, check_positions, image_side_of
 from holdfast.training.build.optimizers import averages_of, optimizer_of
@@ -30,7 +31,6 @@ from holdfast.training.build.rows import (
     OpenedData,
     SetReading,
     check_batch,
-    check_first_rows,
     evaluation_tokenisers,
     open_data,
     opened_sets,
@@ -200,7 +200,8 @@ def look_at_rows(config: TrainingConfig, started: Started, origin: Blueprint) ->
             evaluation_tokenisers(setting, tokenizer, data, images),
         )
 
-    check_first_rows(setting, data, *setting.ranks.on_all_ranks(tokenisers))
+    sees = origin.image_processor is not None
+    check_first_rows(setting, data, *setting.ranks.on_all_ranks(tokenisers), sees=sees)
 
 
 def evaluation_sets(started: Started, sharded: ShardedModel, images: ImageSide | str) -> tuple[EvaluationSet, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -26,13 +26,13 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import EvaluationSet, RunFile, Setting
+from holdfast.training.run import EvaluationSet, Logbook, RunFile, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
-_LOOKED_AT = 8
-"""Rows of each source that are read before the weights are."""
+_NAMED = 3
+"""Bad rows that are named when they are skipped."""
 _IMAGES_STAY_WHOLE = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
 
 Accept = Callable[[Row], bool]
@@ -73,7 +73,8 @@ def open_data(setting: RunFile, rows: Any = None, *, training: bool = True) -> O
     sections = config.data.all_sources() if training else []
     made = task_rows(config)
     if rows is None:
-        sources = [open_source(section, base, made) for section in sections]
+        keep_bad = config.data.on_bad_row == "skip"
+        sources = [open_source(section, base, made, keep_bad=keep_bad) for section in sections]
     else:
         sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
@@ -210,7 +211,25 @@ def prompt_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Prompt]
 
 
 def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
-    return CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting))
+    skip = _SkippedRows(setting.log).add if setting.config.data.on_bad_row == "skip" else None
+    return CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting), skip)
+
+
+@dataclass
+class _SkippedRows:
+    """Names the first bad rows that are left out, each once."""
+
+    log: Logbook
+    reasons: set[str] = field(default_factory=set)
+
+    def add(self, reason: str) -> None:
+        """Tell one row."""
+        if reason in self.reasons or len(self.reasons) > _NAMED:
+            return
+        self.reasons.add(reason)
+        more = len(self.reasons) > _NAMED
+        words = "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
+        self.log.messages.append(f"warning: {words}")
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
@@ -346,32 +365,6 @@ def first_sequences(
             with broken_text_named(row, name):
                 sequences.extend(tokenise(row, draw, source.name, name).examples[-1:])
     return sequences
-
-
-def check_first_rows(
-    setting: Setting, data: OpenedData, tokenise: Tokenise[S], of_sets: Mapping[str, Tokenise[S]] | None = None
-) -> None:
-    """Make sequences of the first rows of every source and evaluation set; all ranks call this together.
-
-    It comes before any weight is read: what columns, templates and the tokenizer have against each other shows here.
-
-    Args:
-        setting: Of the run.
-        data: Its rows.
-        tokenise: Of training rows.
-        of_sets: Those of evaluation sets by name; default: as training rows.
-
-    Raises:
-        UserError: One of them cannot be read; the same on all ranks.
-    """
-    ranks = setting.ranks
-    accept = ranks.on_all_ranks(lambda: row_filter(setting))
-    with ranks.together():
-        for source in data.training:
-            first_sequences(source, tokenise, _LOOKED_AT, ranks, accept)
-        for name, source in data.evaluation.items():
-            of_set = tokenise if of_sets is None else of_sets[name]
-            first_sequences(source, of_set, _LOOKED_AT, ranks, filter_of(source, accept))
 
 
 def row_filter(setting: RunFile) -> Accept | None:

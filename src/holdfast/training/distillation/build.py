@@ -28,9 +28,9 @@ from holdfast.training.build.begin import (
     layout_of,
     run_of,
 )
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.rows import (
     OpenedData,
-    check_first_rows,
     evaluation_tokenisers,
     row_tokeniser,
     training_stream,

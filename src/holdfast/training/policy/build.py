@@ -19,10 +19,10 @@ from holdfast.models.layers.routers import routers_of
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import policy_objective
 from holdfast.training.build.model import image_side_of
 from holdfast.training.build.rows import (
-    check_first_rows,
     filter_of,
     first_sequences,
     prompt_stream,
@@ -144,7 +144,8 @@ def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequenc
         rows = ranks.on_all_ranks(
             lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, _images(config, origin))
         )
-        check_first_rows(setting, started.data, _prompts(config, origin, rows))
+        sees = origin.image_processor is not None
+        check_first_rows(setting, started.data, _prompts(config, origin, rows), sees=sees)
 
     sharded = build_model(started.setting, started.live, look)
     sharded.temperature = config.rollout.temperature

@@ -21,11 +21,11 @@ from holdfast.errors import ConfigError
 from holdfast.models.build.model import Blueprint
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, layout_of, run_of
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import preference_objective
 from holdfast.training.build.model import image_side_of
 from holdfast.training.build.rows import (
     SetReading,
-    check_first_rows,
     opened_sets,
     preference_tokeniser,
     refuse_completions_with_images,
@@ -108,7 +108,7 @@ def _look_at_rows(config: DPOConfig, started: Started, origin: Blueprint) -> Non
     tokenise = ranks.on_all_ranks(
         lambda: preference_tokeniser(config, setting, origin.tokenizer, _images(config, origin))
     )
-    check_first_rows(setting, started.data, tokenise)
+    check_first_rows(setting, started.data, tokenise, sees=origin.image_processor is not None)
 
 
 def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:
