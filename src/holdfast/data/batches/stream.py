@@ -334,12 +334,7 @@ class BatchStream(ABC, Generic[S, T]):
         if not ended:
             return
         if cursor.sequences_in_epoch == 0:
-            counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
-            raise DataError(
-                f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). "
-                f"{self._rows.first_bad and f'The first bad one: {self._rows.first_bad} '}"
-                "Look at one with `holdfast data preview RUN.yaml`."
-            )
+            raise DataError(self._without_rows())
         if cursor.batches_in_epoch > 1 or self._left() < 1 or self._config.allow_partial:
             return
         window = self._config.max_length
@@ -348,6 +343,14 @@ class BatchStream(ABC, Generic[S, T]):
         least = min(size, self._config.batch_size)  # a pass may hold fewer than someone asked for in excess
         if self._config.packing != "wrapped" and candidates.rows < least:
             raise DataError(self._too_small(f"gives {candidates.rows} rows", f"{least}"))
+
+    def _without_rows(self) -> str:
+        counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
+        bad = f"The first bad one: {self._rows.first_bad} " if self._rows.first_bad else ""
+        return (
+            f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). {bad}"
+            "Look at one with `holdfast data preview RUN.yaml`."
+        )
 
     def _too_small(self, has: str, batch: str) -> str:
         return (

@@ -20,7 +20,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.build.model import Blueprint
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, layout_of, run_of
+from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
 from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import preference_objective
 from holdfast.training.build.model import image_side_of
@@ -32,6 +32,7 @@ from holdfast.training.build.rows import (
     row_filter,
     training_stream,
 )
+from holdfast.training.engines import layout_of
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
