@@ -154,6 +154,13 @@ class _Loop:
             raise
 
     def _train(self) -> str | None:
+        """Make steps; return why they stopped early."""
+        stopped = self._steps()
+        if skipped := self.run.stream.bad_rows:
+            self.journal.say(f"{skipped} bad rows were skipped since this start (data/bad_rows)")
+        return stopped
+
+    def _steps(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         run.setting.log.clock.read()  # what came before is no part of the first step's time
         first = run.trained.state.step

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ConfigDict
+from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
@@ -321,3 +322,14 @@ def say(run: Run, *lines: str) -> None:
     if run.setting.world.is_first:
         for line in lines:
             print(line, flush=True)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
