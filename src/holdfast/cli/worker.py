@@ -19,6 +19,7 @@ from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.files import NotRegular
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
+from holdfast.launch.first_rank import await_first_rank
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
@@ -43,6 +44,8 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
         # Every rank raises the same one; the first speaks for all.
         if first:
             print(error, file=sys.stderr, flush=True)
+        else:
+            await_first_rank()
         return error.exit_code
     except HoldfastError as error:
         print(error, file=sys.stderr, flush=True)
