@@ -16,9 +16,9 @@ import typer
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.hints import HintingGroup
-from holdfast.cli.quiet import hush
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
+from holdfast.quiet import hush
 
 _DASH_H = {"help_option_names": ["-h", "--help"]}
 

@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.cli.quiet import hush
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -20,6 +19,7 @@ from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.files import NotRegular
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 from holdfast.launch.first_rank import await_first_rank
+from holdfast.quiet import hush
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
