@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "checkpoint"),
     ("training",),
     ("recipes",),
-    ("launch", "report"),
+    ("launch",),
     ("cli", "api"),
 )
 """From the lowest up. Those of one layer never import each other."""

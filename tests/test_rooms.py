@@ -43,9 +43,10 @@ ROOMS = {
         build
     """,
     "parallel": """
-        collectives failure offload plan rendezvous shards
+        collectives failure plan rendezvous
+        shards
         apply mesh stream
-        host_copy
+        host_memory
     """,
     "checkpoint": """
         errors

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup

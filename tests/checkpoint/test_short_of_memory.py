@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
-from holdfast.checkpoint.format.dcp_metadata import read_dcp_metadata
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.load.reader import load_state

@@ -32,12 +32,12 @@ def test_the_trained_tokens_of_every_pair_are_its_answer(
 ) -> None:
     config = SourceConfig(path=str(gsm8k), columns={"prompt": "question", "completion": "answer"})
     source = open_source(config, Path())
-    tokeniser = RowTokeniser(tokenizer, TextConfig(max_length=2048, overlong="refuse"), Path())
-    shape = recognise(columns_of(source))
+    formats = {source.name: recognise(columns_of(source))}
+    tokeniser = RowTokeniser(tokenizer, TextConfig(max_length=2048, overlong="refuse"), Path(), formats=formats)
 
     assert source.size == len(rows) == 7473
     for index, row in enumerate(rows):
-        (example,) = tokeniser.examples(source.row(index), index, source.name, shape).examples
+        (example,) = tokeniser.examples(source.row(index), index, source.name).examples
         assert tokenizer.decode(example.tokens[example.loss_mask]) == row["answer"] + "</s>"
         assert tokenizer.decode(example.tokens[~example.loss_mask]) == row["question"]
 

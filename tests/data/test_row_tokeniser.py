@@ -364,10 +364,10 @@ def test_a_row_of_no_known_shape_is_named(bpe: Any) -> None:
 
 
 def test_the_row_is_called_by_the_name_the_caller_gives(bpe: Any) -> None:
-    tokeniser = RowTokeniser(bpe, TextConfig(), Path())
+    tokeniser = RowTokeniser(bpe, TextConfig(), Path(), formats={"sums": "text"})
 
     with pytest.raises(DataError, match="^sums row 3 has an empty"):
-        tokeniser.examples({"text": None}, 900, "sums", "text", "sums row 3")
+        tokeniser.examples({"text": None}, 900, "sums", "sums row 3")
 
 
 def test_described_tokens_join_to_the_text_with_their_marks(bpe: Any) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.parallel.host_copy import common_bytes, live_tensors, shared_bytes
+from holdfast.parallel.host_memory import common_bytes, live_tensors, shared_bytes
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor, held_tensors
 from holdfast.training.build.begin import Live, build_run

@@ -14,7 +14,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
 from holdfast.models.adapters.live import adapters_off
-from holdfast.parallel.host_copy import live_tensors
+from holdfast.parallel.host_memory import live_tensors
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.parallel.host_memory import storages_of
 from holdfast.parallel.mesh import World
-from holdfast.parallel.offload import storages_of
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored

@@ -21,9 +21,9 @@ from holdfast.errors import RunStopped
 from holdfast.models.names import POLICY_PREFIX
 from holdfast.objectives.base import Tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
-from holdfast.parallel.apply import give_unused_zero_gradients, set_last_micro_batch
+from holdfast.parallel.apply import give_unused_zero_gradients
 from holdfast.parallel.mesh import World
-from holdfast.parallel.shards import local_rows, sharded_parameters
+from holdfast.parallel.shards import local_rows, set_last_micro_batch, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build.begin import Live, build_run
 from holdfast.training.run import ShardedModel

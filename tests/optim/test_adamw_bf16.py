@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdfast.optim.lowbit import AdamWBF16
-from holdfast.optim.rounding import SPREAD, round_evenly
+from holdfast.optim.lowbit import SPREAD, AdamWBF16, round_evenly
 
 
 def gradients(steps: int, size: int) -> list[torch.Tensor]:

@@ -13,9 +13,9 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.optim import ParameterGroupConfig, SGDConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
-from holdfast.optim.build import build_optimizer
-from holdfast.optim.groups import set_learning_rates
+from holdfast.optim.schedule import set_learning_rates
 from holdfast.optim.state import OptimizerState, collect, groups_of, matched_hyperparameters, names_of
+from holdfast.training.build.optimizers import build_optimizer
 
 
 def parameters() -> dict[str, nn.Parameter]:

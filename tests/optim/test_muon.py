@@ -18,12 +18,12 @@ from holdfast.config.sections.optim import MuonConfig
 from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
-from holdfast.optim.build import build_optimizer
 from holdfast.optim.muon import Stack, orthogonalised
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.build.begin import Live, build_run
+from holdfast.training.build.optimizers import build_optimizer
 from holdfast.training.preference.build import build_preference_run
 from tests.checkpoint.cases import contents
 from tests.distributed.cases import rows_of, settings

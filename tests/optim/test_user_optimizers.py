@@ -10,10 +10,9 @@ import torch
 
 from holdfast import checkpoint
 from holdfast.config.sections.optim import UserOptimizerConfig
-from holdfast.optim.build import build_optimizer
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.build.optimizers import optimizer_of
+from holdfast.training.build.optimizers import build_optimizer, optimizer_of
 from tests.checkpoint.cases import build, contents, step
 from tests.distributed.toys import Toy
 from tests.settings import setting_of

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.optim import AdamW8bitConfig
-from holdfast.optim.build import build_optimizer
-from holdfast.parallel.offload import Residency, storages_of
+from holdfast.parallel.host_memory import Residency, storages_of
+from holdfast.training.build.optimizers import build_optimizer
 
 
 def sizes(*tensors: Tensor) -> list[int]:
@@ -25,12 +25,12 @@ def test_tied_weights_and_views_move_once_and_stay_the_same_objects() -> None:
 
     held.rest("parameters", [*known, model[1].weight, flat])
 
-    assert held.rests("parameters")
+    assert held.asleep == {"parameters"}
     assert sizes(*known, flat) == [0, 0, 0]
     assert [tuple(each.shape) for each in known] == [(6, 6), (6,), (6,)]
     held.rest("parameters", known)  # what rests already is left alone
     held.wake("parameters")
-    assert not held.rests()
+    assert not held.asleep
     assert [id(each) for each in model.parameters()] == [id(each) for each in known]
     assert all(torch.equal(each, was) for each, was in zip(known, before, strict=True))
     assert torch.equal(flat, before[0].view(-1)[3:9])
@@ -68,7 +68,7 @@ def test_memory_that_others_share_stays() -> None:
     held.rest("optimizer", [whole[2:4]], besides=[whole])
 
     assert whole.tolist() == list(range(8))
-    assert not held.rests()
+    assert not held.asleep
 
 
 def test_another_thread_that_reads_brings_everything_back_for_good() -> None:
@@ -87,4 +87,4 @@ def test_another_thread_that_reads_brings_everything_back_for_good() -> None:
 
     assert found == [[0.0, 1.0, 2.0, 3.0]]
     assert weight.tolist() == found[0]
-    assert not held.rests()
+    assert not held.asleep

@@ -31,7 +31,7 @@ from holdfast.optim.tagged_json import UnknownType, decode, encode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
-from holdfast.parallel.failure.notes import Board
+from holdfast.parallel.failure.reports import Board
 
 
 @contextmanager

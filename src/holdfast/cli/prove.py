@@ -181,7 +181,7 @@ def replay(directory: Path, step: int) -> int:
     if not isinstance(config, GRPOConfig):
         raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
     from holdfast.parallel.mesh import joined_world
-    from holdfast.recipes.replay import replay as replay_step
+    from holdfast.recipes.replay import replay_step
 
     with joined_world(config.launch) as world:
         lines, same = replay_step(config, directory, step, world)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from holdfast.config.sections.optim import OptimConfig, ParameterGroupConfig
 from holdfast.errors import ConfigError, ModelError
@@ -134,17 +133,3 @@ def param_groups(plans: Sequence[GroupPlan], parameters: Mapping[str, nn.Paramet
         }
         for plan in plans
     ]
-
-
-def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:
-    """Give every group its own peak times the schedule's factor; return the rate by stem, without the rest's."""
-    rates = {}
-    for group in optimizer.param_groups:
-        rate = group[PEAK] * factor
-        if isinstance(group["lr"], Tensor):  # torchao's own optimizers accept nothing else
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-        if group[STEM] != REST:
-            rates[group[STEM]] = rate
-    return rates

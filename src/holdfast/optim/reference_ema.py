@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from holdfast.optim.rounding import SPREAD, round_evenly
+from holdfast.optim.lowbit import SPREAD, round_evenly
 from holdfast.parallel.shards import local_part, sharded_parameters
 
 

@@ -174,13 +174,6 @@ def _post_backward_with_zeros(group: Any, post_backward: Any, *unused: Any) -> N
     post_backward(*unused)
 
 
-def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> None:
-    """Say whether the next backward pass is the update's last: gradients that wait until then are reduced in it."""
-    if plan.reduce_last_only and plan.sharded:
-        assert isinstance(policy, FSDPModule)
-        policy.set_requires_gradient_sync(last)
-
-
 def _module(policy: nn.Module, path: str) -> nn.Module:
     at_path: nn.Module = next(
         module for name, module in policy.named_modules() if name and canonical_name(name) == path

@@ -1,4 +1,4 @@
-"""Fill a sharded model on the meta device, one tensor at a time, each rank its own rows."""
+"""What a rank has of a sharded model, filled from the meta device one tensor at a time, each rank its own rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name, tied_names
 from holdfast.models.weights.loading import WeightSource
+from holdfast.parallel.plan import ShardPlan
 
 
 def local_rows(tensor: Tensor) -> slice:
@@ -159,3 +160,10 @@ def sharded_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, FSDPModule):
             module.reshard()
     return {canonical_name(name): parameter for name, parameter in policy.named_parameters()}
+
+
+def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> None:
+    """Say whether the next backward pass is the update's last: gradients that wait until then are reduced in it."""
+    if plan.reduce_last_only and plan.sharded:
+        assert isinstance(policy, FSDPModule)
+        policy.set_requires_gradient_sync(last)

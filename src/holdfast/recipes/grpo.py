@@ -21,16 +21,15 @@ from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.critic import is_warming_up, stand_still, train_critic, with_values
+from holdfast.training.policy.critic import stand_still, train_critic, with_values
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.metrics import entropy_estimate, of_several_updates, rollout_metrics
-from holdfast.training.policy.offload import awake_afterwards
 from holdfast.training.policy.recorder import record, tell_samples
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyRun, awake_afterwards, is_warming_up
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
 

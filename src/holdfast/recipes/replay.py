@@ -23,7 +23,7 @@ REPLAY_TOLERANCE = 1e-3
 """Largest difference, relative to the gradient norm: the sums of several ranks are rounded in another order."""
 
 
-def replay(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[list[str], bool]:
+def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[list[str], bool]:
     """Return a line for each number that was compared, and whether all of them agree.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import reader_of
-from holdfast.models.layers.routers import Routers, choices
+from holdfast.models.layers.routers import Routers
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, merged_inputs
 from holdfast.rollout.sampling import Stops, draw, most_probable, penalise, restrict, uniform
@@ -84,7 +85,10 @@ class TransformersEngine:
         seeds = torch.tensor([request.seeds[place] for request, place in rows])
         drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
-        with choices(self._routers) as chosen:
+        watched: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._routers is not None:
+            watched = self._routers.choices()
+        with watched as chosen:
             out: Tensor = reader_of(self._replica.model).generate(  # type: ignore[operator]  # transformers'
                 input_ids=tokens.to(device),
                 attention_mask=mask.to(device),

@@ -6,6 +6,7 @@ A step changes what it knows of the rows in place and waits for nothing, so that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
-from holdfast.models.layers.routers import Routers, choices
+from holdfast.models.layers.routers import Routers
 from holdfast.models.scores import HeadSpec, HeadWeights, logits_of
 from holdfast.rollout.cache import HeldCache, RowCache
 from holdfast.rollout.replica import Replica
@@ -88,7 +89,10 @@ class Predictor:
 
     def run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
         """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
-        with choices(self._routers) as chosen:
+        watched: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._routers is not None:
+            watched = self._routers.choices()
+        with watched as chosen:
             output = backbone_of(self.replica.model)(use_cache=True, **inputs)
         return output, torch.stack(chosen, 1) if chosen else None
 

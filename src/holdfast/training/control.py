@@ -88,7 +88,10 @@ class StopRequests:
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     def start_clock(self, run: Run) -> None:
-        """Let `max_minutes` count, from the start of the process; it asks for nothing before `min_steps` are done."""
+        """Let `max_minutes` count, from the start of the process, and let long work of the run look for requests.
+
+        The clock asks for nothing before `min_steps` are done.
+        """
         config, started = run.setting.config, run.setting.world.began
 
         def over() -> str | None:
@@ -98,6 +101,11 @@ class StopRequests:
             return f"max_minutes={limit:g} have passed"
 
         self._over = over
+        run.setting.interrupted = self.is_asked
+
+    def is_asked(self) -> bool:
+        """Return whether this rank knows of a request to stop."""
+        return self.asked is not None
 
     @property
     def asked(self) -> Asked | None:

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from holdfast.config.sections.rollout import EngineConfig, EngineKind, GraphsKind
+from holdfast.data.batches.assembly import Layout
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.files import size_words
 from holdfast.models.build.model import Blueprint
-from holdfast.parallel.host_copy import common_bytes, live_tensors
+from holdfast.models.layers.rotary import angles_by_length
+from holdfast.parallel.host_memory import common_bytes, live_tensors
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
@@ -225,3 +228,15 @@ def _parts(copied: int, shared: int, laid_out: int, dtype: str) -> str:
     parts = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
     laid = [f"{size_words(laid_out)} of matrices laid out for decoding"] if laid_out else []
     return ", and ".join([*(parts or ["the policy's own weights"]), *laid])
+
+
+def layout_of(sharded: ShardedModel, images: ImageSide | str = "") -> Layout:
+    """Return how this model's batches are packed."""
+    text = sharded.origin.skeleton.config.get_text_config()
+    attention = text.num_hidden_layers * text.hidden_size / max(1, sharded.plan.parameters)
+    dtype = torch.float64 if sharded.setting.config.model.dtype == "float64" else torch.float32
+    several = sharded.plan.sharded and sharded.setting.ranks.size > 1
+    stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
+    angles = angles_by_length([sharded.origin.skeleton.config])
+    padded, filler = sharded.model.padded, pad_token(sharded.origin.tokenizer)
+    return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in)

@@ -62,7 +62,6 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
         with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
             checkpoints.rehearse(requests)
             requests.start_clock(run)
-            run.setting.interrupted = lambda: requests.asked is not None
             try:
                 stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
             except Exception as error:

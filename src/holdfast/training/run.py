@@ -6,6 +6,7 @@ a `Trained` one is what `train_step` updates, an `Evaluation` says what a model 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,6 @@ from holdfast.checkpoint.load.companions import Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
-from holdfast.metrics.clock import PhaseClock
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.build.model import Blueprint
 from holdfast.models.heads.policy import PolicyModel
@@ -27,15 +27,45 @@ from holdfast.models.names import named_parameters
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
 from holdfast.optim.reference_ema import Following
-from holdfast.optim.unfreezing import Unfreezing
+from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.host_memory import Residency
 from holdfast.parallel.mesh import World
-from holdfast.parallel.offload import Residency
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.types import Example
+
+
+class PhaseClock:
+    """Adds up seconds per phase between two readings.
+
+    On a GPU the work of a phase may still be queued when it ends; the phases of a whole step add up all the same, since
+    each step waits once for its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block towards a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """Return timing/<phase> and step_time in seconds since the last reading, and start again."""
+        now = time.perf_counter()
+        result = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
+        result["step_time"] = now - self._start
+        self._seconds = {}
+        self._start = now
+        return result
 
 
 @dataclass(kw_only=True)
@@ -211,7 +241,7 @@ class Trained(ShardedModel):
 
     def wake(self, *parts: str) -> None:
         """Bring parts of what rests in host memory back, all where none is named."""
-        if self.residency.rests(*parts):
+        if self.residency.asleep.intersection(parts or self.residency.asleep):
             with self.setting.phase("from_host"):
                 self.residency.wake(*parts)
 
@@ -282,3 +312,10 @@ def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
         unused = model.routers.unused(name, value.shape) if model.routers is not None else 0.0
         sizes[value.requires_grad] += value.numel() - unused
     return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)
+
+
+def say(run: Run, *lines: str) -> None:
+    """Print on rank 0."""
+    if run.setting.world.is_first:
+        for line in lines:
+            print(line, flush=True)

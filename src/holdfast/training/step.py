@@ -1,7 +1,8 @@
 """One optimizer update: the only place of our training path that calls backward() and step().
 
 The loss of an update is sum(token loss * weight) / sum(count) over all ranks and micro-batches. The denominator is
-known before the first forward pass, so each micro-batch's part is final and nothing is averaged afterwards.
+known before the first forward pass, so each micro-batch's part is final and nothing is averaged afterwards. The global
+gradient norm over shards, and clipping by it, stand at the end.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import Objective, ratio
-from holdfast.optim.clip import clip_factor, give_zero_gradients, local_gradients, scale, squared_norm
-from holdfast.optim.groups import set_learning_rates
-from holdfast.optim.schedule import learning_rate_factor
-from holdfast.parallel.apply import set_last_micro_batch
+from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
-from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.training.run import Trained
 from holdfast.types import Batch, LossSum, MiniBatch
 
@@ -112,7 +110,7 @@ def _update(
         trained.updating = True
         trained.optimizer.step()
         if trained.averages is not None:
-            trained.averages.update(sharded_parameters(trained.model), state.step)
+            trained.averages.update(trained.unfreezing.parameters, state.step)
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1
@@ -208,3 +206,44 @@ def load_metrics(loads: Tensor | None) -> dict[str, float]:
     relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
     largest, smallest, idle = torch.stack([relative.max(), relative.min(), (total == 0).sum()]).tolist()
     return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}
+
+
+def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's part of every gradient that exists."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def give_zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters that the backward pass did not reach a zero gradient, as sharded units do when they reduce.
+
+    Without it an unused weight would decay on two ranks and stay as it is on one. A unit that no rank ran, such as a
+    vision tower in an update without images, does not reduce at all.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of this rank's gradients, a float64 scalar.
+
+    Norms per tensor are taken in float32 or better; their squares are added in float64, so that many small tensors are
+    not lost beside a large one.
+    """
+    parts = [part for part in gradients if part.numel()]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    wide = [part if part.dtype == torch.float64 else part.float() for part in parts]
+    norms = torch._foreach_norm(wide)
+    return torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
+
+
+def scale(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients in place."""
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def clip_factor(norm: float, largest: float | None) -> float:
+    """Return what brings a norm down to `largest` (Pascanu et al., arXiv:1211.5063), or 1."""
+    return 1.0 if largest is None or norm <= largest else largest / norm

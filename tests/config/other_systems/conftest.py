@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli.config_import import run_yaml
 from holdfast.config.conversion.convert import Converted, convert
-from holdfast.config.conversion.written import run_yaml
 from holdfast.config.load import load_config
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import parse_text

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli.config_import import run_yaml
 from holdfast.config.conversion.convert import convert
-from holdfast.config.conversion.written import run_yaml
 from holdfast.config.load import from_mapping
 from holdfast.config.other_systems.table import READABLE, VERBS, load_key_table
 from holdfast.config.verbs.roots import ROOTS

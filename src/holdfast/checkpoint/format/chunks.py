@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, TensorsDiffer
-from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata
+from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata
 from holdfast.checkpoint.format.manifest import Chunk, Manifest
 from holdfast.checkpoint.format.stored_chunks import chunk_within
 from holdfast.checkpoint.format.verification import other_each_time, patiently, verified_bytes

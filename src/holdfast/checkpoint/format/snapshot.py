@@ -336,3 +336,31 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def with_companions(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> Snapshot:
+    """Return one snapshot that holds those of companions too."""
+    tensors, trained, ties = dict(snapshot.tensors), set(snapshot.trained), dict(snapshot.ties)
+    optimizers = dict(snapshot.companions)
+    for name, theirs in companions.items():
+        tensors |= {companion_key(name, key): tensor for key, tensor in theirs.tensors.items()}
+        trained |= {companion_key(name, key) for key in theirs.trained}
+        ties |= {
+            companion_key(name, first): tuple(companion_key(name, other) for other in tied)
+            for first, tied in theirs.ties.items()
+        }
+        if theirs.optimizer is not None:
+            optimizers[name] = theirs.optimizer
+    return replace(
+        snapshot,
+        tensors=tensors,
+        trained=frozenset(trained),
+        ties=ties,
+        companions=optimizers,
+        contents=(*snapshot.contents, *companions),
+    )
+
+
+def companion_key(name: str, key: str) -> str:
+    """Return the name, in the DCP, of what a companion calls `key`."""
+    return f"{name}.{key}"

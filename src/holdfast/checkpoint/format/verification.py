@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
+from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata, without_chunks
 from holdfast.checkpoint.format.foreign import describe_foreign
 from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.format.stored_chunks import chunk_within

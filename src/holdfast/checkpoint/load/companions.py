@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, LiveTensors, Snapshot, hold
+from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, LiveTensors, companion_key, hold
 from holdfast.checkpoint.load.matching import Declared, LoadPlan, Target, allow
 from holdfast.checkpoint.load.trained import (
     Hyperparameters,
@@ -42,30 +42,6 @@ class Companion(NamedTuple):
     def held(self) -> LiveTensors:
         """Find what is saved of it."""
         return hold(self.model, frozen=self.optimizer is not None, later=self.moved)
-
-
-def with_companions(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> Snapshot:
-    """Return one snapshot that holds those of companions too."""
-    tensors, trained, ties = dict(snapshot.tensors), set(snapshot.trained), dict(snapshot.ties)
-    optimizers = dict(snapshot.companions)
-    for name, theirs in companions.items():
-        tensors |= {_key(name, key): tensor for key, tensor in theirs.tensors.items()}
-        trained |= {_key(name, key) for key in theirs.trained}
-        ties |= {_key(name, first): tuple(_key(name, other) for other in tied) for first, tied in theirs.ties.items()}
-        if theirs.optimizer is not None:
-            optimizers[name] = theirs.optimizer
-    return replace(
-        snapshot,
-        tensors=tensors,
-        trained=frozenset(trained),
-        ties=ties,
-        companions=optimizers,
-        contents=(*snapshot.contents, *companions),
-    )
-
-
-def _key(name: str, key: str) -> str:
-    return f"{name}.{key}"
 
 
 def part_of(manifest: Manifest, name: str) -> Manifest:
@@ -135,4 +111,6 @@ def companion_state(
 
 def targets_of(plans: Mapping[str, Planned]) -> dict[str, Target]:
     """Return what companions take, under the names of the DCP."""
-    return {_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.targets.items()}
+    return {
+        companion_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.targets.items()
+    }

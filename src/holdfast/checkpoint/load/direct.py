@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
-from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata
+from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import chunk_of, like
 from holdfast.checkpoint.format.stored_chunks import chunk_from

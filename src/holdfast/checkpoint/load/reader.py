@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
 from holdfast.checkpoint.format.chunks import VerifiedChunks, verified_metadata
-from holdfast.checkpoint.format.dcp_files import Reader, one_process_is_meant
-from holdfast.checkpoint.format.dcp_metadata import without_chunks
+from holdfast.checkpoint.format.dcp import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import (
     AVERAGE,

@@ -1,4 +1,8 @@
-"""What ranks make sure of together before and during a save: that they save the same, and fail as one."""
+"""What ranks make sure of together before and during a save: that they save the same, and fail as one.
+
+What they compare, and what the manifest says, of optimizers: their class, groups, plain values, and how quantised state
+is cut.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format.dict_diff import first_difference
 from holdfast.checkpoint.format.manifest import About
 from holdfast.checkpoint.format.snapshot import OPTIM, Outline, Snapshot, outline
+from holdfast.checkpoint.load.companions import COMPANIONS
 from holdfast.checkpoint.place.layout import place_file, rank_file
-from holdfast.checkpoint.save.optimizer_record import described_optimizers, wrapped_records
 from holdfast.errors import HoldfastError
+from holdfast.optim.state import OptimizerState
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import RankGroup
 
@@ -113,3 +118,33 @@ def _file_of(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
     everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
     own = everyones[ranks.rank]
     return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)
+
+
+def described_optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
+    """Return a manifest's `optimizer`: of the model's, and of those of companions."""
+    if snapshot.optimizer is None:
+        return None
+    beside = {name: _described(state) for name, state in snapshot.companions.items()}
+    return _described(snapshot.optimizer) | ({COMPANIONS: beside} if beside else {})
+
+
+def _described(optimizer: OptimizerState) -> dict[str, Any]:
+    return {
+        "kind": optimizer.kind,
+        "groups": [
+            {"parameters": list(group.parameters), "hyperparameters": dict(group.hyperparameters)}
+            for group in optimizer.groups
+        ],
+        "values": {name: dict(keys) for name, keys in optimizer.values.items()},
+    } | ({"wrapped": _records(optimizer)} if optimizer.wrapped else {})
+
+
+def wrapped_records(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the records of quantised state, of every optimizer that is saved."""
+    own = {} if snapshot.optimizer is None else {OPTIM: snapshot.optimizer}
+    states = own | {f"{name}.{OPTIM}": state for name, state in snapshot.companions.items()}
+    return {where + name: keys for where, state in states.items() for name, keys in _records(state).items()}
+
+
+def _records(optimizer: OptimizerState) -> dict[str, Any]:
+    return {name: {key: record.as_plain() for key, record in keys.items()} for name, keys in optimizer.wrapped.items()}

@@ -28,8 +28,8 @@ from holdfast.checkpoint.format.snapshot import (
     outline,
     staged,
     take,
+    with_companions,
 )
-from holdfast.checkpoint.load.companions import with_companions
 from holdfast.checkpoint.load.reader import check_read_back, verified_manifest
 from holdfast.checkpoint.place.layout import DCP, REHEARSAL, fresh
 from holdfast.checkpoint.place.storage import Storage

@@ -28,14 +28,19 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import patience
 from holdfast.checkpoint.errors import PlaceLost, SaveFailed
-from holdfast.checkpoint.format.dcp_files import Writer, one_process_is_meant, without_crc32
-from holdfast.checkpoint.format.dcp_metadata import METADATA, read_dcp_metadata, without_chunks
+from holdfast.checkpoint.format.dcp import (
+    METADATA,
+    Writer,
+    one_process_is_meant,
+    read_dcp_metadata,
+    without_chunks,
+    without_crc32,
+)
 from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import Described, Snapshot, describe_snapshot
 from holdfast.checkpoint.place.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.agreement import agree_on_save, reason_of, together_in_phase
-from holdfast.checkpoint.save.optimizer_record import described_optimizers
+from holdfast.checkpoint.save.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -73,7 +74,14 @@ class Opening(NamedTuple):
 class RowTokeniser:
     """Turns rows into token sequences, as one tokenizer and one `data` section say."""
 
-    def __init__(self, tokenizer: Any, text: TextConfig, base: Path, images: ImageSide | str = BLIND) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        text: TextConfig,
+        base: Path,
+        images: ImageSide | str = BLIND,
+        formats: Mapping[str, RowFormat] = MappingProxyType({}),
+    ) -> None:
         """Read the templates.
 
         Args:
@@ -81,11 +89,13 @@ class RowTokeniser:
             text: What to train, and how long.
             base: The YAML's directory, where template files are looked up after the current directory.
             images: Turns images into tokens; or a sentence that says why none can be trained on.
+            formats: The shape of a source's rows, by its name; `auto`, which recognises it, where none is named.
 
         Raises:
             DataError: A template file is missing or wrong, or a template variable is not the template's to set.
         """
         self._text = text
+        self._formats = formats
         self._images = RowImages(images, text, base)
         self._plain = PlainTokeniser(tokenizer, append_eos=text.append_eos)
         self._format = None if text.format is None else PromptFormat(text.format, base)
@@ -102,16 +112,13 @@ class RowTokeniser:
         text = json.dumps([self._text.model_dump(include=fields), templates], sort_keys=True)
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
-    def examples(
-        self, row: Row, sample_id: int, source: str, row_format: RowFormat = "auto", row_name: str | None = None
-    ) -> Tokenised[Example]:
+    def examples(self, row: Row, sample_id: int, source: str, row_name: str | None = None) -> Tokenised[Example]:
         """Turn a row into sequences; all of them share the sample's id.
 
         Args:
             row: Under our column names.
             sample_id: Global index of the sample.
             source: Name of the data source.
-            row_format: The row's shape; `auto` recognises it.
             row_name: What an error calls the row; default: its sample id and source.
 
         Raises:
@@ -119,7 +126,7 @@ class RowTokeniser:
         """
         where = row_name or f"Row {sample_id} of {source}"
         counts: Counter[str] = Counter()
-        whole = self.stretches(row, row_format, where, counts)
+        whole = self.stretches(row, self._formats.get(source, "auto"), where, counts)
         stretches = [piece for stretch in whole for piece in cut_to_length(stretch, self._text, where, counts)]
         examples = tuple(self.example(stretch, sample_id, source) for stretch in stretches)
         return Tokenised(examples, dict(counts), lengths=tuple(len(stretch.tokens) for stretch in whole))

@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -281,7 +282,7 @@ class PolicyModel(nn.Module):
             self.replayed.follow(batch.per_token.get(CHOICES_COLUMN))
         self.rotary.follow(batch.lengths, batch.branches)
         positions = batch.position_ids
-        output = backbone_of(self.language_model)(
+        output = self._backbone(
             position_ids=positions[0] if positions.shape[0] == 1 else positions,
             # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
             use_cache=False,
@@ -313,12 +314,11 @@ class PolicyModel(nn.Module):
 
         Its features enter times zero: the units of the tower then run backwards too, as on ranks that have images.
         """
-        backbone: Any = backbone_of(self.language_model)
-        features = backbone.get_image_features(**batch.model_inputs)
+        features = self._backbone.get_image_features(**batch.model_inputs)
         # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
         used = [features[name] for name in _FEATURES if name in features] if isinstance(features, Mapping) else features
         zero = sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor))
-        embedded: Tensor = backbone.get_input_embeddings()(batch.tokens)
+        embedded: Tensor = self._backbone.get_input_embeddings()(batch.tokens)
         return embedded + torch.as_tensor(zero).to(embedded.dtype)
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -342,8 +342,7 @@ class PolicyModel(nn.Module):
     def upstream_hidden(self, tokens: Tensor) -> Tensor:
         """Return [L, H], what transformers' own backbone makes of one sequence."""
         with self.rotary.as_upstream():
-            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False)
-        hidden: Tensor = output.last_hidden_state[0]
+            hidden: Tensor = self._backbone(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
         return hidden
 
     @torch.no_grad()
@@ -363,16 +362,24 @@ class PolicyModel(nn.Module):
             sent.append(output[0, -1])
             return output
 
-        hook = output_layer_of(self.language_model).register_forward_hook(with_ramp)
+        hook = self._output_layer.register_forward_hook(with_ramp)
         try:
             output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False)
         finally:
             hook.remove()
         return (output.logits[0, :-1], sent[0].clone(), output.logits[0, -1]) if len(sent) == 1 else None
 
+    @cached_property
+    def _backbone(self) -> Any:
+        # A cached property is set in the instance's own dict: no module is registered under a second name.
+        return backbone_of(self.language_model)
+
+    @cached_property
+    def _output_layer(self) -> Any:
+        return output_layer_of(self.language_model)
+
     def _head(self) -> HeadWeights:
-        layer = output_layer_of(self.language_model)
-        return HeadWeights(layer.weight, getattr(layer, "bias", None))  # type: ignore[arg-type]  # a parameter
+        return HeadWeights(self._output_layer.weight, getattr(self._output_layer, "bias", None))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -133,12 +133,6 @@ class Routers:
             0, owner, torch.ones_like(owner, dtype=wide)
         )
         return Tally(probabilities, choices, tokens * len(seen), torch.stack(loads))
-
-
-def choices(routers: Routers | None) -> AbstractContextManager[list[Tensor]]:
-    """Collect what routers choose inside the block; nothing where there are none to watch."""
-    nothing: list[Tensor] = []
-    return nullcontext(nothing) if routers is None else routers.choices()
 
 
 class Tally(NamedTuple):

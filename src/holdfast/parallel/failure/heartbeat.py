@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast import patience
-from holdfast.parallel.failure.notes import Board
+from holdfast.parallel.failure.reports import Board
 
 _MISSED_BEATS = 3
 

@@ -7,18 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
-from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.metrics.trackers.client import check_trackers
 from holdfast.models.build.model import blueprint
-from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
-from holdfast.optim.unfreezing import Unfreezing
+from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.losses import supervised_objective
@@ -37,7 +33,7 @@ from holdfast.training.build.rows import (
     training_stream,
 )
 from holdfast.training.directory import check_writable
-from holdfast.training.engines import pad_token
+from holdfast.training.engines import layout_of
 from holdfast.training.fingerprints import identity, image_marks, is_marked, mark_base_of_adapters, mark_once
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
@@ -218,18 +214,6 @@ def _observers(setting: Setting, live: Live) -> tuple[Observer, ...]:
         for number, function in enumerate(live.observers)
     )
     return (*named, *live_observers)
-
-
-def layout_of(sharded: ShardedModel, images: ImageSide | str = "") -> Layout:
-    """Return how this model's batches are packed."""
-    text = sharded.origin.skeleton.config.get_text_config()
-    attention = text.num_hidden_layers * text.hidden_size / max(1, sharded.plan.parameters)
-    dtype = torch.float64 if sharded.setting.config.model.dtype == "float64" else torch.float32
-    several = sharded.plan.sharded and sharded.setting.ranks.size > 1
-    stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
-    angles = angles_by_length([sharded.origin.skeleton.config])
-    padded, filler = sharded.model.padded, pad_token(sharded.origin.tokenizer)
-    return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in)
 
 
 def _needs_its_end(config: TrainingConfig) -> bool:

@@ -37,10 +37,9 @@ from holdfast.models.check.forward import Sides, documents, upstream
 from holdfast.models.check.witness import as_files_say
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.objectives.supervised import NegativeLogLikelihood
-from holdfast.parallel.apply import set_last_micro_batch
 from holdfast.parallel.collectives import add_over_ranks
 from holdfast.parallel.plan import ShardPlan
-from holdfast.parallel.shards import local_part, sharded_parameters
+from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.types import Example, LossSum
 
 

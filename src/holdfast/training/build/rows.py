@@ -18,7 +18,7 @@ from holdfast.data.batches.stream import SampleStream, StreamLimits
 from holdfast.data.rows.reading import DrawOrder, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows
-from holdfast.data.tokens.chat import BLIND, RowTokeniser, S, Tokenised
+from holdfast.data.tokens.chat import BLIND, RowTokeniser, S
 from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser, last_token_alone
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
@@ -157,12 +157,7 @@ def row_tokeniser(
     data = setting.config.data
     if data.packing == "wrapped":
         data, images = data.model_copy(update={"max_length": _ENDLESS}), _IMAGES_STAY_WHOLE
-    tokeniser = RowTokeniser(tokenizer, data, setting.base, images)
-
-    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        return tokeniser.examples(row, sample_id, source, formats.get(source, "auto"), name)
-
-    return tokenise
+    return RowTokeniser(tokenizer, data, setting.base, images, formats).examples
 
 
 def evaluation_tokenisers(

@@ -16,16 +16,7 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.student import Taught
 from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import (
-    Live,
-    Started,
-    begin,
-    begin_evaluation,
-    build_model,
-    evaluation_sets,
-    layout_of,
-    run_of,
-)
+from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, evaluation_sets, run_of
 from holdfast.training.build.rows import (
     OpenedData,
     row_tokeniser,
@@ -37,7 +28,7 @@ from holdfast.training.distillation.run import (
     Writing,
     prompt_alone,
 )
-from holdfast.training.engines import open_engine, pad_token
+from holdfast.training.engines import layout_of, open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.policy.run import Sampler
 from holdfast.training.run import Identity, Setting, ShardedModel

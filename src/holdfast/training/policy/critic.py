@@ -210,11 +210,6 @@ def train_critic(run: PolicyRun, critic: Trained, mini_batches: Sequence[MiniBat
     return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
 
-def is_warming_up(run: PolicyRun) -> bool:
-    """Whether the critic alone learns in this step."""
-    return run.config.critic is not None and run.trained.state.step < run.config.critic.warmup_steps
-
-
 def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     """End a step without an update of the policy, and return what the step says of its data."""
     state = run.trained.state

@@ -23,7 +23,7 @@ from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import entropy_threshold
-from holdfast.training.build.begin import layout_of
+from holdfast.training.engines import layout_of
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
 from holdfast.training.policy.rollouts import Rollout, example_of_trajectory

@@ -33,11 +33,11 @@ from holdfast.training.policy.groups import (
     with_baselines,
     without_dropped,
 )
-from holdfast.training.policy.offload import resting
 from holdfast.training.policy.run import (
     PolicyEvaluation,
     PolicyRun,
     Sampler,
+    resting,
 )
 from holdfast.training.run import ShardedModel, StepAbandoned, Trained
 from holdfast.types import Example, Finish, Group, Prompt, Trajectory

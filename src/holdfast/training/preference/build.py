@@ -18,7 +18,7 @@ from holdfast.data.tokens.preferences import preferred_only
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, layout_of, run_of
+from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
 from holdfast.training.build.losses import preference_objective
 from holdfast.training.build.model import image_side_of
 from holdfast.training.build.rows import (
@@ -29,6 +29,7 @@ from holdfast.training.build.rows import (
     row_filter,
     training_stream,
 )
+from holdfast.training.engines import layout_of
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of

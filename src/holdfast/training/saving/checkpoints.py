@@ -26,13 +26,13 @@ from holdfast.errors import UserError
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.control import StopRequests
-from holdfast.training.run import Run
+from holdfast.training.run import Run, say
 from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
 from holdfast.training.saving.leases import Places
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
-from holdfast.training.saving.resume import go_on, say, start_from
+from holdfast.training.saving.resume import go_on, start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 

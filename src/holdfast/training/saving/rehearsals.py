@@ -8,9 +8,8 @@ from holdfast.checkpoint.keep.retention import replaceable
 from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, RehearsalReport, Room, run_rehearsal
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.training.control import StopRequests
-from holdfast.training.run import Run
+from holdfast.training.run import Run, say
 from holdfast.training.saving.exports import check_export
-from holdfast.training.saving.resume import say
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 

@@ -30,7 +30,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import changed_fingerprints, with_marks_of_now
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Run, TrainState
+from holdfast.training.run import Run, TrainState, say
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -171,13 +171,6 @@ def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
         run.trained.averages.begin(sharded_parameters(run.trained.model))
     say(run, f"weights from {place} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
     return (f"weights from {place} ({loaded.manifest.hash})", *loaded.deviations)
-
-
-def say(run: Run, *lines: str) -> None:
-    """Print on rank 0."""
-    if run.setting.world.is_first:
-        for line in lines:
-            print(line, flush=True)
 
 
 def _check_identity(run: Run, where: str, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> list[str]:

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.export.model import write_assets
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
-from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take
-from holdfast.checkpoint.load.companions import with_companions
+from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take, with_companions
 from holdfast.checkpoint.save.rehearsal import RehearsalFailed, Trained
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapters.files import AdapterSource
