@@ -5,6 +5,8 @@ transformers imports what it names only when it is asked for: a second and a hal
 
 from __future__ import annotations
 
+import gc
+
 import datasets
 import peft
 import torch
@@ -23,3 +25,6 @@ import tests.short_times
 assert all((datasets, peft, torch, transformers, typer, modeling_llama, holdfast, tests.short_times))
 
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once in a process
+
+gc.collect()
+gc.freeze()  # a million objects that no collection in what is forked need visit: a sixth of the time of tests

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
+from holdfast.rewards.processes.kernel import die_with_parent
 
 DESCRIPTORS = 700
 """Open files at which the processes of a pool are replaced by new ones; ordinary limits begin at 1,024."""
@@ -27,6 +30,7 @@ class RankError(AssertionError):
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
+    die_with_parent()
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     world = World(rank, size, rank, torch.device("cpu"), FailureChannel(store, rank, size))
@@ -87,6 +91,7 @@ class RankPool:
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> list[tuple[bool, Any]]:
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send((function, args))
@@ -109,7 +114,14 @@ class RankPool:
                 timeout_seconds = min(timeout_seconds, 20.0)  # the others may hang in a collective without this rank
         if self._most_descriptors() > DESCRIPTORS:
             self.close()
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.size)]
+
+    def _signal(self, number: int) -> None:
+        """Let all ranks rest or go on: the threads of gloo groups, which nobody uses between tasks, never rest."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def _ended(self, rank: int) -> NoReturn:
         """Say how a rank ended that should not have; the next test gets new ones."""
@@ -123,7 +135,6 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.imported"])  # heeded where it is not running yet
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
@@ -138,6 +149,7 @@ class RankPool:
 
     def close(self, *, kill: bool = False) -> None:
         """End the processes; a pool that is used again starts new ones."""
+        self._signal(signal.SIGCONT)
         for connection, process in zip(self._connections, self._processes, strict=True):
             if kill:
                 process.kill()

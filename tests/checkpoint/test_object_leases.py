@@ -123,7 +123,6 @@ def test_of_jobs_that_find_the_same_dead_one_at_once_only_one_takes_over(server:
     url = "s3://bucket/raced"
     open_storage(url).put_new(FIRST, json.dumps({"machine": machine(), "pid": 4194305}).encode())
     forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload(["tests.imported"])
     results, ready, answered = forked.Queue(), forked.Barrier(3), forked.Event()
     jobs = [forked.Process(target=take_when_told, args=(url, ready, answered, results, server)) for _ in range(3)]
     for job in jobs:

@@ -35,21 +35,21 @@ def waiting_bytes(path: Path) -> int:
     return sum(each[2] for each in extents if each[5] & WAITING)
 
 
-def test_the_disk_begins_before_the_file_ends_and_every_byte_arrives(tmp_path: Path) -> None:
+def test_the_disk_begins_before_the_file_ends_and_every_byte_arrives(disk_path: Path) -> None:
     data = os.urandom(21 * MIB + 12_345)
-    plain = tmp_path / "plain"
+    plain = disk_path / "plain"
     plain.write_bytes(data)
     if waiting_bytes(plain) < 20 * MIB:
         pytest.skip("this file system gives a file its place on the disk at once")
-    with LocalStorage(tmp_path).create("ours", sync=False) as writer:
+    with LocalStorage(disk_path).create("ours", sync=False) as writer:
         for start in range(0, len(data), 3 * MIB):
             writer.write(data[start : start + 3 * MIB])
         writer.flush()
         end = time.monotonic() + ANOTHER_SECONDS
-        while waiting_bytes(tmp_path / "ours") > 9 * MIB and time.monotonic() < end:
+        while waiting_bytes(disk_path / "ours") > 9 * MIB and time.monotonic() < end:
             time.sleep(0.05)
-        assert waiting_bytes(tmp_path / "ours") <= 9 * MIB  # it begins every 8 MiB
-    assert (tmp_path / "ours").read_bytes() == data
+        assert waiting_bytes(disk_path / "ours") <= 9 * MIB  # it begins every 8 MiB
+    assert (disk_path / "ours").read_bytes() == data
     assert writer.hexdigest() == xxhash.xxh3_128_hexdigest(data)
 
 

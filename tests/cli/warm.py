@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,11 @@ class WarmPython:
         self.launcher.write_text(LAUNCHER.format(**words))
         for program in (self.program, self.launcher):
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        command = [sys.executable, "-m", "tests.cli.warm", address, str(self.program)]
-        root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        context = multiprocessing.get_context("forkserver")
+        ready = context.Event()
+        self._process = context.Process(target=_serve, args=(address, str(self.program), ready))
+        self._process.start()
+        assert ready.wait(120)
 
     def run(self, *arguments: object, cwd: Path, timeout_seconds: float = 120.0) -> Done:
         """Run `python ARGUMENTS` and wait for its end."""
@@ -89,10 +91,8 @@ class WarmPython:
 
     def close(self) -> None:
         """End the waiting process."""
-        self._process.terminate()
-        self._process.wait(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.kill()
+        self._process.join(10)
 
 
 def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Done:
@@ -102,19 +102,19 @@ def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Don
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def _serve(address: str, program: str) -> None:
+def _serve(address: str, program: str, ready: Event) -> None:
     import torch
 
-    import tests.imported
+    from holdfast.rewards.processes.kernel import die_with_parent
 
-    assert tests.imported
+    die_with_parent()
     torch.set_num_threads(1)
     sys.executable = program
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that wait for runs
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        print("ready", flush=True)
+        ready.set()
         while True:
             client, _ = listener.accept()
             if os.fork() == 0:
@@ -180,7 +180,3 @@ def _become(arguments: list[str], environment: dict[str, str], directory: str, o
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:3])

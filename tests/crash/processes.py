@@ -59,7 +59,6 @@ class DoomedRanks:
 
     def __init__(self, function: Callable[..., Any], size: int, *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.imported"])
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-doomed-")
         self._connections, self._processes = [], []
         for rank in range(size):
