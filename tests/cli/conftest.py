@@ -64,7 +64,7 @@ def trained(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"config": TINY | {"tie_word_embeddings": True}, "tokenizer": "builtin:characters"},
         "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
         "optim": {"lr": 0.01, "schedule": "constant"},
-        "checkpoint": {"every_steps": 1, "keep": {"last": 9}},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}, "rehearsal": {"enabled": False}},
         "launch": {"ranks": 2, "device": "cpu"},
     }
     write_run(place / "run.yaml", tree)

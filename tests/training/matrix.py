@@ -172,7 +172,7 @@ def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -
         "optim": {"lr": 2e-3, "schedule": "constant"},
         "parallel": {"compute_dtype": "float32"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
     }
 
 
