@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -14,6 +15,7 @@ import pytest
 
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import write_run
+from tests.cli.warm import WarmPython
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 """127.0.0.1, ::1 and ::ffff:127.0.0.1, as /proc/net writes them."""
@@ -27,11 +29,11 @@ class Listener(NamedTuple):
     port: int
 
 
-@pytest.fixture
-def live(tmp_path: Path, tree: dict[str, Any]) -> Iterator[LiveRun]:
+@contextlib.contextmanager
+def endless(place: Path, tree: dict[str, Any], warm: WarmPython | None = None) -> Iterator[LiveRun]:
     """A run on two ranks that trains for longer than the test looks at it."""
-    write_run(tmp_path / "run.yaml", tree | {"steps": 100_000})
-    run = LiveRun(tmp_path)
+    write_run(place / "run.yaml", tree | {"steps": 100_000})
+    run = LiveRun(place, warm=warm)
     try:
         run.wait_for((run.directory / "metrics.jsonl").exists, 180.0)
         run.wait_for_step(3)
@@ -65,18 +67,21 @@ def send(listener: Listener, payload: bytes) -> socket.socket:
     return there
 
 
-def test_ranks_listen_on_loopback_alone_and_go_on_whatever_somebody_sends_there(live: LiveRun) -> None:
-    found = listeners(live)
+def test_ranks_listen_on_loopback_alone_and_go_on_whatever_somebody_sends_there(
+    tmp_path: Path, tree: dict[str, Any]
+) -> None:
     garbage = [os.urandom(4096), b"GET / HTTP/1.0\r\n\r\n", bytes(64), struct.pack("<BQ", 0, 2**63 - 1), b""]
 
-    opened = [send(each, payload) for each in found for payload in garbage * 4]
-    for there in opened[::2]:
-        there.close()
-    live.wait_for_step(len(live.lines()) + 20)
-    live.terminate()
-    done, _ = live.end()
-    for there in opened[1::2]:
-        there.close()
+    with endless(tmp_path, tree) as live:
+        found = listeners(live)
+        opened = [send(each, payload) for each in found for payload in garbage * 4]
+        for there in opened[::2]:
+            there.close()
+        live.wait_for_step(len(live.lines()) + 20)
+        live.terminate()
+        done, _ = live.end()
+        for there in opened[1::2]:
+            there.close()
 
     assert found, "gloo listens for the other rank"
     assert [each for each in found if each.address not in LOOPBACK] == []
@@ -85,14 +90,16 @@ def test_ranks_listen_on_loopback_alone_and_go_on_whatever_somebody_sends_there(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_write_where_the_ranks_meet(live: LiveRun) -> None:
-    environ = live.processes()[live.rank(0)]
-    (place,) = [value for each in environ for name, _, value in [each.partition(b"=")] if name == b"HOLDFAST_STORE"]
-    # A shell, since the interpreter of the tests may lie where no other user can look.
-    command = ["/bin/sh", "-c", 'exec 3<>"$0"', place.decode()]
+def test_another_user_cannot_write_where_the_ranks_meet(tmp_path: Path, tree: dict[str, Any], warm: WarmPython) -> None:
+    with endless(tmp_path, tree, warm) as live:
+        environ = live.processes()[live.rank(0)]
+        words = [each.partition(b"=") for each in environ]
+        (place,) = [value for name, _, value in words if name == b"HOLDFAST_STORE"]
+        # A shell, since the interpreter of the tests may lie where no other user can look.
+        command = ["/bin/sh", "-c", 'exec 3<>"$0"', place.decode()]
 
-    stranger = subprocess.run(command, user=NOBODY, capture_output=True, text=True, check=False)
+        stranger = subprocess.run(command, user=NOBODY, capture_output=True, text=True, check=False)
 
-    assert stranger.returncode != 0
-    assert "Permission denied" in stranger.stderr, stranger.stderr
-    assert subprocess.run(command, check=False).returncode == 0, "the same user can"
+        assert stranger.returncode != 0
+        assert "Permission denied" in stranger.stderr, stranger.stderr
+        assert subprocess.run(command, check=False).returncode == 0, "the same user can"

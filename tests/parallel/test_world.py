@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast.parallel.mesh import World, ranks_on
+from tests.cli.warm import WarmPython
 
 SCRIPT = """
 from holdfast.config.sections.launch import LaunchConfig
@@ -23,6 +24,15 @@ with joined_world(LaunchConfig(device="cpu")) as world:
 """
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Return a program that says what place it took."""
+    file = tmp_path / "place.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+@pytest.mark.cases("all")
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
@@ -31,15 +41,17 @@ with joined_world(LaunchConfig(device="cpu")) as world:
         ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_LOCALID": "2"}, "found 0 1 2 1"),
     ],
 )
-def test_a_rank_takes_its_place_from_the_environment(variables: dict[str, str], found: str) -> None:
+def test_a_rank_takes_its_place_from_the_environment(
+    warm: WarmPython, script: Path, variables: dict[str, str], found: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+        [warm.program, script], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
 
     assert found in done.stdout, done.stderr
 
 
-def test_ranks_that_no_launcher_counted_count_those_of_their_machine() -> None:
+def test_ranks_that_no_launcher_counted_count_those_of_their_machine(warm: WarmPython, script: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -47,7 +59,7 @@ def test_ranks_that_no_launcher_counted_count_those_of_their_machine() -> None:
 
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [warm.program, script],
             env={**os.environ, **shared, "RANK": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
             text=True,

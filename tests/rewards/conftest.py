@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -46,18 +47,25 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function (source of my.py, rewards, options) -> started pool."""
+@contextlib.contextmanager
+def started(place: Path) -> Iterator[Start]:
+    """Give a function (source of my.py, rewards, options) -> started pool, and close what it started."""
     pools: list[RewardPool] = []
 
     def begin(source: str = "", *rewards: Reward, **options: Any) -> RewardPool:
-        (tmp_path / "my.py").write_text(textwrap.dedent(source))
+        (place / "my.py").write_text(textwrap.dedent(source))
         config = RewardPoolConfig.model_validate({"workers": 2, "timeout_seconds": 20, **options})
-        pools.append(RewardPool(rewards or [user()], config, tmp_path, tmp_path / "logs"))
+        pools.append(RewardPool(rewards or [user()], config, place, place / "logs"))
         pools[-1].start()
         return pools[-1]
 
     yield begin
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return a function (source of my.py, rewards, options) -> started pool."""
+    with started(tmp_path) as begin:
+        yield begin

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.rewards.conftest import Start, sample, samples, user
+from holdfast.rewards.processes.pool import RewardPool
+from tests.rewards.conftest import Start, sample, samples, started, user
 
 RETURNS = """
     def reward(value):
         return eval(value, {"np": __import__("numpy")} if "np" in value else {})
 """
+
+
+@pytest.fixture(scope="module")
+def returns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+    """Return a pool whose reward is what its row says; one for all rows, whatever they make of it."""
+    with started(tmp_path_factory.mktemp("returns")) as start:
+        yield start(RETURNS)
 
 
 @pytest.mark.parametrize(
@@ -19,8 +29,8 @@ RETURNS = """
         ("np.bool_(True)", 1.0), ("np.array(1.5)", 1.5), ("{'score': 1, 'reward': 2}", 2.0), ("{'overall': 3}", 3.0),
     ],
 )  # fmt: skip
-def test_a_number_of_any_kind_is_a_reward(start: Start, value: str, expected: float) -> None:
-    found = start(RETURNS).score([sample("text", 0, value=value)])[0]
+def test_a_number_of_any_kind_is_a_reward(returns: RewardPool, value: str, expected: float) -> None:
+    found = returns.score([sample("text", 0, value=value)])[0]
 
     assert (found.reward, found.fault, found.drop, found.message) == (expected, None, None, "")
     assert isinstance(found.reward, float)
@@ -50,8 +60,10 @@ def test_a_number_of_any_kind_is_a_reward(start: Start, value: str, expected: fl
         ("(_ for _ in ()).throw(KeyboardInterrupt)", "error", "raised KeyboardInterrupt"),
     ],
 )
-def test_anything_else_is_a_fault_that_says_what_and_where(start: Start, value: str, fault: str, said: str) -> None:
-    found = start(RETURNS).score([sample("A long answer. " * 20, 31, value=value)])[0]
+def test_anything_else_is_a_fault_that_says_what_and_where(
+    returns: RewardPool, value: str, fault: str, said: str
+) -> None:
+    found = returns.score([sample("A long answer. " * 20, 31, value=value)])[0]
 
     assert (found.reward, found.fault, found.drop) == (None, fault, "sample")
     assert found.message.startswith("reward reward ")
