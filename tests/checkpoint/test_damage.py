@@ -25,7 +25,8 @@ from tests.checkpoint.cases import build, contents, optimizer_of, save_after
 from tests.checkpoint.damage import flip_a_bit, rewrite_manifest, zero_a_page
 
 FLIPS, PAGES = 1000, 300
-FAST_FLIPS, FAST_PAGES = 250, 80
+FAST_FLIPS, FAST_PAGES = 80, 30
+DEEP_FLIPS, DEEP_PAGES = 250, 80
 SHARD = "dcp/__1_0.distcp"
 
 
@@ -75,6 +76,8 @@ def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Co
     [
         pytest.param("bit", FAST_FLIPS, id="07-bit flip in a shard or any other file"),
         pytest.param("page", FAST_PAGES, id="08-zeroed page of 4 KiB"),
+        pytest.param("bit", DEEP_FLIPS, marks=pytest.mark.deep, id="07-more flipped bits"),
+        pytest.param("page", DEEP_PAGES, marks=pytest.mark.deep, id="08-more zeroed pages"),
         pytest.param("bit", FLIPS, marks=pytest.mark.slow, id="07-many flipped bits"),
         pytest.param("page", PAGES, marks=pytest.mark.slow, id="08-many zeroed pages"),
     ],

@@ -95,6 +95,7 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
 @pytest.mark.parametrize(
     "mib", [pytest.param(8, id="none for a part"), pytest.param(112, id="for a part, and not for the chunk it is from")]
 )
+@pytest.mark.cases(1)
 def test_a_whole_checkpoint_is_not_put_aside_where_one_rank_has_no_memory_for_it(tmp_path: Path, mib: int) -> None:
     ended = run_doomed(save_twice_and_resume_with, 2, str(tmp_path), mib)
 

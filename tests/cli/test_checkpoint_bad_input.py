@@ -476,6 +476,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_at_step_0(
         ),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_run_that_changed_its_model_or_optimizer_is_not_resumed(
     warm: WarmPython, place: Path, overrides: list[str], words: str
 ) -> None:

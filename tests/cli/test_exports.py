@@ -39,6 +39,7 @@ def stopped_later(warm: WarmPython, place: Path, **others: object) -> Done:
     return done
 
 
+@pytest.mark.deep
 def test_a_run_that_goes_on_renames_the_export_of_its_earlier_end_and_says_how_to_make_a_newer_one(
     warm: WarmPython, run_of_two_steps: Path, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def even(completion_ids):
         ("dpo", {"preference": {"loss": "dpo"}}),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_policy_that_starts_from_an_export_of_sft_says_whose_it_is_and_records_it(
     warm: WarmPython, run_of_two_steps: Path, tmp_path: Path, tree: dict[str, Any], verb: str, sections: dict[str, Any]
 ) -> None:

@@ -457,6 +457,7 @@ def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: 
     assert "resuming from step 2" in again.out
 
 
+@pytest.mark.deep
 def test_an_evaluation_says_what_it_could_not_score_and_fails_if_that_is_everything(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -524,6 +525,7 @@ def test_a_rank_whose_rewards_all_hang_does_not_keep_the_others_waiting_too_long
     assert line["timing/reward"] == pytest.approx(11.25, abs=3)
 
 
+@pytest.mark.deep
 def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:told"}})
 
@@ -532,6 +534,7 @@ def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Pat
     assert [line["reward"] for line in lines] == pytest.approx([0, 1 / 3, 2 / 3])
 
 
+@pytest.mark.deep
 def test_a_constant_reward_trains_nothing_and_is_visible(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:

@@ -66,6 +66,7 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.cases(1)
 def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, model: Path, shape: str) -> None:
     rows, asked, verb = SHAPES[shape]
     initialised(warm, tmp_path, model, rows, *(word for word in asked if word != "train"))

@@ -94,6 +94,7 @@ def test_a_run_that_somebody_copied_in_part_has_the_newest_checkpoint_that_is_th
     assert only(warm, tmp_path)["checkpoint"] == 1
 
 
+@pytest.mark.deep
 def test_a_run_that_goes_on_and_is_stopped_by_the_clock_is_stopped(
     warm: WarmPython, ended: Path, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_run_that_a_user_s_mistake_ended_has_the_mistake(
     assert run["checkpoint"] == 2
 
 
+@pytest.mark.deep
 def test_a_run_that_failed_and_was_started_again_is_done(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

@@ -108,6 +108,7 @@ def test_code_that_lies_in_an_export_is_run_only_on_demand(
     assert target.exists(), "the code does nothing, so the test shows nothing"
 
 
+@pytest.mark.deep
 def test_sequences_beyond_the_positions_of_a_rotary_model_are_told_of(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -122,6 +123,7 @@ def test_sequences_beyond_the_positions_of_a_rotary_model_are_told_of(
 
 
 @pytest.mark.parametrize(("source", "decay"), [("config", "0.25"), ("checkpoint", "0.0")])
+@pytest.mark.cases(1)
 def test_every_resume_says_where_the_optimizer_s_settings_come_from(
     warm: WarmPython, place: Path, source: str, decay: str
 ) -> None:

@@ -19,6 +19,7 @@ from tests.cli.warm import WarmPython
 from tests.vision import PROCESSORS, config_values
 
 
+@pytest.mark.deep
 def test_the_export_of_a_random_start_brings_its_image_processor(warm: WarmPython, tmp_path: Path) -> None:
     shapes = {"task": "shapes", "min_length": 1, "max_length": 2}
     tree: dict[str, Any] = {

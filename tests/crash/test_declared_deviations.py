@@ -119,6 +119,7 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [("4",), ("2", "4")], ids=["the newest is damaged", "all are damaged"])
+@pytest.mark.cases(1)
 def test_of_another_run_s_checkpoints_nothing_is_renamed(pools: Any, tmp_path: Path, damaged: tuple[str, ...]) -> None:
     store: dict[str, Any] = {"storage": str(tmp_path / "store")}
     pools(2).run(run, values_of(tmp_path / "here", steps=4, checkpoint=store))

@@ -159,6 +159,7 @@ def test_adapters_beside_four_bits_are_trained_as_peft_trains_them_beside_the_ex
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
+@pytest.mark.deep
 def test_a_run_in_four_bits_resumes_on_one_rank_and_exports_what_it_computes_with(pools: Any, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
 
@@ -181,6 +182,7 @@ def test_a_run_in_four_bits_resumes_on_one_rank_and_exports_what_it_computes_wit
 
 
 @pytest.mark.parametrize("kind", ["dora", "stacks", "four bits"])
+@pytest.mark.cases(1)
 def test_rollouts_follow_every_kind_and_the_policy_without_it_is_the_reference(
     pools: Any, directories: dict[str, Path], kind: str
 ) -> None:

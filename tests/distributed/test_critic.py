@@ -152,6 +152,7 @@ def test_a_critic_goes_on_at_another_number_of_ranks(pools: Any, places: tuple[P
     assert "the checkpoint has a critic, and this run has none (allow it with resume.drop)" in words
 
 
+@pytest.mark.deep
 def test_what_is_unfrozen_while_the_critic_warms_up_is_trained_after_it_and_in_a_resumed_run(
     pools: Any, places: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ SPOILED: list[tuple[Any, dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "sections", "rows", "words"), SPOILED)
+@pytest.mark.cases(1)
 def test_a_file_of_another_reference_is_refused(
     pools: Any, directory: Path, tmp_path: Path, spoil: Any, sections: dict[str, Any], rows: Any, words: str
 ) -> None:
@@ -263,6 +264,7 @@ def once(directory: Path, place: Path, **sections: Any) -> dict[str, Any]:
     return settings(str(directory), **fixed, **sections)
 
 
+@pytest.mark.deep
 def test_kto_s_reference_asked_before_the_run_has_spoken_of_other_rows_answers_too(
     pools: Any, directory: Path, kto_once: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -285,6 +287,7 @@ def test_kto_s_reference_asked_before_the_run_has_spoken_of_other_rows_answers_t
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.cases(1)
 def test_whose_answer_a_prompt_gets_does_not_depend_on_the_order(
     pools: Any, directory: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -334,6 +337,7 @@ def other_unusable(place: Path, tree: dict[str, Any]) -> None:
     ],
     ids=["damaged", "another filter", "rows may be left out"],
 )
+@pytest.mark.cases(1)
 def test_a_file_of_other_rows_answers_is_refused(
     pools: Any, directory: Path, tmp_path: Path, spoil: Any, words: str
 ) -> None:
@@ -366,6 +370,7 @@ def test_evaluation_does_not_depend_on_the_split(
     assert {"eval/held/loss", "eval/held/rewards/margins", "eval/held/rewards/accuracies"} <= one.keys()
 
 
+@pytest.mark.deep
 def test_pairs_are_told_apart_better_and_better(pools: Any, directory: Path) -> None:
     tree = settings(str(directory), steps=30, preference={"loss": "dpo"}, optim={"lr": 0.5})
 

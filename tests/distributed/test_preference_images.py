@@ -162,6 +162,7 @@ def test_kto_puts_answers_behind_the_pictures_of_other_rows(
     assert expected["kl"][0] == 0.0 < max(expected["kl"]), "some step must have a divergence to subtract"
 
 
+@pytest.mark.deep
 def test_kto_s_reference_asked_before_has_seen_the_pictures_with_other_rows_answers(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811
@@ -183,6 +184,7 @@ def test_kto_s_reference_asked_before_has_seen_the_pictures_with_other_rows_answ
     assert max(by_plain["kl"]) > 0.0
 
 
+@pytest.mark.deep
 def test_what_the_reference_said_is_kept_by_picture_and_not_by_text_alone(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811

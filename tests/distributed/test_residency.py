@@ -75,6 +75,7 @@ def test_what_rests_holds_no_memory_while_the_engine_samples_and_every_number_st
     ("section", "rest"),
     [({"optimizer": "host"}, (False, True)), ({"parameters": "host"}, (True, False))],
 )
+@pytest.mark.deep
 def test_one_of_both_can_rest_alone(
     pools: Any, llama: Path, tmp_path: Path, section: dict[str, str], rest: tuple[bool, bool]
 ) -> None:
@@ -85,6 +86,7 @@ def test_one_of_both_can_rest_alone(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("action", ["raise", "sigterm"])
+@pytest.mark.deep
 def test_a_save_in_the_middle_of_a_rollout_goes_on_bit_for_bit(
     pools: Any, llama: Path, stays: Path, tmp_path: Path, action: str
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_step_that_is_left_while_its_model_rests_is_made_again_exactly(pools: 
         assert found["sampled"] == [[(item[0], item[2]) for item in step] for step in straight]
 
 
+@pytest.mark.deep
 def test_quantised_moments_a_critic_and_a_reference_that_follows_go_together(
     pools: Any, llama: Path, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def tree(model: Path, place: Path, steps: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.deep
 def test_a_run_from_a_language_model_resumes_and_exports_a_model_that_grpo_scores_with(
     pools: Any, tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ def test_a_run_goes_on_with_its_teacher_at_another_address(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("other", ["in memory", "under another name"])
+@pytest.mark.deep
 def test_a_run_does_not_go_on_with_another_teacher_unless_that_is_declared(  # noqa: PLR0913, PLR0917 - a case's parts
     pools: Any, student: Path, teacher: Path, server: Served, tmp_path: Path, other: str
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_preset_of_the_grpo_page_loads(tmp_path: Path, preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.cases(1)
 def test_a_script_of_the_python_page_runs(warm: WarmPython, tmp_path: Path, name: str) -> None:
     for script, text in SCRIPTS.items():
         (tmp_path / script).write_text(text)
@@ -103,6 +104,7 @@ def test_links_that_lead_somewhere_are_passed_over(tmp_path: Path) -> None:
     assert tool("links.py", str(tmp_path)) == (0, "")
 
 
+@pytest.mark.deep
 def test_a_reference_page_that_differs_from_the_code_is_refused(tmp_path: Path) -> None:
     written = tool("reference.py", cwd=tmp_path)
     same = tool("reference.py", "--check", cwd=tmp_path)

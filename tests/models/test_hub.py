@@ -134,6 +134,7 @@ def test_a_revision_is_the_model_s_and_no_other_repository_s(found: dict[str, An
     assert found["tokenizer beside a revision"] == found["tokenizer alone"]
 
 
+@pytest.mark.deep
 def test_what_was_downloaded_once_is_not_downloaded_again(hub: Hub, home: Path, found: dict[str, Any]) -> None:
     assert hub.fetched.count("lab/tiny/model.safetensors") == 2  # two revisions
 

@@ -37,6 +37,7 @@ def fenced(code: str) -> str:
     ],
     ids=range(13),
 )
+@pytest.mark.cases(6)
 def test_code_passes_or_fails_its_tests(start: Start, completion: str, passed: float) -> None:
     pool = start("", CodeConfig(memory_mib=512), CodeConfig(name="share", grade="share", memory_mib=512))
 

@@ -44,6 +44,7 @@ def chosen_in_one_pass(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[A
 
 @pytest.mark.parametrize("name", ["inprocess", "transformers"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cases(4)
 def test_every_token_tells_the_experts_that_a_pass_over_the_whole_gives_it(kind: str, name: str) -> None:
     model, asked = reference(kind), requests(5)
 

@@ -63,6 +63,7 @@ def assert_same(found: list[Sampled], expected: list[Sampled], tolerance: float 
 
 
 @pytest.mark.parametrize("kind", sorted(SETTINGS))
+@pytest.mark.cases(8)
 def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None:
     model, asked, recorder = reference(kind), requests(5), Steps()
     sampling = SamplingConfig(max_new_tokens=20, temperature=1.3)
@@ -77,6 +78,7 @@ _PROGRAMS = ["qwen3", "qwen2", "gemma2", "gemma3_text", "cohere2", "phi3", "gran
 
 
 @pytest.mark.parametrize("kind", [*_PROGRAMS, "phi3:longrope", "llama:dynamic"])
+@pytest.mark.cases(4)
 def test_a_step_is_a_program_of_its_memory_alone(kind: str) -> None:
     model, asked, recorder = reference(kind), requests(3), Program()
 
@@ -88,6 +90,7 @@ def test_a_step_is_a_program_of_its_memory_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.cases(3)
 def test_every_way_to_draw_can_be_recorded(options: dict[str, float]) -> None:
     model, asked, recorder = reference("qwen3"), requests(3), Program()
     sampling = SamplingConfig(max_new_tokens=17, **options)
@@ -110,6 +113,7 @@ def test_single_precision_draws_the_same_tokens(kind: str) -> None:
     assert not [name for name in recorder.operations if any(word in name for word in ASKS_THE_HOST)]
 
 
+@pytest.mark.deep
 def test_rows_move_to_another_bucket_as_they_end_and_arrive() -> None:
     model, asked, recorder = reference("qwen3"), requests(9, shortest=1), Program()
     sampling = SamplingConfig(max_new_tokens=90)

@@ -107,6 +107,7 @@ def test_log_probabilities_are_those_of_a_forward_pass_over_the_whole(origin: Bl
         np.testing.assert_allclose(sampled.logprobs, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.cases(3)
 def test_engines_give_the_same_completions_and_those_of_few_rows_and_of_recorded_steps_too(
     origin: Blueprint, capsys: pytest.CaptureFixture[str]
 ) -> None:

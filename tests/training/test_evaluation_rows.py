@@ -114,6 +114,7 @@ def test_the_filter_holds_for_the_validation_split_and_not_for_named_sets(pools:
 
 
 @pytest.mark.parametrize("budget", [64, 4096])
+@pytest.mark.cases(1)
 def test_windows_in_training_leave_evaluation_documents_of_at_most_max_length(
     pools: Any, tmp_path: Path, budget: int
 ) -> None:

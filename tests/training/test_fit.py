@@ -181,7 +181,8 @@ def test_each_source_has_a_loss_of_its_own(pools: Any, tmp_path: Path) -> None:
     assert one.metrics["nll/sort"] != pytest.approx(one.metrics["nll/add"], rel=1e-3)
 
 
-def test_completions_are_graded_and_written(pools: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_completions_are_graded_and_written(pools: Any, tmp_path: Path, ranks: int) -> None:
     held_out = {"synthetic": {"task": "sort", "rows": 8, "seed": 0, "min_length": 2, "max_length": 2}}
     values = tree(
         str(tmp_path),
@@ -191,7 +192,7 @@ def test_completions_are_graded_and_written(pools: Any, tmp_path: Path) -> None:
         evaluation={"sets": {"seen": held_out}, "completions": {"samples": 8, "max_new_tokens": 6}},
     )
 
-    metrics = pools(2).run(run, values)[0].metrics
+    metrics = pools(ranks).run(run, values)[0].metrics
 
     lines = (tmp_path / "r" / "completions" / "step-00000150.seen.jsonl").read_text().splitlines()
     answered = [json.loads(line) for line in lines]

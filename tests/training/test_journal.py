@@ -42,6 +42,7 @@ def test_lines_are_written_when_due_with_evaluations_and_at_the_end(
 
 
 @pytest.mark.parametrize("observer", ["stops_at_three", "fails_at_three"])
+@pytest.mark.cases(1)
 def test_a_run_that_ends_early_leaves_a_line_of_its_last_step(pools: Any, tmp_path: Path, observer: str) -> None:
     (tmp_path / "watch.py").write_text(WATCH)
     metrics = {"progress": "off", "log_every": 10}

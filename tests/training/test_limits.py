@@ -26,6 +26,7 @@ def test_min_steps_outranks_the_clock(pools: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("min_steps", "evaluated"), [(0, 0), (1, 1)])
+@pytest.mark.cases(1)
 def test_an_evaluation_is_left_when_the_clock_runs_out(
     pools: Any, tmp_path: Path, min_steps: int, evaluated: int
 ) -> None:
@@ -45,6 +46,7 @@ def run_policy(world: World, values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("min_steps", [0, 2])
+@pytest.mark.cases(1)
 def test_a_rollout_is_left_when_the_clock_runs_out(pools: Any, tmp_path: Path, min_steps: int) -> None:
     values = tree(
         str(tmp_path),
@@ -96,6 +98,7 @@ def test_a_dry_run_that_fails_leaves_nothing(pools: Any, tmp_path: Path) -> None
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.deep
 def test_a_dry_run_leaves_the_place_of_a_real_run_s_checkpoints_alone(pools: Any, tmp_path: Path) -> None:
     store = tmp_path / "store"
     values = tree(str(tmp_path / "runs"), checkpoint={"storage": str(store)})

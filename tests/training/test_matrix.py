@@ -17,7 +17,7 @@ QUICK = {"gemma2", "falcon_h1", "gpt_oss", "deepseek_v3", "qwen3_vl", "idefics3"
 DOCUMENTED = Path("docs/models.md")
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 )
@@ -54,6 +54,7 @@ QUICK_KINDS = {"gpt2 with LoRA", "gpt2 with DoRA", "llama with DoRA", "qwen3_moe
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # peft looks among layers alone
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in QUICK_KINDS else pytest.mark.slow) for kind in OTHER_KINDS]
 )

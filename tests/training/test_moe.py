@@ -91,6 +91,7 @@ def test_a_resumed_run_is_the_straight_run_bit_for_bit(pools: Any, tmp_path: Pat
     assert len(set(routed[0])) == 4
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_another_number_of_ranks(pools: Any, tmp_path: Path, mixtral: str) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     pools(1).run(run, values_of(straight, mixtral, 4))
@@ -144,6 +145,7 @@ def test_a_bias_that_chooses_experts_counts_and_stays_as_it_is(pools: Any, tmp_p
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.cases(1)
 def test_a_token_costs_the_experts_it_is_sent_to(pools: Any, tmp_path: Path, mixtral: str, frozen: bool) -> None:
     values = values_of(tmp_path, mixtral, 1, metrics={"progress": "off", "peak_flops": 1e12})
     values["model"]["freeze"] = ["experts"] if frozen else []

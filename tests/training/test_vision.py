@@ -64,7 +64,7 @@ def tree(place: Path, runs: Path, steps: int, **sections: Any) -> dict[str, Any]
         | {"tokens_per_micro_batch": 160},
         "optim": {"lr": 0.01, "schedule": "constant"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 2},
+        "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
     } | sections
 
 
@@ -82,6 +82,7 @@ def straight(place: Path, pools: Any, tmp_path_factory: pytest.TempPathFactory) 
     return runs
 
 
+@pytest.mark.deep
 def test_a_run_saved_on_two_ranks_goes_on_on_one(place: Path, straight: Path, pools: Any, tmp_path: Path) -> None:
     pools(2).run(run, tree(place, tmp_path, 2), str(place))
     pools(1).run(run, tree(place, tmp_path, 4), str(place))
