@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import sys
 import threading
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast import patience
+from holdfast.files import load_module
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.functions.rules import rule, template_columns
 from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
@@ -110,13 +110,8 @@ def _import(file: Path, name: str) -> ModuleType:
     module_name = f"holdfast_reward_{file.stem}_{place}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickles look their module up by name
     try:
-        spec.loader.exec_module(module)
+        module = load_module(file, module_name)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise CannotStart(
