@@ -146,15 +146,10 @@ def _from_rows(path: str, column: str) -> list[str]:
 
 
 def _rows(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES
-    from holdfast.data.rows.json_rows import JsonRows
+    from holdfast.data.rows.rows import open_files
 
-    if not files[0].name.endswith(PARQUET_SUFFIXES):
-        rows = JsonRows(files)
-        return (rows[index] for index in range(len(rows)))
-    from datasets import Dataset
-
-    return iter(Dataset.from_parquet([str(file) for file in files]))
+    rows = open_files(files)
+    return (rows[index] for index in range(len(rows)))
 
 
 @contextmanager

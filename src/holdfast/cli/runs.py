@@ -30,7 +30,8 @@ from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
 
 LEASE = "checkpoints/.lease.json"
 BY_OBSERVER = "stopped by an observer"
-"""As `checkpoint.place` and `training.control` have them; repeated here because these import torch."""
+BY_METRIC = "stop_when: "
+"""As `checkpoint.place` and `training` have them; repeated here because these import torch."""
 
 _ENDINGS = ("done", "stop", "failed")
 _SILENT = "nothing says how it ended"
@@ -94,7 +95,7 @@ def _as_state(ending: Mapping[str, Any]) -> State:
     reason = str(ending.get("reason", ""))
     if ending["event"] == "failed":
         return State("failed", reason)
-    if ending["event"] == "done" or reason == BY_OBSERVER:
+    if ending["event"] == "done" or reason == BY_OBSERVER or reason.startswith(BY_METRIC):
         return State("done", reason)
     return State("stopped", reason)
 

@@ -53,7 +53,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.grpo import grpo
     from holdfast.recipes.reward import reward
     from holdfast.recipes.sft import sft
-    from holdfast.training.control import BY_OBSERVER
+    from holdfast.training.control import is_end
 
     if verb == "eval":
         if not scored_nothing(config, evaluate_run(config, base, world)):
@@ -76,7 +76,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
             raise AssertionError(type(config))
     if world.is_first:
         print(_closing_words(outcome, dry=config.dry_run), flush=True)
-    return 3 if outcome.stopped not in {None, BY_OBSERVER} else 0
+    return 0 if is_end(outcome.stopped) else 3
 
 
 def _closing_words(outcome: Outcome, *, dry: bool) -> str:

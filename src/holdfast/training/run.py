@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ConfigDict
+from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
@@ -143,6 +144,8 @@ class TrainState:
     """Value of checkpoint.export_best's metric in exports/best."""
     controllers: dict[str, SavedNumber] = field(default_factory=dict)
     """Coefficients that follow a target, by name."""
+    watched: dict[str, SavedNumber] = field(default_factory=dict)
+    """Where the metrics stand that end a run or lower a rate, as training/watched.py has it."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)
@@ -319,3 +322,14 @@ def say(run: Run, *lines: str) -> None:
     if run.setting.world.is_first:
         for line in lines:
             print(line, flush=True)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
-from holdfast.config.sections.policy import GAEAdvantageConfig
+from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError, RunStopped
