@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.errors import UserError
-from holdfast.files import parse_json
+from holdfast.files import parse_json, size_words
 
 FORMAT = 2
 """The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
@@ -92,6 +92,14 @@ class Manifest:
     """How long the save took until here."""
     format: int = FORMAT
     """The oldest that says everything: most checkpoints can be read by earlier versions."""
+
+    def __repr__(self) -> str:
+        """Return one line: the names and hashes of every file and tensor fill screens."""
+        what = ", ".join(self.contents)
+        return (
+            f"<Manifest of step {self.step} of run {self.run_id[:8]}: {what}; {len(self.tensors)} tensors, "
+            f"{len(self.files)} files, {size_words(self.bytes_)}>"
+        )
 
     def to_json(self) -> bytes:
         """Return the file's bytes."""
