@@ -62,6 +62,8 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
+    if config.data.on_bad_row != "stop":  # checkpoints from before one could choose go on
+        data["data.on_bad_row"] = config.data.on_bad_row
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
     if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
@@ -278,11 +280,8 @@ def mark_once(directory: Path | None, ranks: RankGroup) -> None:
     """Have `files_mark` answer at once on every rank; all ranks call this together."""
     if directory is None:
         return
-    first = ranks.rank == 0
-    with ranks.together():
-        mark = files_mark(directory) if first else ""
-    mark = ranks.agree(mark)
-    if not first:
+    mark = ranks.on_first_rank(lambda: files_mark(directory))
+    if ranks.rank:
         tell_mark(directory, mark)
 
 

@@ -75,6 +75,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
     finally:
         if dry and run.setting.world.is_first:
             directory.remove(run.setting.directory)
+    run.setting.ranks.close()
     command = None if dry else checkpoints.export_command
     return Outcome(
         run.trained.state.step, journal.latest, stopped, str(run.setting.directory), None if dry else place, command
@@ -153,6 +154,13 @@ class _Loop:
             raise
 
     def _train(self) -> str | None:
+        """Make steps; return why they stopped early."""
+        stopped = self._steps()
+        if skipped := self.run.stream.bad_rows:
+            self.journal.say(f"{skipped} bad rows were skipped since this start (data/bad_rows)")
+        return stopped
+
+    def _steps(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         run.setting.log.clock.read()  # what came before is no part of the first step's time
         first = run.trained.state.step

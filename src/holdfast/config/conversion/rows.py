@@ -159,9 +159,7 @@ def _function(path: str, facts: Facts) -> str:
 
 def reward_options(foreign: ForeignKey) -> KeyOutcome:
     """Take options with the function they belong to."""
-    if not foreign.value:
-        return KeyOutcome({})
-    return reward_functions(foreign)
+    return reward_functions(foreign) if foreign.value else KeyOutcome({})
 
 
 def named_with(_: ForeignKey) -> KeyOutcome:

@@ -382,17 +382,6 @@ class PolicyModel(nn.Module):
         return HeadWeights(self._output_layer.weight, getattr(self._output_layer, "bias", None))
 
 
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Leave dropout out within the block, as evaluation does."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def predictors(batch: Batch) -> Tensor:
     """Return [N] flat positions of the hidden states that predict the scored tokens."""
     width = batch.tokens.shape[1]
