@@ -12,6 +12,7 @@ from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConf
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
+    ByCovariance,
     ClipConfig,
     CorrectionConfig,
     EntropyConfig,
@@ -66,6 +67,7 @@ class GRPOConfig(TrainingConfig):
         yield from super().mistakes()
         yield from self._sampling()
         yield from self._learning()
+        yield from self._covariance()
         yield from self._reference()
         yield from self._critic()
         yield from self._resting()
@@ -155,6 +157,20 @@ class GRPOConfig(TrainingConfig):
         repeated = repeated_labels(self.reward)
         if repeated:
             yield "reward", f"two rewards are called {repeated[0]}; give one of them a name"
+
+    def _covariance(self) -> Iterator[Mistake]:
+        """Yield what choosing tokens by their covariance before an update does not go with."""
+        if not isinstance(self.objective, ByCovariance):
+            return
+        kind = self.objective.kind
+        if self.critic is not None:
+            yield "objective.kind", f"{kind} chooses tokens by advantages, before advantage: gae has some; use clip"
+        if kind == "kl_cov" and self.updates.count == 1:
+            yield (
+                "updates.mini_batches",
+                "objective: kl_cov penalises what an earlier update of the rollout moved, and there is one update; use "
+                "several mini_batches, or objective: clip_cov",
+            )
 
     def terms_of_ours(self) -> list[str]:
         """Return the sections that change our losses and say something; a user's own loss takes nothing from them."""
