@@ -60,8 +60,7 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
-    if config.data.on_bad_row != "stop":  # checkpoints from before one could choose go on
-        data["data.on_bad_row"] = config.data.on_bad_row
+    data |= _chosen(config)
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
     if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
@@ -81,6 +80,14 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
+
+
+def _chosen(config: TrainingConfig) -> dict[str, str]:
+    """Return what earlier versions had no key for, where it is not as it was there: their checkpoints go on."""
+    chosen = {} if config.data.on_bad_row == "stop" else {"data.on_bad_row": config.data.on_bad_row}
+    if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
+        chosen["data.max_prompt_length"] = str(config.data.max_prompt_length)
+    return dict(chosen)
 
 
 def _adapters(config: TrainingConfig) -> dict[str, str]:
