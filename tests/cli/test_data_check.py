@@ -109,6 +109,24 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(
     assert training["duplicates"] == 2
 
 
+def test_a_run_says_at_its_first_step_which_rows_it_cuts(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    rows = [{"prompt": "add 1=", "completion": "1"} for _ in range(24)]
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "a", "completion": "1" * 40}])
+    tree["data"] |= {"batch_size": 25}
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
+
+    assert done.code == 0, done.err
+    said = [line for line in done.out.splitlines() if "lose their end" in line]
+    assert said == [
+        "note: of the 25 rows of this step, 1 are longer than data.max_length and lose their end. `holdfast data "
+        "check` counts all rows and suggests lengths."
+    ]
+
+
 def test_prompts_have_a_limit_apart_from_that_of_completions(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from holdfast.checkpoint.session import Saved
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
-from holdfast.metrics.health import Health
+from holdfast.metrics.health import Health, cut_rows
 from holdfast.metrics.progress import open_progress
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink
 from holdfast.metrics.trackers.client import Trackers
@@ -134,9 +134,15 @@ class Journal:
 
     def _warn(self, step: int, line: Mapping[str, float]) -> None:
         """Print and note what looks wrong."""
-        for alarm, sentence in (self._health.see(step, line) if self._health else {}).items():
+        if self._health is None:
+            return
+        alarms = self._health.see(step, line)
+        for alarm, sentence in alarms.items():
             self.event("health", alarm=alarm, text=sentence)
             self.say(f"warning: {sentence}")
+        _, sentence = cut_rows([line])
+        if step == 1 and sentence and "cut_rows" not in alarms:
+            self.say(f"note: {sentence}")
 
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
