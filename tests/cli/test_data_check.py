@@ -109,6 +109,22 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(
     assert training["duplicates"] == 2
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_a_run_skips_are_no_mistake_of_the_file(
+    streaming: bool, warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    good = json.dumps({"prompt": "add 1=", "completion": "1"})
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt":\n{good}\n{{"prompt": "a", "completion": null}}\n{good}\n')
+    tree["data"] |= {"on_bad_row": "skip", "rows": "prompt_completion", "streaming": streaming}
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[0] == "training, rows: 4 rows, 2 sequences of 16 tokens, 4 of them trained"
+    assert "  2 rows that a run skips:" in done.out.splitlines()
+
+
 def test_a_run_says_at_its_first_step_which_rows_it_cuts(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

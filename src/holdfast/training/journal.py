@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from holdfast.checkpoint.session import Saved
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health, cut_rows
 from holdfast.metrics.progress import open_progress
+from holdfast.metrics.sample_files import SAMPLE_FOLDER, SampleFiles
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink
 from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
@@ -53,6 +55,7 @@ class Journal:
             if first:
                 self._open()
         self._samples: JsonlSink | None = None
+        self._sample_files: SampleFiles | None = None
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
@@ -150,16 +153,25 @@ class Journal:
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:
-            if self._samples is None:
-                self._samples = JsonlSink(run.setting.directory / SAMPLES)
-                if self._samples.had_lines:
-                    self._samples.event({"event": "rewind", "to": self._first_step})
-            for sample in run.setting.log.samples:
-                self._samples.event(sample)
+            self._write_samples(run.setting.log.samples)
         for text in self._trackers.news() if self._trackers else ():
             self.say(text)
         run.setting.log.messages.clear()
         run.setting.log.samples.clear()
+
+    def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the completions of a step as the configuration says."""
+        if self._run.setting.config.metrics.samples == "parquet":
+            if self._sample_files is None:
+                self._sample_files = SampleFiles(self._run.setting.directory / SAMPLE_FOLDER, self._first_step)
+            self._sample_files.write(samples)
+            return
+        if self._samples is None:
+            self._samples = JsonlSink(self._run.setting.directory / SAMPLES)
+            if self._samples.had_lines:
+                self._samples.event({"event": "rewind", "to": self._first_step})
+        for sample in samples:
+            self._samples.event(sample)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
