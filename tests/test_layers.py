@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("escaping", "patience"),
+    ("escaping", "patience", "quiet"),
     ("errors", "types", "files"),
     ("http_client",),
     ("config",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """From the lowest up. Those of one layer never import each other."""
 
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
-FREE_OF_TORCH = ("escaping", "patience", "errors", "types", "files", "http_client", "config", "launch", "cli")
+FREE_OF_TORCH = ("escaping", "patience", "quiet", "errors", "types", "files", "http_client", "config", "launch", "cli")
 HEAVY = {"torch", "transformers", "datasets", "numpy", "safetensors", "tokenizers", "peft"}
 # The launcher and the ranks it starts; a server's key, the one secret that may not stand in a YAML; and what of the
 # environment a tracker's process may see.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +13,9 @@ from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import Document
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, UserError
 from holdfast.launch.environment import under_torchrun
+from holdfast.launch.first_rank import end_as_command
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.rendezvous import number_of_call
@@ -186,15 +188,20 @@ def _run(
         replaced: Sections that stand for live objects, instead of the tree's.
     """
     call = number_of_call()  # before anything is refused: a rank that is refused alone has made this call too
-    tree = _checked(root, config, live, replaced)
-    ranks = tree.config.launch.ranks
-    if not under_torchrun() and ranks not in {"auto", 1}:
-        raise ConfigError(
-            f"launch.ranks={ranks}, but a Python call is one process. Start the script with `torchrun "
-            f"--nproc-per-node {ranks} script.py`, or use `holdfast {root.verb} RUN.yaml`."
-        )
-    with joined_world(tree.config.launch, call) as world:
-        return recipe(tree.config, tree.base, world, live)
+    try:
+        tree = _checked(root, config, live, replaced)
+        ranks = tree.config.launch.ranks
+        if not under_torchrun() and ranks not in {"auto", 1}:
+            raise ConfigError(
+                f"launch.ranks={ranks}, but a Python call is one process. Start the script with `torchrun "
+                f"--nproc-per-node {ranks} script.py`, or use `holdfast {root.verb} RUN.yaml`."
+            )
+        with joined_world(tree.config.launch, call) as world:
+            return recipe(tree.config, tree.base, world, live)
+    except UserError:
+        if under_torchrun():  # where a script that does not catch it would leave a traceback for each rank
+            sys.excepthook = end_as_command(sys.__excepthook__)
+        raise
 
 
 def _checked(

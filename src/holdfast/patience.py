@@ -87,6 +87,8 @@ class Patience:
     """From SIGTERM to SIGKILL."""
     kill_seconds: float = 2.0
     """For killed processes to go."""
+    first_rank_seconds: float = 5.0
+    """For torchrun to end a rank that keeps quiet, once the first has told a mistake and ended."""
     demo_look_seconds: float = 0.05
     """Between two looks of the demo at the steps of the run in which it kills a rank."""
 

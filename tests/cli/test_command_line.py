@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def test_help_answers_in_half_a_second_of_processor_time(holdfast: Command) -> N
         (["sft"], "takes a file, `holdfast sft RUN.yaml`"),
         (["sft", "--fast", "run.yaml"], "No such option: --fast"),
         (["config", "shw"], "No such command 'shw'"),
+        (["sft", "run.yaml", "--optim.lr=3"], "A run's keys are written without dashes: optim.lr=3"),
+        (["grpo", "--steps", "3"], "A run's keys are written without dashes: steps=3"),
+        (["config", "show", "run.yaml", "--seed=1"], "A run's keys are written without dashes: seed=1"),
+        (["train"], "each way of training has its own, sft, dpo, reward, grpo, distill. For example: `holdfast sft"),
+        (["ppo", "run.yaml"], "`holdfast grpo RUN.yaml` with a `critic` section trains by PPO."),
         (["data", "preview", "run.yaml", "--row", "-1"], "Invalid value for '--row'"),
         (
             ["config", "schema", "stf"],
@@ -57,6 +63,30 @@ def test_wrong_usage_is_exit_code_2_and_no_traceback(holdfast: Command, argument
     assert done.code == 2
     assert said in done.err
     assert "Traceback" not in done.err + done.out
+
+
+def test_a_file_for_one_verb_is_sent_to_it(holdfast: Command, tmp_path: Path, tree: dict[str, Any]) -> None:
+    write_run(tmp_path / "run.yaml", tree | {"reward": "exact"})
+
+    done = holdfast("train", "run.yaml")
+
+    assert done.code == 2
+    assert done.err.endswith("run.yaml looks like one for grpo: `holdfast grpo run.yaml`.\n")
+
+
+@pytest.mark.parametrize("place", [[], ["sft"], ["config"], ["config", "show"], ["checkpoint", "ls"]])
+def test_help_answers_to_a_short_name_too(holdfast: Command, place: list[str]) -> None:
+    short, long = holdfast(*place, "-h"), holdfast(*place, "--help")
+
+    assert short.code == 0
+    assert short.out == long.out
+
+
+def test_the_version_has_a_switch(holdfast: Command) -> None:
+    done = holdfast("--version")
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"holdfast {metadata.version('holdfast')}\n"
 
 
 def test_show_prints_the_whole_tree_and_reads_back_as_the_same(

@@ -19,7 +19,6 @@ import socket
 import stat
 import subprocess
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,9 +171,12 @@ def _become(arguments: list[str], environment: dict[str, str], directory: str, o
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - the edge of a process
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the edge of a process
         code = 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as end:
+            code = int(str(end.code))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

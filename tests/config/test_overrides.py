@@ -66,6 +66,44 @@ def test_null_gives_a_key_back_to_its_absence(read: Load) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "override", "key"),
+    [
+        ("evaluation: {every_steps: 5}\n", "evaluation=null", "evaluation"),
+        ("optim: {schedule: {kind: linear}}\n", "optim.schedule=null", "optim.schedule"),
+        ("evaluation: {sets: {a: {path: a}, b: {path: b}}}\n", "evaluation.sets=null", "evaluation.sets"),
+        ("metrics: {sinks: [csv]}\n", "metrics.sinks=null", "metrics.sinks"),
+        ("model: {path: m, lora: {rank: 4}}\n", "model.lora=null", "model.lora"),
+    ],
+)
+def test_null_switches_off_what_a_file_says_in_a_section(read: Load, text: str, override: str, key: str) -> None:
+    whole = WHOLE if not text.startswith("model") else "steps: 3\ndata: {path: rows.jsonl, batch_size: 2}\n"
+    plain, switched = as_plain(read(WHOLE)), as_plain(read(whole + text, override))
+
+    for part in key.split("."):
+        plain, switched = plain[part], switched[part]
+    assert switched == plain
+
+
+def test_null_takes_one_of_several_sections_away(read: Load) -> None:
+    text = WHOLE + "evaluation: {sets: {a: {path: a}, b: {path: b}}}\n"
+
+    assert list(read(text, "evaluation.sets.a=null").evaluation.sets) == ["b"]
+
+
+def test_null_for_a_section_that_must_be_there_is_the_command_lines_mistake(mistakes: Mistakes) -> None:
+    assert mistakes(WHOLE, "data=null") == ["command line (data=null): data: required, and missing"]
+
+
+def test_mistakes_of_the_command_line_alone_do_not_blame_the_file(mistakes: Mistakes) -> None:
+    both = mistakes(WHOLE + "sed: 3\n", "optim.lrr=1")
+    alone = mistakes(WHOLE, "optim.lrr=1", "optim.lr")
+
+    assert both[0] == "run.yaml has 2 mistakes:"
+    assert alone[0] == "The command line has 2 mistakes:"
+    assert [line.split(":")[0] for line in alone[1:]] == ["command line (optim.lrr=1)", "command line (optim.lr)"]
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("optim.lr", "this is no override; write section.key=value, for example optim.lr=2e-6"),

@@ -80,7 +80,8 @@ def test_the_content_hash_follows_the_rows_and_not_the_file(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"a": 1,}', "line 3: not valid JSON"),
+        ('{"a": 1,}', r"line 3: not valid JSON \(Expecting property name enclosed in double quotes, column 9\)"),
+        ('{"a":', r"line 3: not valid JSON \(Expecting value, column 6\)"),
         ("[1, 2]", "line 3: a row must be a JSON object with named columns, not a list"),
         ("7", "line 3: a row must be a JSON object with named columns, not a int"),
     ],

@@ -253,7 +253,7 @@ def test_an_evaluation_scores_with_a_rank_that_has_no_prompt(
 
     one, two = pools(2).run(evaluated, run_tree(*both, tmp_path, "sharded", evaluation=evaluation))
 
-    line = tmp_path / "r/completions/eval.held_out.jsonl"
+    line = next((tmp_path / "r/completions").glob("*/eval.held_out.jsonl"))
     found = [json.loads(each) for each in line.read_text().splitlines()]
     expected = alone(both[1], [each["prompt"] + each["completion"] for each in found])
     np.testing.assert_allclose([each["reward"] for each in found], expected, rtol=1e-5, atol=1e-5)

@@ -215,7 +215,10 @@ def test_completions_of_an_evaluation_see_the_images(place: Path, pools: Any, tm
 
     side, tokenizer, model = ours_of(place / "model"), tokenizer_of(KIND), vision_model(KIND).double()
     rows = RowTokeniser(tokenizer, PromptDataConfig(path="rows", image_dir=str(place / "pictures")), Path(), side)
-    lines = [json.loads(line) for line in (tmp_path / "r/completions/eval.held_out.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in next((tmp_path / "r/completions").glob("model-*/eval.held_out.jsonl")).read_text().splitlines()
+    ]
     assert [line["sample_id"] for line in lines] == [0, 1, 2, 3]
     for line, text in zip(lines, (place / "rows.jsonl").read_text().splitlines(), strict=False):
         written, laid, *_ = rows.opening({"messages": json.loads(text)["messages"]}, "row")

@@ -25,7 +25,6 @@ from holdfast.files import expanded
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from holdfast.config.verbs.training import TrainingConfig
     from holdfast.data.batches.candidates import Tokenise
     from holdfast.data.rows.rows import Row
     from holdfast.data.tokens.vision import ImageSide

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopp
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -14,21 +15,25 @@ import typer
 
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
-from holdfast.cli.quiet import hush
+from holdfast.cli.hints import HintingGroup
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
+from holdfast.quiet import hush
+
+_DASH_H = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
-    help="Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export.",
+    cls=HintingGroup,
+    context_settings=_DASH_H,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(help="Look at a run's configuration.", no_args_is_help=True)
-data_app = typer.Typer(help="Look at a run's data.", no_args_is_help=True)
+config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
+data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
 runs_app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
-model_app = typer.Typer(help="Look at a run's model.", no_args_is_help=True)
+model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
@@ -57,6 +62,21 @@ Model = Annotated[
     str | None, typer.Option("--model", help="With --data, instead of a file: what `holdfast init` would write.")
 ]
 Rows = Annotated[str | None, typer.Option("--data", help="Rows: a file, a directory, or a name on the hub.")]
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
+    if asked:
+        typer.echo(f"holdfast {importlib.metadata.version('holdfast')}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_all(
+    version: Annotated[  # noqa: FBT002 - typer's way
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print Holdfast's own version.")
+    ] = False,
+) -> None:
+    """Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export."""
 
 
 @app.command("init")
@@ -179,8 +199,8 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Complete prompts with a trained model, by plain transformers; without a prompt, a line of standard input."""
-    from holdfast.cli.generate import CompletionRequest
     from holdfast.cli.generate import generate as complete
+    from holdfast.cli.plain_generation import CompletionRequest
 
     decoding = (max_new_tokens, temperature, top_p, seed)
     complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
@@ -315,7 +335,10 @@ def main() -> None:
     try:
         app()
     except HoldfastError as error:
-        print(error, file=sys.stderr)
+        from holdfast.launch.first_rank import await_first_rank
+
+        if await_first_rank():
+            print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     except NotRegular as error:
         print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.cli.quiet import hush
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
+from holdfast.quiet import hush
 
 
 def main() -> None:

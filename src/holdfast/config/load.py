@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import EXPORTED, kinds_of
 from holdfast.config.other_systems.table import hint
-from holdfast.config.tree import all_keys, key_path, section_at
+from holdfast.config.tree import all_keys, key_path, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
 
@@ -109,11 +109,6 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
             return f"{_short(first['input'])} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
             return f"this is a section with keys of its own, not the value {_short(first['input'])}"
-    return _wrong_value(items)
-
-
-def _wrong_value(items: Sequence[Any]) -> str:
-    """Say what a value should have been; of a key with alternatives, all of them."""
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
     return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
 
@@ -267,8 +262,12 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
     lines = [text for _, text in sorted(mistakes, key=lambda pair: pair[0])] + draft.mistakes
     if config is not None and not lines:
         return config
-    heading = f"{document.file} has {len(lines)} mistakes:\n" if len(lines) > 1 else ""
-    raise ConfigError(heading + "\n".join(lines))
+    of_command_line = all(text.startswith(_COMMAND_LINE) for text in lines)
+    heading = f"{f'The {_COMMAND_LINE}' if of_command_line else document.file} has {len(lines)} mistakes:\n"
+    raise ConfigError((heading if len(lines) > 1 else "") + "\n".join(lines))
+
+
+_COMMAND_LINE = "command line"
 
 
 def _apply(draft: Draft, override: str, root: type[BaseModel]) -> None:
@@ -277,14 +276,14 @@ def _apply(draft: Draft, override: str, root: type[BaseModel]) -> None:
     keys = name.strip().split(".")
     if not equals or not all(keys):
         draft.mistakes.append(
-            f"command line ({override}): this is no override; write section.key=value, for example optim.lr=2e-6"
+            f"{_COMMAND_LINE} ({override}): this is no override; write section.key=value, for example optim.lr=2e-6"
         )
         return
     try:
         path = _set(draft.document.values, keys, parse_value(text), root)
-        draft.origins[path] = f"command line ({override})"
+        draft.origins[path] = f"{_COMMAND_LINE} ({override})"
     except ConfigError as error:
-        draft.mistakes.append(f"command line ({override}): {error}")
+        draft.mistakes.append(f"{_COMMAND_LINE} ({override}): {error}")
 
 
 def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[BaseModel]) -> KeyPath:
@@ -306,7 +305,10 @@ def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[Bas
         place[path[-1]] = below
         place = below
     path = (*path, _step(place, keys[-1]))
-    place[path[-1]] = value
+    if value is None and isinstance(place, dict) and not takes_null(root, path, values):
+        place.pop(path[-1], None)  # what a file says there is switched off; defaults are in its place
+    else:
+        place[path[-1]] = value
     return path
 
 

@@ -96,6 +96,15 @@ def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[
     return shape.section, choice
 
 
+def takes_null(root: type[BaseModel], path: KeyPath, values: Any) -> bool:
+    """Return whether null can stand where a path leads: always for a plain value, whose own rule speaks of it."""
+    above, at = section_at(root, path[:-1], values)[0], section_at(root, path, values)[1]
+    if not at.sections:
+        return True
+    field = None if above is None else above.model_fields.get(str(path[-1]))
+    return field is not None and type(None) in typing.get_args(field.annotation)
+
+
 def key_path(root: type[BaseModel], location: Sequence[int | str], values: Any) -> KeyPath:
     """Return the keys of the file that a location of pydantic's means: without the kinds of unions and other marks."""
     path: list[int | str] = []

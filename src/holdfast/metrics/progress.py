@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 class ProgressDisplay(Protocol):
@@ -13,19 +16,16 @@ class ProgressDisplay(Protocol):
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""
-        ...
 
     def say(self, text: str) -> None:
         """Print a message without breaking the display."""
-        ...
 
     def close(self) -> None:
         """Leave the screen as it is."""
-        ...
 
 
 def open_progress(
-    kind: Literal["auto", "bar", "lines", "off"], total: int | None, first_step: int = 0
+    kind: Literal["auto", "bar", "lines", "off"], total: int | None, first_step: int = 0, verb: str = ""
 ) -> ProgressDisplay:
     """Return the display that suits the terminal.
 
@@ -33,11 +33,12 @@ def open_progress(
         kind: `auto` is a bar on a terminal and lines elsewhere.
         total: Steps of the whole run, if known.
         first_step: Steps done before.
+        verb: Whose numbers stay longest where a terminal is narrow.
     """
     if kind == "off":
         return Silent()
     if kind == "bar" or (kind == "auto" and _is_interactive()):
-        return Bar(total, first_step)
+        return Bar(total, first_step, verb)
     return Lines(total)
 
 
@@ -48,25 +49,52 @@ def _is_interactive() -> bool:
     return Console().is_interactive
 
 
-def summary(metrics: Mapping[str, float]) -> str:
-    """Return the few numbers worth a glance."""
-    shown = [
-        ("loss", "loss", "{:.4f}"),
-        ("reward", "reward", "{:.3f}"),
-        ("kl", "kl", "{:.4f}"),
-        ("divergence", "divergence", "{:.4f}"),
-        ("entropy", "entropy", "{:.3f}"),
-        ("entropy_estimate", "~entropy", "{:.3f}"),
-        ("completions/mean_length", "length", "{:.0f}"),
-        ("mean_token_accuracy", "accuracy", "{:.3f}"),
-        ("grad_norm", "norm", "{:.3f}"),
-        ("learning_rate", "lr", "{:.2e}"),
-        ("throughput/tokens_per_second", "tok/s", "{:,.0f}"),
-        ("throughput/mfu", "mfu", "{:.1%}"),
-    ]
+_NUMBERS = {
+    "loss": ("loss", "{:.4f}"),
+    "reward": ("reward", "{:.3f}"),
+    "rewards/margins": ("margin", "{:.3f}"),
+    "rewards/accuracies": ("accuracy", "{:.3f}"),
+    "kl": ("kl", "{:.4f}"),
+    "divergence": ("divergence", "{:.4f}"),
+    "entropy": ("entropy", "{:.3f}"),
+    "entropy_estimate": ("~entropy", "{:.3f}"),
+    "completions/mean_length": ("length", "{:.0f}"),
+    "mean_token_accuracy": ("accuracy", "{:.3f}"),
+    "grad_norm": ("norm", "{:.3f}"),
+    "learning_rate": ("lr", "{:.2e}"),
+    "throughput/tokens_per_second": ("tok/s", "{:,.0f}"),
+    "throughput/mfu": ("mfu", "{:.1%}"),
+}
+"""The numbers worth a glance, in the order of a line: metric -> label and form."""
+_MAIN = {
+    "sft": ("loss", "mean_token_accuracy"),
+    "dpo": ("rewards/margins", "rewards/accuracies"),
+    "reward": ("loss", "rewards/accuracies"),
+    "grpo": ("reward", "completions/mean_length"),
+    "distill": ("loss", "divergence"),
+}
+"""By verb, the two that people look at; the others follow them in `_RANKS` where there is room."""
+_RANKS = (
+    "loss", "throughput/tokens_per_second", "kl", "grad_norm", "learning_rate", "throughput/mfu", *_NUMBERS,
+)  # fmt: skip
+
+
+def _written(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the text of each number that there is, in the order of a line."""
     hidden = {"entropy_estimate"} if "entropy" in metrics else set()
     visible = metrics.keys() - hidden
-    return "  ".join(f"{label} {form.format(metrics[name])}" for name, label, form in shown if name in visible)
+    return {
+        name: f"{label} {form.format(metrics[name])}" for name, (label, form) in _NUMBERS.items() if name in visible
+    }
+
+
+def summary(metrics: Mapping[str, float]) -> str:
+    """Return the few numbers worth a glance."""
+    return "  ".join(_written(metrics).values())
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 class Silent:
@@ -86,8 +114,9 @@ class Silent:
 class Lines:
     """A line per step, at most one a second."""
 
-    def __init__(self, total: int | None) -> None:
+    def __init__(self, total: int | None, write: Callable[[str], None] = _print) -> None:
         self._total = total
+        self._write = write
         self._last = float("-inf")
         self._first: tuple[int, float] | None = None
         """The first step that was seen, and when it had ended."""
@@ -99,7 +128,7 @@ class Lines:
         if now - self._last >= 1.0 or step == self._total:
             self._last = now
             of = f"/{self._total}" if self._total else ""
-            print(f"step {step}{of}  {summary(metrics)}{self._left(step, now)}", flush=True)
+            self._write(f"step {step}{of}  {summary(metrics)}{self._left(step, now)}")
 
     def _left(self, step: int, now: float) -> str:
         """Return the time that the steps to come take at the pace so far; "" before there is one, and at the end."""
@@ -112,45 +141,171 @@ class Lines:
 
     def say(self, text: str) -> None:
         """Print the message."""
-        print(text, flush=True)
+        self._write(text)
 
     def close(self) -> None:
         """Do nothing."""
 
 
+class Logged:
+    """Another display whose steps also become lines elsewhere, whatever it shows of them.
+
+    Args:
+        shown: What people see.
+        total: Steps of the whole run, if known.
+        write: Takes a line.
+        with_messages: Whether messages become lines there too; False where what is printed gets there by itself.
+    """
+
+    def __init__(
+        self, shown: ProgressDisplay, total: int | None, write: Callable[[str], None], *, with_messages: bool
+    ) -> None:
+        self._shown = shown
+        self._lines = Lines(total, write)
+        self._with_messages = with_messages
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the step, and write it as `Lines` does."""
+        self._shown.update(step, metrics)
+        self._lines.update(step, metrics)
+
+    def say(self, text: str) -> None:
+        """Print the message."""
+        self._shown.say(text)
+        if self._with_messages:
+            self._lines.say(text)
+
+    def close(self) -> None:
+        """Leave the screen as it is."""
+        self._shown.close()
+
+
 class Bar:
-    """A bar with the step's numbers and the time that is left."""
+    """A line that is drawn anew: the step, how much is done, its numbers and the time that is left.
 
-    def __init__(self, total: int | None, first_step: int) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            ProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-        from rich.progress import Progress as RichProgress
+    A narrow terminal shows fewer numbers, never a part of one: what a verb is judged by and the time left go last.
+    """
 
-        columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24)]
-        columns += [
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        ]
-        self._progress = RichProgress(*columns)
-        self._task = self._progress.add_task("train", total=total, completed=first_step, numbers="")
-        self._progress.start()
+    def __init__(self, total: int | None, first_step: int, verb: str = "") -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._total = total
+        self._first, self._step = first_step, first_step
+        self._began = time.monotonic()
+        self._seen: tuple[int, float] | None = None
+        """The first step that was seen, and when it had ended: what comes before the first steps is no pace."""
+        self._ended = self._began
+        self._ranks = tuple(dict.fromkeys((*_MAIN.get(verb, ()), *_RANKS)))
+        self._numbers: dict[str, str] = {}
+        self._widths: dict[str, int] = {}
+        """The longest text of each number so far, so that the line keeps its places."""
+        # Without soft_wrap, messages are broken at the width of the terminal, and so into the log.
+        self._console = Console(soft_wrap=True)
+        self._live = Live(console=self._console, get_renderable=self._frame)
+        self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=step, numbers=summary(metrics))
+        self._numbers = _written(metrics)
+        for name, text in self._numbers.items():
+            self._widths[name] = max(self._widths.get(name, 0), len(text))
+        self._step, self._ended = step, time.monotonic()
+        self._seen = self._seen or (step, self._ended)
+        if step == self._total:
+            self._live.refresh()
 
     def say(self, text: str) -> None:
         """Print above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         """Stop redrawing."""
-        self._progress.stop()
+        self._live.stop()
+
+    def _frame(self) -> Text:
+        from rich.text import Text
+
+        numbers = {name: text.ljust(self._widths[name]) for name, text in self._numbers.items()}
+        line = frame(self._times(), numbers, self._ranks, bool(self._total), self._console.width)
+        done = round(line.bar * min(self._step / self._total, 1.0)) if self._total else 0
+        glyph = "━" if self._console.encoding.lower().startswith("utf") else "="
+        # Without colours what is to come would look like what is done.
+        rest = " " if self._console.color_system is None or self._console.no_color else glyph
+        bar = (glyph * done, "bar.complete"), (rest * (line.bar - done), "bar.back")
+        return Text.assemble(line.before, *bar, line.after)
+
+    def _times(self) -> Times:
+        of = "" if self._total is None else f"/{self._total}"
+        elapsed = timedelta(seconds=int(time.monotonic() - self._began))
+        return Times(f"step {self._step:>{len(of) - 1 if of else 1}}{of}", str(elapsed), self._left())
+
+    def _left(self) -> str:
+        """Return the time that the steps to come take at the pace so far, counted down within a step."""
+        if self._total is None:
+            return ""
+        if self._step >= self._total:
+            return "left 0:00:00"
+        if self._seen is None or self._step == self._seen[0]:
+            return "left -:--:--"
+        first, then = self._seen
+        pace = (self._ended - then) / (self._step - first)
+        seconds = pace * (self._total - self._step) - min(time.monotonic() - self._ended, pace)
+        return f"left {timedelta(seconds=round(seconds))}"
+
+
+class Times(NamedTuple):
+    """What stands around the numbers of a bar's line."""
+
+    step: str
+    elapsed: str
+    left: str
+
+
+_SHORTEST_BAR, _LONGEST_BAR = 8, 24
+
+
+def frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
+    """Return what of a bar's line fits into a width.
+
+    The step and the time left stand there always. What else there is comes by rank: the first two numbers, the bar, the
+    third number, the time since the start, and the others, up to the first that has no room.
+
+    Args:
+        times: What stands around the numbers.
+        numbers: Their texts, in the order in which they are shown.
+        ranks: Of the numbers, the most important first.
+        has_bar: Whether there is one; not where the number of steps is not known.
+        width: Columns.
+    """
+    room = width - len(times.step) - (2 + len(times.left) if times.left else 0)
+    chosen = set()
+    for name, size in _sizes(times, numbers, ranks, has_bar).items():
+        if size > room:
+            break
+        room -= size
+        chosen.add(name)
+    shown = "".join(f"  {text}" for name, text in numbers.items() if name in chosen)
+    ending = " ".join(part for part in (times.elapsed if _ELAPSED in chosen else "", times.left) if part)
+    bar = min(_LONGEST_BAR, _SHORTEST_BAR + room) if _BAR in chosen else 0
+    return Frame(times.step + " " * bool(bar), bar, shown + (f"  {ending}" if ending else ""))
+
+
+_BAR, _ELAPSED = " bar", " elapsed"
+"""Names that no number has."""
+
+
+def _sizes(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool) -> dict[str, int]:
+    """Return the columns that each part takes with the blanks before it, by rank."""
+    sizes = [(name, 2 + len(numbers[name])) for name in ranks if name in numbers]
+    bar = [(_BAR, 1 + _SHORTEST_BAR)] if has_bar else []
+    return dict([*sizes[:2], *bar, *sizes[2:3], (_ELAPSED, 1 + len(times.elapsed)), *sizes[3:]])
+
+
+class Frame(NamedTuple):
+    """A bar's line."""
+
+    before: str
+    bar: int
+    """Columns of the bar itself."""
+    after: str

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig
@@ -14,7 +19,7 @@ from holdfast.escaping import escaped_paragraph
 from holdfast.models.source.origin import locate
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import build_evaluation
-from holdfast.training.directory import run_directory
+from holdfast.training.directory import COMPLETIONS, run_directory
 from holdfast.training.distillation.build import build_distillation_evaluation
 from holdfast.training.distillation.run import evaluate_distilled
 from holdfast.training.evaluate import evaluate
@@ -25,31 +30,50 @@ from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
 from holdfast.training.run import Setting
-from holdfast.training.saving.parents import notes_of_exports
+from holdfast.training.saving.parents import evaluated_model, notes_of_exports
+
+NUMBERS = "metrics.json"
 
 
 def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, float]:
-    """Print and return eval/<set>/<metric>; completions go to the run directory if they are configured.
+    """Print and return eval/<set>/<metric>, and leave them in the run directory with completions if there are some.
+
+    Every evaluated model and step has a directory of its own there.
 
     Raises:
         ConfigError: No evaluation set is named.
     """
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
-    _check_weights(Setting.of(config, base, world))
+    folder, about = _check_weights(Setting.of(config, base, world))
     model = config.model.model_copy(update={"check_gradients": False})  # nothing is trained
-    metrics, messages = _measured(config.model_copy(update={"model": model}), base, world)
+    metrics, messages = _measured(config.model_copy(update={"model": model}), base, world, f"{folder}/eval")
     if world.is_first:
         for text in messages:
             print(escaped_paragraph(text), flush=True)
         for name, value in metrics.items():
             print(escaped_paragraph(f"{name} {value:.6g}"), flush=True)
-        if config.evaluation.completions is not None or isinstance(config, GRPOConfig):
-            print(f"completions are in {run_directory(config) / 'completions'}", flush=True)
+        has_completions = config.evaluation.completions is not None or isinstance(config, GRPOConfig)
+        place = run_directory(config) / COMPLETIONS / folder
+        print(_keep_numbers(place, about, metrics, "numbers and completions" if has_completions else "numbers"))
     return metrics
 
 
-def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[str, float], list[str]]:
+def _keep_numbers(place: Path, about: Mapping[str, Any], metrics: Mapping[str, float], what: str) -> str:
+    """Write the numbers, with null for what is not finite; return what there is to say of it."""
+    values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    text = json.dumps({**about, "time": time.time(), "metrics": values}, indent=2) + "\n"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        temporary = place / f".{NUMBERS}.{os.getpid()}"
+        temporary.write_text(text)
+        temporary.replace(place / NUMBERS)
+    except OSError as error:  # they stand on the screen, and no other model's are in their place
+        return f"warning: the numbers could not be written: {error}"
+    return f"{what} are in {place}"
+
+
+def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> tuple[dict[str, float], list[str]]:
     """Return the numbers, and what there is to say about them."""
     match config:
         case GRPOConfig():
@@ -57,29 +81,35 @@ def _measured(config: TrainingConfig, base: Path, world: World) -> tuple[dict[st
                 policy = build_policy_evaluation(config, base, world, rewards.score, rewards.columns)
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
-                return evaluate_policy(policy, "eval"), policy.setting.log.messages
+                return evaluate_policy(policy, label), policy.setting.log.messages
         case DPOConfig():
-            return evaluate_preferences(build_preference_evaluation(config, base, world), "eval"), []
+            return evaluate_preferences(build_preference_evaluation(config, base, world), label), []
         case DistillConfig():
-            return evaluate_distilled(build_distillation_evaluation(config, base, world), "eval"), []
+            return evaluate_distilled(build_distillation_evaluation(config, base, world), label), []
         case SFTConfig():
-            return evaluate(build_evaluation(config, base, world), "eval"), []
+            return evaluate(build_evaluation(config, base, world), label), []
         case _:
             raise AssertionError(type(config))
 
 
-def _check_weights(setting: Setting) -> None:
+def _check_weights(setting: Setting) -> tuple[str, dict[str, Any]]:
     """Compare every byte of an export with what it says of itself; all ranks call this together.
+
+    Returns:
+        On the first rank, the name of what is evaluated and what it is.
 
     Raises:
         ModelError: The weights are others.
     """
     path, ranks = setting.config.model.path, setting.ranks
+    about: tuple[str, dict[str, Any]] = "", {}
     with ranks.together():
-        if path is not None and ranks.rank == 0:
-            place = locate(path, setting.config.model, setting.base, weights=True)
+        if ranks.rank == 0:
+            place = None if path is None else locate(path, setting.config.model, setting.base, weights=True)
             notes_of_exports(setting, place, whole=True)
+            about = evaluated_model(setting, place)
     ranks.close()
+    return about
 
 
 def scored_nothing(config: TrainingConfig, metrics: Mapping[str, float]) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,20 @@ def check_writable(directory: Path) -> None:
     Raises:
         ConfigError: Nothing could be written there.
     """
+    with refusing(directory):
+        _check_writable(directory)
+
+
+@contextlib.contextmanager
+def refusing(directory: Path) -> Iterator[None]:
+    """Say which key is wrong where the system refuses a directory: a file on the way, a name that is too long."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run.dir={directory.parent} cannot be written: {error}.\nName another directory.") from error
+
+
+def _check_writable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
     # What an evaluation before the run leaves is no reason to refuse the run.
@@ -72,7 +87,8 @@ def create(
     """
     from holdfast.checkpoint.place.storage import make_durably
 
-    make_durably(directory)
+    with refusing(directory):
+        make_durably(directory)
     identity = directory / IDENTITY
     if run_id is not None or not identity.exists():
         fields = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1, "parent": parent}

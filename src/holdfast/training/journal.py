@@ -14,7 +14,7 @@ from holdfast.checkpoint.session import Saved
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health, cut_rows
-from holdfast.metrics.progress import open_progress
+from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
 from holdfast.metrics.sample_files import SAMPLE_FOLDER, SampleFiles
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink
 from holdfast.metrics.trackers.client import Trackers
@@ -24,16 +24,14 @@ from holdfast.training import directory
 from holdfast.training.run import Run
 
 SAMPLES = "samples.jsonl"
-_NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "/mean_terminated_length")
+LOGS, LOG = "logs", "rank-0.log"
+"""Of the launcher's directory and of the run's."""
+_NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "_terminated_length")
 """Numbers of an evaluation that stand in metrics.jsonl and are left out on the screen."""
 _TOLD_IF_ANY = tuple(f"/reward/{fault}" for fault in FAULTS)
 """Numbers of an evaluation that stand on the screen only where they are not 0."""
 _OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill", "micro_batches", "order_hash")}
 """Numbers about data that are a step's own; the others count events, which lines left out must not swallow."""
-
-
-def _is_event(name: str) -> bool:
-    return name.startswith("data/") and name not in _OF_A_STEP
 
 
 class Journal:
@@ -51,15 +49,15 @@ class Journal:
         """The last step, if it has no line."""
         self._trackers: Trackers | None = None
         first = run.setting.world.is_first
-        with run.setting.ranks.together():
-            if first:
-                self._open()
+        run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
         self._samples: JsonlSink | None = None
         self._sample_files: SampleFiles | None = None
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
-            self._screen = open_progress(kind, run.trained.total_steps, run.trained.state.step)
+            self._screen = self._logged(
+                open_progress(kind, run.trained.total_steps, run.trained.state.step, run.setting.config.verb)
+            )
 
     def _open(self) -> None:
         run = self._run
@@ -74,6 +72,26 @@ class Journal:
         setting = run.setting
         if not setting.config.dry_run:  # which leaves nothing anywhere
             self._trackers = Trackers(setting.config.metrics.sinks, setting.directory, setting.base)
+
+    def _logged(self, screen: ProgressDisplay) -> ProgressDisplay:
+        """Return a display whose steps stand in logs/rank-0.log, also where the screen shows none as lines."""
+        setting = self._run.setting
+        launcher = setting.world.failure.directory
+        if not setting.world.is_first or (launcher is not None and isinstance(screen, Lines)):
+            return screen  # the launcher copies into the log what rank 0 prints
+        own = setting.directory / LOGS
+        if launcher is None:
+            with suppress(OSError):
+                own.mkdir(exist_ok=True)
+
+        def write(text: str) -> None:
+            # The launcher moves its logs into the run directory as soon as it sees that there is one.
+            for folder in (own,) if launcher is None else (launcher / LOGS, own):
+                with suppress(OSError):  # a full disk: the run will say so itself
+                    append_text(folder / LOG, text + "\n")
+                    return
+
+        return Logged(screen, self._run.trained.total_steps, write, with_messages=launcher is None)
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -116,7 +134,7 @@ class Journal:
 
     def _write_step(self, step: int, line: Mapping[str, float], *, due: bool) -> None:
         for name, value in line.items():
-            if _is_event(name):
+            if name.startswith("data/") and name not in _OF_A_STEP:
                 self._events[name] += value
         self._unwritten = step, line
         if due or step % self._run.setting.config.metrics.log_every == 0 or step == self._run.trained.total_steps:

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.errors import UserError
-from holdfast.files import parse_json
+from holdfast.files import parse_json, size_words
 
 FORMAT = 2
 """The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
@@ -93,6 +93,14 @@ class Manifest:
     format: int = FORMAT
     """The oldest that says everything: most checkpoints can be read by earlier versions."""
 
+    def __repr__(self) -> str:
+        """Return one line: the names and hashes of every file and tensor fill screens."""
+        what = ", ".join(self.contents)
+        return (
+            f"<Manifest of step {self.step} of run {self.run_id[:8]}: {what}; {len(self.tensors)} tensors, "
+            f"{len(self.files)} files, {size_words(self.bytes_)}>"
+        )
+
     def to_json(self) -> bytes:
         """Return the file's bytes."""
         body = _canonical(asdict(self))
@@ -138,17 +146,14 @@ def parse(data: bytes, where: str) -> Manifest:
         body = outer["manifest"]
         if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
             raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
-        _refuse_newer(body["format"], where)  # after the hash: a flipped bit must not look like a later version
+        number = body["format"]  # looked at after the hash: a flipped bit must not look like a later version
+        if isinstance(number, int) and number > FORMAT:
+            raise NewerFormat(
+                f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
+            )
         return _from_plain(body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}.") from error
-
-
-def _refuse_newer(number: Any, where: str) -> None:
-    if isinstance(number, int) and number > FORMAT:
-        raise NewerFormat(
-            f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
-        )
 
 
 def _canonical(value: Any) -> bytes:

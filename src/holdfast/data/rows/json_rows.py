@@ -155,7 +155,10 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise DataError(f"{place}: not valid JSON ({error}). Each row is one JSON object on one line.") from None
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):  # its own words count lines within this one
+            what = f"{error.msg}, column {min(error.pos, len(error.doc.rstrip())) + 1}"
+        raise DataError(f"{place}: not valid JSON ({what}). Each row is one JSON object on one line.") from None
     if not isinstance(row, dict):
         raise DataError(f"{place}: a row must be a JSON object with named columns, not a {type(row).__name__}.")
     return row

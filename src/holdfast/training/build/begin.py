@@ -75,9 +75,7 @@ def begin(setting: Setting, live: Live) -> Started:
         UserError: A check failed; the same on all ranks, and nothing has been written.
     """
     config, ranks = setting.config, setting.ranks
-    with ranks.together():
-        if setting.world.is_first:
-            check_writable(setting.directory)
+    ranks.on_first_rank(lambda: check_writable(setting.directory))
     ranks.on_all_ranks(lambda: check_trackers(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
@@ -130,8 +128,7 @@ def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, An
     seed_rank(config.seed, setting.world.rank, deterministic=config.determinism)
     trained = trained_of(sharded, total)
     evaluation.sharded = trained
-    marks = ranks.on_all_ranks(lambda: image_marks(setting, stream, origin) if ranks.rank == 0 else {})
-    marks = ranks.agree(marks)  # images are read by rank 0 alone, for all
+    marks = ranks.on_first_rank(lambda: image_marks(setting, stream, origin))  # it reads images for all
     return Run(
         trained=trained,
         evaluation=evaluation,

@@ -35,7 +35,7 @@ from holdfast.training.distillation.run import (
 from holdfast.training.engines import layout_of, open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.policy.run import Sampler
-from holdfast.training.run import Identity, Setting
+from holdfast.training.run import Setting
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.training.scorers.teacher import Teacher, build_teacher
 from holdfast.types import Example
@@ -61,7 +61,13 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, setting, student.origin, started.data))
     stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, layout))
     common = run_of(started, evaluation, stream)
-    common.identity = _with_teacher(common.identity, config, evaluation.teacher)
+    rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
+    loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
+    common.identity = {
+        **common.identity,
+        "model": {**common.identity["model"], "teacher": evaluation.teacher.mark},
+        "objective": {**common.identity["objective"], **loss},
+    }
     run = DistillRun(common=common, evaluation=evaluation)
     if config.rollout is not None:
         sampler, of_samples = Sampler(open_engine(student, config.rollout)), _of_samples(config, evaluation.teacher)
@@ -166,14 +172,3 @@ def _with_room(rows: Tokenise[Example], config: DistillConfig, longest: int) -> 
         return Tokenised(fitting, {**tokenised.counts, "overlong_dropped": dropped})
 
     return tokenise
-
-
-def _with_teacher(identity: Identity, config: DistillConfig, teacher: Teacher) -> Identity:
-    """Add what a resumed run must find unchanged of the teacher and the comparison."""
-    rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
-    loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
-    return {
-        **identity,
-        "model": {**identity["model"], "teacher": teacher.mark},
-        "objective": {**identity["objective"], **loss},
-    }

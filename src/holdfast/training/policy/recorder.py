@@ -256,16 +256,48 @@ def choose_samples(shown: Sequence[Shown], count: int) -> list[tuple[str, Shown]
     return [*picked, *(("", item) for item in ranked[1:-1])][:count]
 
 
+_MOST_PARTS = 6
+_LONGEST_NAME = 20
+
+
 def table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
-    """Return completions as lines of text."""
-    lines = [f"completions of step {step}:"]
-    for label, item in picked:
-        reward = "none" if item.reward is None else f"{item.reward:.2f}"
-        cut = " (cut)" if item.finish == Finish.LENGTH.value else ""
-        lines.append(f"  {label:>6}  reward {reward:>6}  {_short(item.prompt)} -> {_short(item.completion)}{cut}")
-    return "\n".join(lines)
+    """Return completions as lines of text: reward, advantage, the reward's parts, and what was asked and answered.
+
+    A part that is the reward itself is left out, and so are parts beyond the sixth; samples.jsonl has all.
+    """
+    items = [item for _, item in picked]
+    parts = _parts(items)
+    shown, more = parts[:_MOST_PARTS], len(parts) - _MOST_PARTS
+    rows = [[" " * 6, "reward", "advantage", *(_short(name, _LONGEST_NAME) for name in shown)]]
+    rows += [[label, *_numbers(item, shown)] for label, item in picked]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = [f"(and {more} parts more)" if more > 0 else "", *map(_spoken, items)]
+    cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["  ".join(["", *row, end]).rstrip() for row, end in zip(cells, ends, strict=True)]
+    return "\n".join([f"completions of step {step}:", *lines])
 
 
-def _short(text: str) -> str:
+def _parts(items: Sequence[Shown]) -> list[str]:
+    """Return the parts that say more than the reward."""
+    parts = list(dict.fromkeys(name for item in items for name in item.rewards))
+    alone = len(parts) == 1 and all(item.rewards.get(parts[0]) == item.reward for item in items)
+    return [] if alone else parts
+
+
+def _numbers(item: Shown, parts: Sequence[str]) -> list[str]:
+    advantage = f"{item.advantage:+.2f}" if item.trained else "untrained"
+    return [_decimal(item.reward), advantage, *(_decimal(item.rewards.get(name)) for name in parts)]
+
+
+def _spoken(item: Shown) -> str:
+    cut = " (cut)" if item.finish == Finish.LENGTH.value else ""
+    return f"{_short(item.prompt, _LONGEST)} -> {_short(item.completion, _LONGEST)}{cut}"
+
+
+def _decimal(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
+
+
+def _short(text: str, longest: int) -> str:
     one_line = escaped(text)
-    return one_line if len(one_line) <= _LONGEST else "..." + one_line[-_LONGEST:]
+    return one_line if len(one_line) <= longest else "..." + one_line[-longest:]

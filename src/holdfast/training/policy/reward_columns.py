@@ -29,7 +29,10 @@ def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequenc
     if not any(needed_columns.values()):
         return
     for place, prompts in _read(policy):
-        there = _columns(policy, prompts)
+        everyone = policy.setting.ranks.gather(
+            list(dict.fromkeys(str(column) for each in prompts for column in each.row))
+        )
+        there = list(dict.fromkeys(column for columns in everyone for column in columns))
         absent = _absent(needed_columns, there) if there else {}
         if place == _FIRST and policy.several_sources:
             policy.setting.log.messages += [
@@ -116,12 +119,6 @@ def _tell_unreadable(
     policy.setting.log.messages.append(
         f"warning: {words}. It scores no completion of these prompts; mend them or leave them out."
     )
-
-
-def _columns(policy: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
-    """Return the columns of what all ranks read."""
-    everyone = policy.setting.ranks.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
-    return list(dict.fromkeys(column for columns in everyone for column in columns))
 
 
 def _absent(needed_columns: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:

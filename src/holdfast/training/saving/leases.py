@@ -107,10 +107,11 @@ class Places:
 
         Raises:
             DirectoryTaken: Another job holds one of them; this one left nothing.
-            ConfigError: The place of the checkpoints cannot be written.
+            ConfigError: The run's directory or the place of the checkpoints cannot be written.
         """
         is_new = not self._directory.exists()
-        self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._announce))]
+        with directory.refusing(self._directory):
+            self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._announce))]
         try:
             self._take_storage(stack)
         except BaseException:

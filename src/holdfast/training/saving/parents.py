@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.export.about import check_weights, read_about
+from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.models.source.origin import locate
 from holdfast.training import directory
 from holdfast.training.run import Run, RunFile
@@ -37,6 +39,31 @@ def _places(setting: RunFile, model: Path | None) -> dict[str, Path]:
     if section.lora is not None and section.lora.path is not None:
         places["model.lora.path"] = locate(section.lora.path, section, setting.base, weights=True)
     return places
+
+
+def evaluated_model(setting: RunFile, model: Path | None) -> tuple[str, dict[str, Any]]:
+    """Return a name for files about the model that is evaluated, other than any other model's, and what it is.
+
+    It is that of the run and step of an export; other models have that of their directory and a hash of where it lies.
+
+    Args:
+        setting: Of the evaluation.
+        model: Directory of the model; None for one that lies in no files.
+    """
+    places = _places(setting, model)
+    identities = {key: _identity(place) for key, place in places.items()}
+    about = {"model": setting.config.model.path, "exports": identities}
+    if not places:
+        return "untrained", about
+    key, place = list(places.items())[-1]  # adapters say more than the model that they adapt
+    identity = identities[key]
+    if identity is None:
+        return f"{_plain_name(place.name)}-{hash_bytes(str(place.resolve()).encode())[:8]}", about
+    return f"{_plain_name(identity['run'])}-step-{identity['step']:08d}-{identity['weights'][:8]}", about
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[^\w-]+", "_", name, flags=re.ASCII)[:80] or "model"
 
 
 def parent_of(run: Run) -> dict[str, Any] | None:
