@@ -86,10 +86,12 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
 
 def _chosen(config: TrainingConfig) -> dict[str, str]:
     """Return what earlier versions had no key for, where it is not as it was there: their checkpoints go on."""
-    chosen = {} if config.data.on_bad_row == "stop" else {"data.on_bad_row": config.data.on_bad_row}
+    chosen: dict[str, str] = {}
+    if config.data.on_bad_row != "stop":
+        chosen["data.on_bad_row"] = config.data.on_bad_row
     if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
         chosen["data.max_prompt_length"] = str(config.data.max_prompt_length)
-    return dict(chosen)
+    return chosen
 
 
 def _adapters(config: TrainingConfig) -> dict[str, str]:
@@ -217,15 +219,12 @@ def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     changes = {}
     for kind, values in now.items():
         before = then.get(kind, {})
-        comparable = {what for what in {*before, *values} if what in before or not _is_new(what)}
+        new = {what for what in values if is_new(what) or what.startswith(_IMAGES)}
+        comparable = {what for what in {*before, *values} if what in before or what not in new}
         changed = [what for what in sorted(comparable) if before.get(what) != values.get(what)]
         if changed:
             changes[kind] = changed
     return changes
-
-
-def _is_new(what: str) -> bool:
-    return is_new(what) or what.startswith(_IMAGES)
 
 
 def user_files(setting: RunFile) -> dict[str, str]:
