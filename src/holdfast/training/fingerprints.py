@@ -37,8 +37,6 @@ from holdfast.training.run import Identity, RunFile, Setting
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
-
-
 _OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
 _SAMPLED_BY = {
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
@@ -219,8 +217,7 @@ def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     changes = {}
     for kind, values in now.items():
         before = then.get(kind, {})
-        new = {what for what in values if is_new(what) or what.startswith(_IMAGES)}
-        comparable = {what for what in {*before, *values} if what in before or what not in new}
+        comparable = {*before, *(what for what in values if not (is_new(what) or what.startswith(_IMAGES)))}
         changed = [what for what in sorted(comparable) if before.get(what) != values.get(what)]
         if changed:
             changes[kind] = changed
