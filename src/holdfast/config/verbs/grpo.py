@@ -74,6 +74,12 @@ class GRPOConfig(TrainingConfig):
         if sync_of(self.reference) is not None and self.kl.coefficient == 0:
             yield "reference.sync", "kl.coefficient is 0, so no reference can follow; set it, or leave sync out"
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens a prompt may have."""
+        room = self.data.max_length - self.rollout.max_new_tokens
+        return min(room, self.data.max_prompt_length or room)
+
     def _sampling(self) -> Iterator[Mistake]:
         least = self.advantage.smallest_group
         if self.rollout.group_size < least:
@@ -88,6 +94,13 @@ class GRPOConfig(TrainingConfig):
                 "rollout.max_new_tokens",
                 f"{self.rollout.max_new_tokens} leaves no room for a prompt in data.max_length={self.data.max_length}; "
                 f"raise data.max_length to {self.rollout.max_new_tokens} and the longest prompt, or lower it",
+            )
+        elif (limit := self.data.max_prompt_length) is not None and limit > room:
+            yield (
+                "data.max_prompt_length",
+                f"{limit} is more than the {room} tokens that rollout.max_new_tokens={self.rollout.max_new_tokens} "
+                f"leaves in data.max_length={self.data.max_length}; lower it, or raise data.max_length to "
+                f"{limit + self.rollout.max_new_tokens}",
             )
         if self.data.batch_size % self.updates.mini_batches:
             yield (
