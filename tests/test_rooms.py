@@ -61,6 +61,7 @@ ROOMS = {
     "training": """
         directory observe randomness
         run
+        watched
         control fingerprints journal
         engines saving step
         evaluate

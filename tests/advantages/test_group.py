@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from holdfast.advantages.group import advantages, flat_groups, without_baseline
-from holdfast.config.sections.policy import (
+from holdfast.config.sections.advantage import (
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
     GRPOAdvantageConfig,
+    MaxRLAdvantageConfig,
+    OPOAdvantageConfig,
     PassAtKAdvantageConfig,
     ReinforcePPAdvantageConfig,
     ReinforcePPBaselineAdvantageConfig,
@@ -69,6 +71,31 @@ def test_advantages_are_those_of_the_paper(config: Any, expected: Oracle, holes:
     found = advantages(config, as_array(rows))
 
     np.testing.assert_allclose(found, expected(rows), **EXACT)
+
+
+@pytest.mark.parametrize("holes", [False, True], ids=["all scored", "some not scored"])
+def test_the_optimal_baseline_weighs_rewards_by_length(holes: bool) -> None:
+    rows = draw(0, holes)
+    lengths = np.random.default_rng(1).integers(1, 900, (6, 5))
+
+    found = advantages(OPOAdvantageConfig(), as_array(rows), lengths=lengths.astype(np.float64))
+
+    np.testing.assert_allclose(found, oracle.opo(rows, lengths.tolist()), **EXACT)
+    # The gradient of a group whose tokens weigh alike sums to nothing.
+    np.testing.assert_allclose((found * np.where(np.isfinite(as_array(rows)), lengths, 0)).sum(1), 0, atol=1e-9)
+    with pytest.raises(ValueError, match="needs the lengths"):
+        advantages(OPOAdvantageConfig(), as_array(rows))
+
+
+def test_maximum_likelihood_divides_by_the_share_of_right_answers() -> None:
+    rows: list[Row] = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, None, 0, 0], [-1, -1, 0, 0]]
+
+    found = advantages(MaxRLAdvantageConfig(), as_array(rows))
+
+    np.testing.assert_allclose(found[:5], [oracle.maxrl(row) for row in rows[:5]], **EXACT)
+    assert found[0].tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert not found[2:4].any()
+    assert not found[5].any()
 
 
 @pytest.mark.parametrize("config", [each for each, _ in COMPARED.values()], ids=COMPARED)

@@ -27,6 +27,16 @@ def write(path: Path, count: int, *, seed: int = 0, longest: int = 40) -> str:
     return str(path)
 
 
+def write_broken(path: Path) -> str:
+    """Write rows of which one in four cannot be read, the first one included."""
+    bad = ['{"prompt": "a=", "completion": "b"', '{"prompt": null, "completion": "b"}', '{"prompt": "a="}', "[1]"]
+    with path.open("w") as file:
+        for index in range(61):
+            row = {"prompt": f"copy {index}=", "completion": "ab" * (index % 9)}
+            file.write((bad[index // 4 % 4] if index % 4 == 0 else json.dumps(row)) + "\n")
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("rows")
@@ -35,6 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "rows": write(folder / "rows.jsonl", 61),
         "more": write(folder / "more.jsonl", 23, seed=1),
         "long": write(folder / "long.jsonl", 30, seed=2, longest=200),
+        "broken": write_broken(folder / "broken.jsonl"),
         "even": f"{folder / 'even.py'}:even",
     }
 
@@ -43,6 +54,13 @@ SCENARIOS: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
     "shuffled": lambda files: tree(data={"path": files["rows"]}),
     "in order, no packing": lambda files: tree(data={"path": files["rows"], "shuffle": False, "packing": "none"}),
     "filter": lambda files: tree(data={"path": files["rows"], "filter": files["even"]}),
+    "bad rows skipped": lambda files: tree(
+        data={"path": files["broken"], "on_bad_row": "skip", "rows": "prompt_completion"}
+    ),
+    "bad rows of a stream skipped": lambda files: tree(
+        data={"path": files["broken"], "on_bad_row": "skip", "rows": "prompt_completion", "streaming": True}
+        | {"shuffle_buffer": 9}
+    ),
     "split rows": lambda files: tree(data={"path": files["long"], "overlong": "split"}),
     "weighted mixture": lambda files: tree(
         data={"sources": [{"path": files["rows"], "weight": 3}, {"path": files["more"], "weight": 1}]}

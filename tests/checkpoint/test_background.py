@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from holdfast import checkpoint
 from holdfast.checkpoint.background import BackgroundSaver
 from holdfast.checkpoint.errors import SaveFailed
-from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.format.snapshot import staged, take
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, step, zero_everything
@@ -50,6 +50,17 @@ def test_tensors_that_are_overwritten_after_the_copy_are_saved_as_they_were(
     found = pools(ranks).run(load_into_other, str(tmp_path / FIRST))[0]
 
     assert {name: value for name, value in found.items() if "extra" not in name} == expected
+
+
+def test_later_saves_copy_into_the_memory_of_the_first() -> None:
+    model, buffers = torch.nn.Linear(3, 2), {}
+    first = staged(take(model), buffers).tensors
+    torch.nn.init.constant_(model.weight, 4.0)
+
+    later = staged(take(model), buffers).tensors
+
+    assert [tensor.data_ptr() for tensor in later.values()] == [tensor.data_ptr() for tensor in first.values()]
+    assert later["model.weight"].tolist() == [[4.0] * 3] * 2
 
 
 def overlap(world: World, directory: Path) -> tuple[list[float], list[float], int]:
@@ -161,7 +172,7 @@ from pathlib import Path
 import torch
 from holdfast.checkpoint.keep.retention import Retention
 from holdfast.checkpoint.session import Session
-from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.format.snapshot import staged, take
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 print("started", os.getpid())

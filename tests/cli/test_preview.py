@@ -100,6 +100,27 @@ def test_a_prompt_is_shown_as_the_policy_sees_it(warm: WarmPython, tmp_path: Pat
     ]
 
 
+def test_what_is_counted_on_a_prompt_is_told_in_true_sentences(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    from holdfast.data.tasks.synthetic import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tree["model"]["tokenizer"] = "tokenizer"
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "add 7=", "answer": "7"}, {"prompt": "a" * 30, "answer": "7"}])
+    write_run(tmp_path / "run.yaml", tree | {"reward": "exact", "rollout": {"max_new_tokens": 8}})
+
+    short, long = (preview(warm, tmp_path, "--row", row).out.splitlines() for row in "01")
+
+    assert short[-1].startswith("the prompt is plain text, so the tokenizer's chat template is not used")
+    assert not any("room" in line for line in short)
+    assert long == [
+        "the prompt has 30 tokens and is left out: rollout.max_new_tokens in data.max_length leave room for 24"
+    ]
+
+
 def test_a_file_for_another_verb_is_told_so(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     write_run(tmp_path / "run.yaml", tree | {"reward": "exact", "rollout": {"group_size": 4}})
 

@@ -65,6 +65,17 @@ MODEL = "model: {path: some-model}\n"
             "data.validation_split",
         ),
         (
+            WHOLE + "stop_when: {metric: eval/s/loss, mode: min}\nevaluation: {sets: {s: {path: x}}}\n",
+            "run.yaml:4: stop_when.metric: eval/s/loss is never measured while the run goes on; set "
+            "evaluation.every_steps",
+        ),
+        (
+            WHOLE + "optim: {schedule: {kind: plateau, metric: eval/t/loss, mode: min}}\n"
+            "evaluation: {sets: {s: {path: x}}, every_steps: 5}\n",
+            "run.yaml:4: optim.schedule.metric: eval/t/loss is of no evaluation set (there are s); write "
+            "eval/SET/METRIC as in metrics.jsonl",
+        ),
+        (
             WHOLE + "evaluation: {sets: {validation: {path: x}}}\n",
             "run.yaml:4: evaluation.sets.validation: the name 'validation' belongs to data.validation_split; choose "
             "another",

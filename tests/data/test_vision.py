@@ -16,7 +16,9 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError, ModelError
+from holdfast.models.check.forward import documents
 from holdfast.models.source.vision import image_side, load_image_processor
+from tests.models.test_selfcheck import policy_of
 from tests.vision import KINDS, MARKS, MIXTURE, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
 
 GRIDS = [*(kind for kind in KINDS if "qwen" in kind), MIXTURE]
@@ -186,3 +188,9 @@ def test_tokens_are_compared_with_the_features_the_model_makes(tmp_path: Path) -
 
     with pytest.raises(DataError, match=r"photos row 3, image 0 of 16x16 pixels has 4 tokens .* makes 16 features"):
         rows.examples(row, 3, "photos", row_name="photos row 3")
+
+
+def test_of_the_documents_that_are_checked_before_step_1_two_have_an_image() -> None:
+    first, changed, second = documents(policy_of(vision_model("qwen2_vl")), side_of("qwen2_vl"))
+
+    assert [bool(document.model_inputs) for document in (first, changed, second)] == [True, True, False]

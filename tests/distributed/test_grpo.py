@@ -224,6 +224,27 @@ def test_a_step_of_flat_groups_runs_and_trains_nothing(pools: Any, llama: Path) 
         np.testing.assert_array_equal(parameter, start[name].numpy(), err_msg=name)
 
 
+def test_advantages_of_the_user_s_own_see_what_ours_see_on_all_ranks(pools: Any, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import numpy as np\n"
+        "def weighted(groups, power):\n"
+        "    assert (groups.rewards == groups.parts['exact']).all()\n"
+        "    weights = groups.lengths ** power\n"
+        "    return groups.rewards - (weights * groups.rewards).sum(1, keepdims=True) / weights.sum(1, keepdims=True)\n"
+    )
+    path = {"kind": "path", "path": f"{tmp_path}/own.py:weighted", "kwargs": {"power": 1}}
+
+    ours, own = (
+        pools(2).run(train, settings(str(llama), advantage=advantage), ROWS, 2)[0]
+        for advantage in ({"kind": "opo"}, path)
+    )
+
+    assert ours["sampled"] == own["sampled"]
+    assert all(line["grad_norm"] > 0 for line in own["lines"])
+    for name, parameter in ours["parameters"].items():
+        np.testing.assert_allclose(own["parameters"][name], parameter, rtol=0, atol=1e-12, err_msg=name)
+
+
 def test_flat_groups_are_sampled_again_up_to_the_cap(pools: Any, llama: Path) -> None:
     tree = settings(str(llama), groups={"flat": "resample", "max_rounds": 3})
 

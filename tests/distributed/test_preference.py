@@ -94,6 +94,7 @@ LOSSES: dict[str, tuple[dict[str, Any], oracle.Loss]] = {
     "robust": ({"loss": {"kind": "robust", "beta": 0.3, "label_smoothing": 0.1}}, oracle.robust(0.3, 0.1)),
     "ipo": ({"loss": {"kind": "ipo", "beta": 0.5}}, oracle.ipo(0.5)),
     "ipo, mean": ({"loss": {"kind": "ipo", "beta": 0.5, "lengths": "mean"}}, oracle.ipo(0.5, mean=True)),
+    "hinge": ({"loss": {"kind": "hinge", "beta": 0.3}}, oracle.hinge(0.3)),
     "apo_zero": ({"loss": {"kind": "apo_zero", "beta": 0.3}}, oracle.apo_zero(0.3)),
     "apo_down": ({"loss": {"kind": "apo_down", "beta": 0.3}}, oracle.apo_down(0.3)),
     "simpo": ({"loss": "simpo"}, oracle.simpo(2.0, 1.0)),

@@ -18,6 +18,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, RankFailed, RunStopped
 from holdfast.launch.local import launch_local
 from holdfast.parallel.failure.channel import FailureChannel
+from holdfast.parallel.failure.reports import Board
 
 WORKER = """
 import os, signal, sys, time
@@ -151,6 +152,20 @@ def test_an_error_is_reported_and_passes_unchanged(pair):
 
     failure = mine.reports.first(wait_seconds=1)
     assert (failure.rank, failure.kind, failure.phase, failure.type) == (1, "error", "update", "ValueError")
+
+
+def test_a_rank_beats_inside_the_guard():
+    store = dist.HashStore()
+    channel, board = FailureChannel(store, 1, 2), Board(store, None)
+    channel.at_step(7)
+
+    with channel.guard(), channel.phase("update"):
+        deadline = time.monotonic() + 20
+        while not (beat := board.read("beat-rank-1")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    assert beat is not None
+    assert beat.startswith("1|7|")
 
 
 def test_a_rank_that_loses_its_peer_waits_for_the_report(pair):

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.launch.deaths import Death, first_cause, last_error
-from holdfast.launch.directory import FailureReport
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
+from holdfast.parallel.failure.reports import Failure
 
 
 def test_torchrun_is_known_by_rank_and_world_size():
@@ -44,7 +44,7 @@ def test_auto_is_one_rank_per_gpu_and_one_without(two_gpus):
 
 
 def death(rank, exit_code, time, kind=None, ended_by_launcher=False):
-    report = None if kind is None else FailureReport(rank, kind, "update", "ValueError", "boom", 3, time)
+    report = None if kind is None else Failure(rank, kind, "update", "ValueError", "boom", 3, time)
     return Death(rank, exit_code, time, "update", report, "", ended_by_launcher)
 
 

@@ -100,6 +100,29 @@ def test_both_forms_give_the_values_and_gradients_of_full_logits(
         assert_close(mine, theirs, **EXACT)
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["no entropy", "entropy in the loss"])
+@pytest.mark.parametrize(("spec", "temperature", "bias"), SPECS)
+def test_smoothed_labels_have_the_values_and_gradients_of_full_logits(
+    spec: HeadSpec, temperature: float, bias: bool, watched: bool
+) -> None:
+    hidden, head, targets = draw(bias=bias)
+    every = torch.arange(VOCABULARY).expand(TOKENS, -1)
+    by_token = [plain(hidden, head, every[:, token], spec, temperature)[0] for token in range(VOCABULARY)]
+    logprobs, entropies = plain(hidden, head, targets, spec, temperature)
+    smoothed = 0.7 * logprobs + 0.3 * torch.stack(by_token).mean(0)
+    expected = terms(smoothed, entropies if watched else None, 0, TOKENS).sum()
+    gradients = torch.autograd.grad(expected * 3.0, leaves(hidden, head))
+
+    options = {"temperature": temperature, "entropy": watched, "label_smoothing": 0.3}
+    loss, scores = separable_loss(hidden, head, targets, terms, spec, **options)
+    found = torch.autograd.grad(loss * 3.0, leaves(hidden, head))
+
+    assert_close(loss, expected, **EXACT)
+    assert_close(scores.logprobs, logprobs, **EXACT)
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert_close(mine, theirs, **EXACT)
+
+
 def test_entropy_can_be_watched_without_entering_the_loss() -> None:
     hidden, head, targets = draw(bias=False)
     _, entropies = plain(hidden, head, targets, HeadSpec(), 1.0)

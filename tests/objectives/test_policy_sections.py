@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.policy import (
-    AdvantageConfig,
     CorrectionConfig,
     EntropyConfig,
     KLConfig,
@@ -17,7 +17,7 @@ from holdfast.config.sections.policy import (
     PolicyObjective,
 )
 from holdfast.objectives.policy import build_policy_objective
-from holdfast.objectives.surrogates import CISPO, GSPO, SAPO, Clip, GSPOToken, Reinforce
+from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Clip, GSPOToken, Reinforce
 
 
 def read(kind: Any, value: Any) -> Any:
@@ -32,6 +32,7 @@ def read(kind: Any, value: Any) -> Any:
         ({"kind": "clip", "delta": 4}, Clip(0.2, 0.2, 4.0)),
         ("gspo", GSPO(3e-4, 4e-4)),
         ({"kind": "gspo_token", "low": 0.1, "high": 0.2}, GSPOToken(0.1, 0.2)),
+        ({"kind": "dppo", "divergence": "kl", "low": 0.04, "high": 0.05, "cap": 5}, DPPO("kl", 0.04, 0.05, 5.0)),
         ("cispo", CISPO(1.0, 4.0)),
         ({"kind": "cispo", "low": 0.5, "high": 1}, CISPO(0.5, 1.0)),
         ("sapo", SAPO(1.0, 1.05)),
@@ -100,6 +101,8 @@ def test_what_a_refusal_advises_is_accepted(value: Any) -> None:
         ("grpo", 2, False),
         ("dr_grpo", 2, False),
         ("rloo", 2, False),
+        ("opo", 2, False),
+        ("maxrl", 2, False),
         ("batch_std", 2, False),
         ("reinforce_pp", 1, False),
         ("reinforce_pp_baseline", 2, False),

@@ -82,6 +82,7 @@ LOSSES: dict[str, tuple[Objective, oracle.Loss]] = {
     "robust": (made(0.0, {"kind": "robust", "beta": 0.3, "label_smoothing": 0.2}), oracle.robust(0.3, 0.2)),
     "ipo": (made(0.0, {"kind": "ipo", "beta": 0.3}), oracle.ipo(0.3)),
     "ipo, mean": (made(0.0, {"kind": "ipo", "beta": 0.3, "lengths": "mean"}), oracle.ipo(0.3, mean=True)),
+    "hinge": (made(0.0, {"kind": "hinge", "beta": 0.3}), oracle.hinge(0.3)),
     "apo_zero": (made(0.0, {"kind": "apo_zero", "beta": 0.3}), oracle.apo_zero(0.3)),
     "apo_down": (made(0.0, {"kind": "apo_down", "beta": 0.3}), oracle.apo_down(0.3)),
     "simpo": (made(0.0, {"kind": "simpo", "beta": 2.5, "gamma": 0.7}), oracle.simpo(2.5, 0.7)),

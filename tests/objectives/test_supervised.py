@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from transformers.trainer_pt_utils import LabelSmoother
 
 import holdfast.objectives
 from holdfast.data.batches.packing import pack
@@ -189,6 +190,28 @@ def test_every_separable_loss_has_its_own_gradients_in_both_forms(model: Any, ob
     assert set(found) == set(gradients)
     for name, gradient in gradients.items():
         assert_close(found[name], gradient, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_smoothed_labels_are_those_of_transformers(model: Any) -> None:
+    theirs, batch = twin(model), a_batch()
+    logits = torch.cat([theirs(input_ids=each[None]).logits[0] for each in torch.split(batch.tokens[0], LENGTHS)])
+    rows = torch.repeat_interleave(torch.tensor(WEIGHTS, dtype=torch.float64), torch.tensor(LENGTHS))[batch.scored]
+    expected = torch.zeros((), dtype=torch.float64)
+    for place, weight in zip(batch.scored.tolist(), rows, strict=True):
+        # One token at a time: their mean over tokens knows no weights.
+        output = {"logits": logits[None, place - 1 : place]}
+        expected = expected + weight * LabelSmoother(epsilon=0.2)(output, batch.tokens[:, place : place + 1])
+    expected.backward()
+
+    result, found = loss_and_gradients(model, NegativeLogLikelihood(label_smoothing=0.2))
+
+    # Their mean over the vocabulary is a sum in float32.
+    assert_close(result.loss, expected, rtol=1e-6, atol=0)
+    for name, value in theirs.named_parameters():
+        assert_close(found[name], value.grad, rtol=1e-5, atol=1e-7)
+    unsmoothed, _ = loss_and_gradients(model, NegativeLogLikelihood())
+    assert_close(result.sums["nll"], unsmoothed.sums["nll"], **EXACT)
+    assert abs(float((result.loss - unsmoothed.loss).detach())) > 0.01
 
 
 def test_a_loss_of_the_users_own_may_depend_on_all_tokens_at_once(model: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.objectives.surrogates import CISPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce
+from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce
 from tests.objectives.cases import actions_of, draw, means, surrogate_found, tokens_of
 from tests.oracle import policy as oracle
 from tests.oracle.policy import Case, Found
@@ -26,6 +26,8 @@ PAIRS: dict[str, tuple[Any, Callable[[Case], Found]]] = {
     "gspo_token, wide": (GSPOToken(0.06, 0.09), lambda case: oracle.gspo_token(case, 0.06, 0.09)),
     "cispo": (CISPO(), lambda case: oracle.cispo(case, 1.0, 4.0)),
     "cispo, narrow": (CISPO(0.1, 0.2), lambda case: oracle.cispo(case, 0.1, 0.2)),
+    "dppo": (DPPO(), lambda case: oracle.dppo(case, "tv", 0.15, 0.15, 20.0)),
+    "dppo, narrow": (DPPO("tv", 0.01, 0.03, 1.2), lambda case: oracle.dppo(case, "tv", 0.01, 0.03, 1.2)),
     "sapo": (SAPO(), lambda case: oracle.sapo(case, 1.0, 1.05)),
     "sapo, steep": (SAPO(3.0, 0.5), lambda case: oracle.sapo(case, 3.0, 0.5)),
     "reinforce": (Reinforce(), oracle.reinforce),
@@ -44,6 +46,32 @@ def test_terms_and_gradients_are_those_of_the_paper(surrogate: Any, expected: An
 
     np.testing.assert_allclose(terms, expected(case)[0], **EXACT)
     np.testing.assert_allclose(gradient, expected(case)[1], **EXACT)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_divergence_of_two_outcomes_may_be_their_kl(seed: int) -> None:
+    drawn = draw(seed, spread=0.5)
+    assert drawn.proximal is not None
+    case = replace(drawn, logprobs=drawn.logprobs - 2, proximal=drawn.proximal - 2)  # no probability above 1
+
+    terms, gradient = surrogate_found(DPPO("kl", 0.002, 0.004, 1.5), case)
+
+    expected = oracle.dppo(case, "kl", 0.002, 0.004, 1.5)
+    assert 0 < np.sum(expected[1] == 0) < terms.size
+    np.testing.assert_allclose(terms, expected[0], **EXACT)
+    np.testing.assert_allclose(gradient, expected[1], **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_certain_token_has_a_finite_divergence(dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([0.0, -1e-9, -50.0, 0.0], dtype=dtype)
+    log_ratio = torch.tensor([0.0, 20.0, -50.0, 1e-9], dtype=dtype)
+    actions = Actions(logprobs, log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=dtype), tokens_of(draw()))
+
+    terms = DPPO("kl", 0.05, 0.05).terms(actions)
+
+    assert torch.isfinite(terms).all()
+    assert terms.tolist()[1:3] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["clip", "dual clip", "gspo, wide", "sapo"])

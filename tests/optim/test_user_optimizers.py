@@ -10,6 +10,8 @@ import torch
 
 from holdfast import checkpoint
 from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.errors import UserError
+from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.optimizers import build_optimizer, optimizer_of
@@ -75,6 +77,18 @@ def test_what_cannot_train_or_be_saved_is_refused_on_all_ranks(
     assert len(set(errors)) == 1
     with pytest.raises(ValueError, match=said):
         raise ValueError(errors[0][1])
+
+
+@pytest.mark.parametrize(("path", "kwargs", "values", "said"), REFUSED)
+def test_it_is_refused_in_a_run_of_one_rank_too(
+    path: str, kwargs: dict[str, Any], values: dict[str, Any], said: str
+) -> None:
+    world = World(0, 1, 0, torch.device("cpu"), FailureChannel(torch.distributed.HashStore(), 0, 1))
+    config = UserOptimizerConfig(path=path, lr=0.01, kwargs=kwargs, **values)
+    parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in {"a": (3, 2), "b": (4,)}.items()}
+
+    with pytest.raises(UserError, match=said):
+        optimizer_of(setting_of(config, world), parameters)
 
 
 @pytest.mark.parametrize(("path", "said"), ON_SHARDS)

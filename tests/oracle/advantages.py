@@ -34,6 +34,21 @@ def rloo(rows: list[Row]) -> list[list[float]]:
     return result
 
 
+def opo(rows: list[Row], lengths: list[list[int]]) -> list[list[float]]:
+    result = []
+    for row, own in zip(rows, lengths, strict=True):
+        scored = [(r, length) for r, length in zip(row, own, strict=True) if r is not None]
+        baseline = sum(r * length for r, length in scored) / sum(length for _, length in scored)
+        result.append([0.0 if r is None else r - baseline for r in row])
+    return result
+
+
+def maxrl(row: Row) -> list[float]:
+    """Return r / (K / N) - 1, which is N / K - 1 for a right answer and -1 for a wrong one; 0 without a right one."""
+    right, scored = sum(known([row])), len(known([row]))
+    return [0.0 if r is None or not right else r * scored / right - 1 for r in row]
+
+
 def reinforce_pp(rows: list[Row], epsilon: float) -> list[list[float]]:
     mean, spread = statistics.mean(known(rows)), statistics.stdev(known(rows))
     return [[0.0 if r is None else (r - mean) / (spread + epsilon) for r in row] for row in rows]

@@ -94,6 +94,20 @@ def cispo(case: Case, low: float, high: float) -> Found:
     return by_logprob * case.logprobs, by_logprob * case.weights
 
 
+def dppo(case: Case, divergence: str, low: float, high: float, cap: float) -> Found:
+    terms, gradient = np.zeros_like(case.logprobs), np.zeros_like(case.logprobs)
+    for t, (logprob, log_ratio, advantage) in enumerate(
+        zip(case.logprobs, case.log_ratio, case.advantages, strict=True)
+    ):
+        p, q = math.exp(logprob), math.exp(logprob - log_ratio)
+        away = abs(p - q) if divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        if away > (high if advantage > 0 else low) and (p > q) == (advantage > 0):
+            continue
+        by_logprob = -min(p / q, cap) * advantage
+        terms[t], gradient[t] = by_logprob * logprob, by_logprob * case.weights[t]
+    return terms, gradient
+
+
 def sapo(case: Case, tau_positive: float, tau_negative: float) -> Found:
     terms, gradient = np.empty_like(case.logprobs), np.empty_like(case.logprobs)
     for t, (log_ratio, advantage) in enumerate(zip(case.log_ratio, case.advantages, strict=True)):

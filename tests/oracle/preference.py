@@ -59,6 +59,15 @@ def ipo(beta: float, mean: bool = False) -> Loss:
     return loss
 
 
+def hinge(beta: float) -> Loss:
+    def loss(chosen: Answer, rejected: Answer) -> Result:
+        short = 1 - beta * (chosen.r - rejected.r)
+        slope = -beta if short > 0 else 0.0
+        return max(short, 0.0), slope, -slope, 0.0, 0.0
+
+    return loss
+
+
 def apo_zero(beta: float) -> Loss:
     def loss(chosen: Answer, rejected: Answer) -> Result:
         up, down = sigmoid(beta * chosen.r), sigmoid(beta * rejected.r)

@@ -309,6 +309,32 @@ def test_a_missing_file_is_told_with_the_places_searched(start: Start, tmp_path:
     assert f"there is no file gone/file.py beside the YAML ({tmp_path}) or in {Path.cwd()}" in str(raised.value)
 
 
+def test_a_reward_may_be_a_function_of_a_package(start: Start, tmp_path: Path) -> None:
+    package = tmp_path / "own_scores"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "factor.py").write_text("FACTOR = 3\n")
+    (package / "words.py").write_text(
+        "from own_scores.factor import FACTOR\ndef long(completion, plus): return FACTOR * len(completion) + plus\n"
+    )
+
+    pool = start("", user("own_scores.words:long", kwargs={"plus": 1}))
+
+    assert [scored.reward for scored in pool.score(samples("ab", "c"))] == [7.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("own_gone.words:long", "own_gone.words raises when it is imported: ModuleNotFoundError: No module named"),
+        ("json.decoder:absent", "decoder.py has no function absent. It has .*JSONDecoder"),
+    ],
+)
+def test_a_module_without_the_function_is_told(start: Start, path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        start("", user(path))
+
+
 def test_workers_come_back_after_a_silent_death_between_requests(start: Start, tmp_path: Path) -> None:
     pool = start(SLEEPS + """
     def reward(completion):

@@ -31,6 +31,7 @@ def read(reward: Any, **pool: Any) -> Root:
     ("reward", "said"),
     [
         ({"path": "my.py"}, "must name a function in a file"),
+        ({"path": "own-scores.words:long"}, "must name a function in a file or in a module"),
         ({"path": "my.py:f", "name": "a/b"}, "one word without a slash"),
         ({"kind": "format", "regex": "("}, "is not a regular expression"),
         ("length", "no length is given; set target, min or max"),

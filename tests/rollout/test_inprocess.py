@@ -17,7 +17,7 @@ from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.generation import TransformersEngine
-from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.inprocess import DecodedRow, Decoding, InProcessEngine
 from holdfast.rollout.sampling import Stops, mixed, uniform
 from holdfast.types import Finish
 from tests.memory import most_allocated
@@ -112,6 +112,24 @@ def test_a_request_gives_the_same_tokens_in_any_batch(rows: int) -> None:
         assert (one.request_id, one.place, one.finish) == (other.request_id, other.place, other.finish)
         assert one.tokens.tolist() == other.tokens.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5)
+
+
+def test_rows_that_ended_stay_within_the_positions_that_a_model_has() -> None:
+    asked, sampling = requests(5), SamplingConfig(max_new_tokens=21)
+    model = reference("gpt2", max_position_embeddings=max(len(each.prompt) for each in asked) + 21)
+
+    apart = generate(engine_of(model, rows=5), asked, sampling)
+
+    together = generate(engine_of(model), asked, sampling)
+    assert [one.tokens.tolist() for one in apart] == [other.tokens.tolist() for other in together]
+    assert len({len(one.tokens) for one in apart}) > 2, "some must end early, or no row goes on beside a younger one"
+
+
+def test_as_many_tokens_are_missing_as_the_longest_row_has_room_for() -> None:
+    (request,) = requests(1, group=3)
+    rows = [DecodedRow(request, place, tokens=[5] * length) for place, length in enumerate((4, 7, 2))]
+
+    assert Decoding(rows, None, limit=10).missing == 3
 
 
 def test_the_same_rollout_is_bit_identical_when_repeated() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.sections.policy import (
+from holdfast.config.sections.advantage import (
     GRPOAdvantageConfig,
     PassAtKAdvantageConfig,
     ReinforcePPBaselineAdvantageConfig,

@@ -93,6 +93,29 @@ def test_a_run_saved_on_two_ranks_goes_on_on_one(place: Path, straight: Path, po
         assert found[step] == pytest.approx(loss, rel=1e-5), step
 
 
+def test_a_picture_that_is_not_there_is_told_before_step_1_or_its_row_is_skipped(
+    place: Path, pools: Any, tmp_path: Path
+) -> None:
+    here = Path(shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("model")))
+    vision_directory(here / "model", KIND)
+    rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+    gone = next(part["path"] for part in rows[20]["messages"][0]["content"] if part["type"] == "image")
+    (here / "pictures" / gone).unlink()
+    skipping = tree(here, tmp_path, 3)
+    skipping["data"] |= {"on_bad_row": "skip"}
+
+    pools(2).run(run, skipping, str(here))
+    errors = pools(2).errors(run, tree(here, tmp_path / "other", 3), str(here))
+
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "DataError"
+    assert errors[0][1].startswith("rows row 20: there is no file ")
+    assert not (tmp_path / "other").exists()
+    lines = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("data/bad_rows", 0) for line in lines) == 1
+    assert [line["data/rows"] for line in lines if "loss" in line] == [8, 8, 7]
+
+
 def test_another_processor_is_another_run(place: Path, pools: Any, tmp_path: Path) -> None:
     pools(1).run(run, tree(place, tmp_path, 2), str(place))
     other = tree(place, tmp_path, 4)

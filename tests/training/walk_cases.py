@@ -19,8 +19,9 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.build.begin import Live
-from holdfast.training.policy.build import build_policy_run, walk_a_step
+from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.walk import walk_a_step
 
 
 def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:

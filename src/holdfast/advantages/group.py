@@ -13,18 +13,21 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.config.sections.policy import (
+from holdfast.config.sections.advantage import (
     AdvantageConfig,
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
     GAEAdvantageConfig,
     GRPOAdvantageConfig,
+    MaxRLAdvantageConfig,
+    OPOAdvantageConfig,
     PassAtKAdvantageConfig,
     ReinforcePPAdvantageConfig,
     ReinforcePPBaselineAdvantageConfig,
     ReMaxAdvantageConfig,
     RLOOAdvantageConfig,
     ScaledAdvantageConfig,
+    UserAdvantageConfig,
 )
 
 RewardMatrix = NDArray[np.float64]
@@ -38,6 +41,7 @@ def advantages(
     parts: Mapping[str, RewardMatrix] | None = None,
     weights: Mapping[str, float] | None = None,
     greedy: NDArray[np.float64] | None = None,
+    lengths: RewardMatrix | None = None,
 ) -> RewardMatrix:
     """Return the advantage of every completion, [P, G].
 
@@ -50,6 +54,8 @@ def advantages(
       over tokens, so long completions count more; here every completion counts once.
     - reinforce_pp_baseline: c = r - mean of the group, over the batch's std of c. Likewise.
     - batch_std: r - mean of the group, over the batch's std of r. Liu et al. (arXiv:2508.08221).
+    - opo: r - sum(l r) / sum(l) over the group, l being lengths. Hao et al. (arXiv:2505.23585).
+    - maxrl: (r - mean) / mean of the group; 0 where the mean is not above 0. Tajwar et al. (arXiv:2602.02710).
     - remax: r - reward of the greedy completion. Li et al. (arXiv:2310.10505), algorithm 1.
     - pass_at_k: see `pass_at_k`.
 
@@ -59,6 +65,7 @@ def advantages(
         parts: Each reward by its name, [P, G]; needed for combine: normalise_then_sum.
         weights: The factor of each reward by its name; likewise. Parts without a weight are left out.
         greedy: [P], the reward of the greedy completion of each prompt, needed for remax; NaN where it was not scored.
+        lengths: [P, G], tokens of each completion, needed for opo.
 
     Raises:
         ValueError: What the configuration needs was not given.
@@ -68,7 +75,7 @@ def advantages(
             raise ValueError("combine: normalise_then_sum needs each reward and its weight by name")
         return _summed_after(config, np.isfinite(rewards), parts, weights)
     scored = np.isfinite(rewards) & ~without_baseline(config, rewards, greedy)[:, None]
-    return np.where(scored, _compared(config, np.where(scored, rewards, np.nan), greedy), 0.0)
+    return np.where(scored, _compared(config, np.where(scored, rewards, np.nan), greedy, lengths), 0.0)
 
 
 def flat_groups(rewards: RewardMatrix, tolerance: float) -> Mask:
@@ -87,17 +94,27 @@ def without_advantages(
     parts: Mapping[str, RewardMatrix],
     weights: Mapping[str, float],
     trained: Mask,
+    lengths: RewardMatrix | None = None,
 ) -> Mask:
     """Return [P]: groups all of whose trained completions have an advantage of 0, each group judged by itself.
 
     For advantages that compare within groups: what they take of the batch is a scale, and makes no 0 of another number.
 
     Args:
-        config, rewards, parts, weights: As in `advantages`.
+        config, rewards, parts, weights, lengths: As in `advantages`.
         trained: [P, G], completions that are trained; others are compared with, and learn nothing.
     """
     rows = [slice(number, number + 1) for number in range(len(rewards))]
-    by_group = [advantages(config, rewards[row], {name: parts[name][row] for name in parts}, weights) for row in rows]
+    by_group = [
+        advantages(
+            config,
+            rewards[row],
+            {name: parts[name][row] for name in parts},
+            weights,
+            lengths=None if lengths is None else lengths[row],
+        )
+        for row in rows
+    ]
     learned = [values[trained[row]] for row, values in zip(rows, by_group, strict=True)]
     return np.array([not values.any() for values in learned], dtype=np.bool_)
 
@@ -141,7 +158,12 @@ def pass_at_k(rewards: RewardMatrix, k: int, threshold: float) -> RewardMatrix:
     return result
 
 
-def _compared(config: AdvantageConfig, rewards: RewardMatrix, greedy: NDArray[np.float64] | None) -> RewardMatrix:
+def _compared(
+    config: AdvantageConfig,
+    rewards: RewardMatrix,
+    greedy: NDArray[np.float64] | None,
+    lengths: RewardMatrix | None,
+) -> RewardMatrix:
     """Return advantages where rewards are scored; anything elsewhere."""
     match config:
         case GRPOAdvantageConfig():
@@ -151,38 +173,65 @@ def _compared(config: AdvantageConfig, rewards: RewardMatrix, greedy: NDArray[np
         case RLOOAdvantageConfig():
             others = np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True) - 1, 1)
             return _scaled(_centred(rewards, config.tolerance), others / (others + 1))
+        case OPOAdvantageConfig():
+            return _centred(rewards, config.tolerance, _lengths_at(rewards, lengths))
+        case MaxRLAdvantageConfig():
+            mean = _mean(rewards)
+            right = mean > config.tolerance
+            return np.where(right, _centred(rewards, config.tolerance) / np.where(right, mean, 1.0), 0.0)
         case ReinforcePPAdvantageConfig():
             batch = rewards.reshape(1, -1)
             whole = _scaled(_centred(batch, config.tolerance), _deviations(batch) + config.epsilon)
             return np.reshape(whole, rewards.shape)
-        case ReinforcePPBaselineAdvantageConfig():
-            centred = _centred(rewards, config.tolerance)
-            spread = _deviations(np.where(np.isfinite(rewards), centred, np.nan).reshape(1, -1))
-            return _scaled(centred, spread + config.epsilon)
-        case BatchStdAdvantageConfig():
-            return _scaled(_centred(rewards, config.tolerance), _deviations(rewards.reshape(1, -1)) + config.epsilon)
+        case ReinforcePPBaselineAdvantageConfig() | BatchStdAdvantageConfig():
+            return _over_batch(config, rewards)
         case ReMaxAdvantageConfig():
             assert greedy is not None
             difference = rewards - greedy[:, None]
             return np.where(np.abs(difference) <= config.tolerance, 0.0, difference)
         case PassAtKAdvantageConfig():
             return pass_at_k(rewards, config.k, config.threshold)
-        case GAEAdvantageConfig():
-            raise ValueError("advantage: gae is made of a critic's values, token by token (advantages/gae.py)")
+        case GAEAdvantageConfig() | UserAdvantageConfig():
+            raise ValueError(f"advantage: {config.kind} is not made of rewards here (advantages/gae.py, user.py)")
 
 
-def _centred(rewards: RewardMatrix, tolerance: float) -> RewardMatrix:
-    """Return rewards less the mean of their row; exactly 0 in a flat row and where not scored."""
+def _over_batch(
+    config: ReinforcePPBaselineAdvantageConfig | BatchStdAdvantageConfig, rewards: RewardMatrix
+) -> RewardMatrix:
+    """Return centred rewards over a standard deviation of the whole batch: their own, or that of the rewards."""
+    centred = measured = _centred(rewards, config.tolerance)
+    if isinstance(config, BatchStdAdvantageConfig):
+        measured = rewards
+    spread = _deviations(np.where(np.isfinite(rewards), measured, np.nan).reshape(1, -1))
+    return _scaled(centred, spread + config.epsilon)
+
+
+def _centred(rewards: RewardMatrix, tolerance: float, weights: RewardMatrix | None = None) -> RewardMatrix:
+    """Return rewards less the mean of their row, weighted or plain; exactly 0 in a flat row and where not scored."""
     scored = np.isfinite(rewards)
-    mean = _sum(rewards) / np.maximum(scored.sum(axis=1, keepdims=True), 1)
+    mean = _mean(rewards)
+    if weights is not None:
+        mean = _sum(weights * rewards) / np.maximum(_sum(weights), 1.0)
     return np.where(scored & ~flat_groups(rewards, tolerance)[:, None], rewards - mean, 0.0)
+
+
+def _lengths_at(rewards: RewardMatrix, lengths: RewardMatrix | None) -> RewardMatrix:
+    """Return the lengths of scored completions, and 0 of others."""
+    if lengths is None:
+        raise ValueError("advantage: opo needs the lengths of completions")
+    return np.where(np.isfinite(rewards), lengths, 0.0)
+
+
+def _mean(rewards: RewardMatrix) -> RewardMatrix:
+    """Return the mean of each row's scored rewards, [P, 1]; 0 of none."""
+    mean: RewardMatrix = _sum(rewards) / np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True), 1)
+    return mean
 
 
 def _deviations(rewards: RewardMatrix) -> RewardMatrix:
     """Return the standard deviation of each row's scored rewards, [P, 1]; 0 of fewer than two."""
     count = np.isfinite(rewards).sum(axis=1, keepdims=True)
-    mean = _sum(rewards) / np.maximum(count, 1)
-    spread: RewardMatrix = np.sqrt(_sum((rewards - mean) ** 2) / np.maximum(count - 1, 1))
+    spread: RewardMatrix = np.sqrt(_sum((rewards - _mean(rewards)) ** 2) / np.maximum(count - 1, 1))
     return spread
 
 

@@ -222,8 +222,7 @@ def load(
         RankFailed: Another rank did not come; it is named.
     """
     with call("load", timeout_minutes, RankFailed) as (ranks, _):
-        with ranks.together():
-            storage, name = place_of(path)
+        storage, name = ranks.on_all_ranks(lambda: place_of(path))
         loaded: LoadedState = reader.load_state(
             storage,
             name,

@@ -36,10 +36,6 @@ class Saved:
     """What went wrong without harm, such as a file that could not be deleted."""
 
 
-def _on_cpu(snapshot: Snapshot) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in snapshot.tensors.values())
-
-
 @dataclass
 class Session:
     """Saves in order, each naming the one before.
@@ -117,7 +113,7 @@ class Session:
             about: Further fields of `About`, such as the metrics of this step.
         """
         words = self._words(step, about)
-        if not self.background and not _on_cpu(snapshot):
+        if not self.background and not all(tensor.device.type == "cpu" for tensor in snapshot.tensors.values()):
             # A thread would have to know the device and the stream that the tensors live on.
             self._attempt = attempt = object()
             try:

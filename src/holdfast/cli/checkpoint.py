@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.checkpoint_views import writing
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import dtype as TorchDtype
@@ -76,7 +73,6 @@ def print_path(
 ) -> None:
     """Print the path of one checkpoint, for scripts."""
     from holdfast.checkpoint.keep import find
-    from holdfast.errors import ConfigError
 
     if best is not None and last:
         raise ConfigError("--best and --last name two checkpoints; give one of them.")
@@ -160,13 +156,8 @@ def export(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
-    from holdfast.checkpoint.export.stored import (
-        export_stored,
-        export_stored_adapter,
-        write_torch_file,
-    )
+    from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter, write_torch_file
     from holdfast.checkpoint.keep import find
-    from holdfast.errors import ConfigError
 
     if adapter and form is ExportForm.torch:
         raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
@@ -225,6 +216,8 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete older checkpoints; pinned ones, the newest verified one and what the run resumed from stay."""
+    from holdfast.cli.checkpoint_views import pruned
+
     for line in pruned(run, keep_last, keep_every, keep_best or [], mode, dry_run=dry_run):
         typer.echo(line)
 
@@ -245,74 +238,3 @@ def _dtype(choice: Dtype) -> TorchDtype | None:
     import torch
 
     return None if choice is Dtype.same else getattr(torch, choice.value)
-
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint.format.manifest import Manifest
-    from holdfast.checkpoint.keep.retention import Retention
-    from holdfast.checkpoint.place.storage import Storage
-
-
-def pruned(
-    place: str,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: Sequence[str],
-    mode: str | None,
-    *,
-    dry_run: bool,
-) -> Iterator[str]:
-    """Delete what is not kept, and yield one line per deleted step."""
-    from holdfast.checkpoint.keep import find
-    from holdfast.checkpoint.keep.retention import apply_retention, kept_steps, manifests, read_pins
-    from holdfast.checkpoint.keep.retention_record import resume_source
-    from holdfast.checkpoint.place.object_lease import lease_of
-
-    storage = find.folder_of(place)
-    policy, stored = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
-    notes: list[str] = []
-    with ExitStack() as stack:
-        if not dry_run:
-            stack.enter_context(writing(storage))
-            stack.enter_context(lease_of(storage))
-        source = resume_source(storage)
-        needed = [_newest_whole(storage, stored)] + ([] if source is None else [source])
-        if dry_run:
-            keep = kept_steps(stored, policy, pinned=read_pins(storage), needed=needed)
-            doomed = sorted(set(stored) - keep)
-        else:
-            doomed = apply_retention(storage, policy, needed=needed, notify=notes.append, wait=True)
-    for step in doomed:
-        yield f"{'would delete' if dry_run else 'deleted'} step {step}"
-    yield from notes
-    yield f"{len(stored) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
-
-
-def _policy(
-    storage: Storage, keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], mode: str | None
-) -> Retention:
-    """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
-    from holdfast.checkpoint.keep import find
-    from holdfast.checkpoint.keep.retention import Best, Retention
-    from holdfast.checkpoint.keep.retention_record import better, read_retention
-
-    record = read_retention(storage)
-    own = Retention() if record is None else record.retention
-    for metric in keep_best:
-        find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
-    best = [Best(metric, better(record, metric, mode)) for metric in keep_best]
-    return Retention(keep_last or own.last, keep_every or own.every, (*own.best, *best))
-
-
-def _newest_whole(storage: Storage, stored: dict[int, Manifest]) -> int:
-    from holdfast.checkpoint.errors import CheckpointError
-    from holdfast.checkpoint.format.verification import verify_checkpoint
-    from holdfast.checkpoint.place.layout import step_name
-
-    for step in sorted(stored, reverse=True):
-        try:
-            verify_checkpoint(storage, step_name(step), "files")
-        except CheckpointError:
-            continue
-        return step
-    raise HoldfastError(f"No checkpoint in {storage.root} is whole, so none is deleted.")

@@ -1,17 +1,36 @@
-"""What `holdfast checkpoint` prints."""
+"""What `holdfast checkpoint` prints, pins and deletes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from holdfast.checkpoint.format.manifest import Manifest
-    from holdfast.checkpoint.format.verification import Level
-    from holdfast.checkpoint.place.storage import Storage
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+from holdfast.checkpoint.format.chunks import verified_metadata
+from holdfast.checkpoint.format.manifest import Manifest, NewerFormat
+from holdfast.checkpoint.format.verification import Level, check_names, read_manifest, verify_checkpoint
+from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.keep.retention import (
+    Best,
+    Retention,
+    apply_retention,
+    has_any,
+    kept_steps,
+    manifests,
+    read_pins,
+    renamed_checkpoints,
+    steps,
+    write_pins,
+)
+from holdfast.checkpoint.keep.retention_record import better, read_retention, resume_source
+from holdfast.checkpoint.load.wrapped_state import records
+from holdfast.checkpoint.place.layout import FOLDER, NOT_FINITE, QUARANTINE, step_name
+from holdfast.checkpoint.place.object_lease import lease_of
+from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.errors import ConfigError, HoldfastError
 
 SHOWN = ("loss", "reward")
 """Metrics of a listing, besides those that are asked for and one of an evaluation."""
@@ -19,11 +38,6 @@ SHOWN = ("loss", "reward")
 
 def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
-    from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
-    from holdfast.checkpoint.format.manifest import NewerFormat
-    from holdfast.checkpoint.format.verification import check_names, read_manifest
-    from holdfast.checkpoint.keep.retention import read_pins, renamed_checkpoints, steps
-    from holdfast.checkpoint.place.layout import NOT_FINITE
 
     storage = _folder(place)
     pins, shown = read_pins(storage), list(metrics)
@@ -51,11 +65,6 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
 
 def _folder(place: str) -> Storage:
     """Return a run's checkpoints; also where all of them were damaged and put aside."""
-    from holdfast.checkpoint.errors import NoCheckpoint
-    from holdfast.checkpoint.keep import find
-    from holdfast.checkpoint.keep.retention import has_any
-    from holdfast.checkpoint.place.layout import FOLDER
-    from holdfast.checkpoint.place.storage import open_storage
 
     try:
         return find.folder_of(place)
@@ -68,7 +77,6 @@ def _folder(place: str) -> Storage:
 
 
 def _put_aside(storage: Storage) -> list[str]:
-    from holdfast.checkpoint.place.layout import QUARANTINE
 
     return [name for name in storage.names() if name.startswith(QUARANTINE)]
 
@@ -88,8 +96,6 @@ def description(place: str) -> Iterator[str]:
     Raises:
         CheckpointCorrupt: The file that says where its tensors are is damaged or hostile.
     """
-    from holdfast.checkpoint.format.chunks import verified_metadata
-    from holdfast.checkpoint.keep import find
 
     checkpoint = find.one(place)
     manifest = checkpoint.manifest
@@ -119,7 +125,6 @@ def description(place: str) -> Iterator[str]:
 
 
 def _optimizer(manifest: Manifest) -> Iterator[str]:
-    from holdfast.checkpoint.load.wrapped_state import records
 
     if manifest.optimizer is not None:
         yield f"optimizer {manifest.optimizer['kind']}"
@@ -139,10 +144,6 @@ def _was_deleted(storage: Storage, name: str) -> bool:
 
 def verification(place: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
-    from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
-    from holdfast.checkpoint.format.manifest import NewerFormat
-    from holdfast.checkpoint.format.verification import verify_checkpoint
-    from holdfast.checkpoint.keep.retention import steps
 
     of_run = True
     try:
@@ -176,8 +177,6 @@ def verification(place: str, level: Level) -> tuple[list[str], bool]:
 
 
 def _single(place: str) -> tuple[Storage, list[str]]:
-    from holdfast.checkpoint.keep import find
-    from holdfast.checkpoint.place.storage import open_storage
 
     path = place.rstrip("/")
     parent, _, name = path.rpartition("/") if "://" in path else str(Path(path).absolute()).rpartition("/")
@@ -190,7 +189,6 @@ def _single(place: str) -> tuple[Storage, list[str]]:
 @contextmanager
 def writing(storage: Storage) -> Iterator[None]:
     """Tell a user in a sentence that a directory cannot be written."""
-    from holdfast.errors import ConfigError
 
     try:
         yield
@@ -202,9 +200,6 @@ def writing(storage: Storage) -> Iterator[None]:
 
 def pinned(place: str, step: int, *, remove: bool) -> str:
     """Pin or unpin a step, and return what is pinned then."""
-    from holdfast.checkpoint.errors import NoCheckpoint
-    from holdfast.checkpoint.keep import find
-    from holdfast.checkpoint.keep.retention import read_pins, steps, write_pins
 
     storage = find.folder_of(place)
     existing_steps = steps(storage)
@@ -218,3 +213,58 @@ def pinned(place: str, step: int, *, remove: bool) -> str:
             write_pins(storage, pins - {step})
             raise NoCheckpoint(f"{storage.root} has no step {step} any more: its run deleted it meanwhile.")
     return f"pinned: {', '.join(map(str, sorted(pins))) or 'none'}"
+
+
+def pruned(
+    place: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: Sequence[str],
+    mode: str | None,
+    *,
+    dry_run: bool,
+) -> Iterator[str]:
+    """Delete what is not kept, and yield one line per deleted step."""
+
+    storage = find.folder_of(place)
+    policy, stored = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
+    notes: list[str] = []
+    with ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(writing(storage))
+            stack.enter_context(lease_of(storage))
+        source = resume_source(storage)
+        needed = [_newest_whole(storage, stored)] + ([] if source is None else [source])
+        if dry_run:
+            keep = kept_steps(stored, policy, pinned=read_pins(storage), needed=needed)
+            doomed = sorted(set(stored) - keep)
+        else:
+            doomed = apply_retention(storage, policy, needed=needed, notify=notes.append, wait=True)
+    for step in doomed:
+        yield f"{'would delete' if dry_run else 'deleted'} step {step}"
+    yield from notes
+    yield f"{len(stored) - len(doomed)} checkpoints {'would stay' if dry_run else 'stay'}"
+
+
+def _policy(
+    storage: Storage, keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], mode: str | None
+) -> Retention:
+    """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
+
+    record = read_retention(storage)
+    own = Retention() if record is None else record.retention
+    for metric in keep_best:
+        find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
+    best = [Best(metric, better(record, metric, mode)) for metric in keep_best]
+    return Retention(keep_last or own.last, keep_every or own.every, (*own.best, *best))
+
+
+def _newest_whole(storage: Storage, stored: dict[int, Manifest]) -> int:
+
+    for step in sorted(stored, reverse=True):
+        try:
+            verify_checkpoint(storage, step_name(step), "files")
+        except CheckpointError:
+            continue
+        return step
+    raise HoldfastError(f"No checkpoint in {storage.root} is whole, so none is deleted.")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -18,15 +18,27 @@ from holdfast.config.sections.reward import MathConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.batches.candidates import Tokenise, broken_text_named
+from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.rows.reading import EndOfStream, RowReader
+from holdfast.data.rows.rows import Row, Source, open_source
+from holdfast.data.survey import Survey, report_lines
+from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import DataError
-
-if TYPE_CHECKING:
-    from holdfast.config.verbs.training import TrainingConfig
-    from holdfast.data.batches.candidates import Tokenise
-    from holdfast.data.rows.rows import Row, Source
-    from holdfast.data.survey import Survey
-    from holdfast.training.build.rows import Accept
-    from holdfast.training.policy.rewards import RewardScorer
+from holdfast.models.source.origin import load_tokenizer
+from holdfast.training.build.rows import (
+    Accept,
+    filter_of,
+    in_order,
+    open_data,
+    preference_tokeniser,
+    row_filter,
+    row_tokeniser,
+    task_rows,
+)
+from holdfast.training.policy.rewards import RewardScorer
+from holdfast.training.run import RunFile
 
 _AT_ONCE = 1000
 """Right answers that are tried together."""
@@ -75,7 +87,6 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """Yield what is printed."""
-        from holdfast.data.survey import report_lines
 
         lines = report_lines(self.survey, prompts=self.room_for is not None, room_for=self.room_for or 0)
         yield f"{self.name}, {next(lines)}"
@@ -92,10 +103,6 @@ def survey_of(config: TrainingConfig, base: Path, rows: int) -> Survey:
     Raises:
         UserError: One of them cannot be read.
     """
-    from holdfast.data.rows.rows import open_source
-    from holdfast.data.survey import Survey
-    from holdfast.models.source.origin import load_tokenizer
-    from holdfast.training.build.rows import task_rows
 
     section = config.data.all_sources()[0]
     source = open_source(section, base, task_rows(config))
@@ -109,10 +116,6 @@ def survey_of(config: TrainingConfig, base: Path, rows: int) -> Survey:
 
 
 def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterator[Report]:
-    from holdfast.data.survey import Survey
-    from holdfast.models.source.origin import load_tokenizer
-    from holdfast.training.build.rows import filter_of, open_data, row_filter
-    from holdfast.training.run import RunFile
 
     data = open_data(RunFile(config=config, base=base))
     tokenizer = load_tokenizer(config.model, base)
@@ -141,8 +144,6 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
 
 def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
     """Yield all rows that can be read, each with its name for messages; the others are counted."""
-    from holdfast.data.rows.reading import EndOfStream, RowReader
-    from holdfast.training.build.rows import in_order
 
     reader = RowReader([source], in_order(source))
     for draw in count() if source.size is None else range(source.size):
@@ -160,7 +161,6 @@ def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
 
 def _count(survey: Survey, tokenise: Tokenise[Any], row: Row, name: str, *, refused: bool) -> bool:
     """Add a row to the survey; return whether a run can use it."""
-    from holdfast.data.batches.candidates import broken_text_named
 
     try:
         with broken_text_named(row, name):
@@ -179,10 +179,6 @@ def _tokenise(
     config: TrainingConfig, tokenizer: Any, base: Path, images: Any, formats: dict[str, Any]
 ) -> Tokenise[Any]:
     """Return what turns rows into what a run of this verb reads; rows that would be refused for length are measured."""
-    from holdfast.data.batches.prompts import prompt_tokeniser
-    from holdfast.data.tokens.chat import RowTokeniser
-    from holdfast.training.build.rows import preference_tokeniser, row_tokeniser
-    from holdfast.training.run import RunFile
 
     if config.data.overlong == "refuse":
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
@@ -211,8 +207,6 @@ class _Answers:
         Raises:
             ConfigError: A reward cannot work here.
         """
-        from holdfast.training.policy.rewards import RewardScorer
-        from holdfast.training.run import RunFile
 
         if not isinstance(config, GRPOConfig):
             return cls({}, None)

@@ -19,7 +19,6 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from holdfast.config.verbs.training import TrainingConfig
     from holdfast.data.rows.rows import Row
     from holdfast.data.survey import Survey
 
@@ -313,12 +312,8 @@ def _survey(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int
     from holdfast.cli.data_check import survey_of
     from holdfast.models.build.model import configured
 
-    config = _checked(tree, verb)
+    values = {key: value for key, value in tree.items() if key != "verb"}
+    config = from_mapping({"steps": 1, **values}, ROOTS[verb], "the suggestion")
     raw, _ = configured(config.model, base)
     longest = getattr(raw.get_text_config(), "max_position_embeddings", None)
     return survey_of(config, base, _LOOKED_AT), longest
-
-
-def _checked(tree: Mapping[str, Any], verb: str) -> TrainingConfig:
-    values = {key: value for key, value in tree.items() if key != "verb"}
-    return from_mapping({"steps": 1, **values}, ROOTS[verb], "the suggestion")

@@ -15,6 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.plain_generation import (
+    Completion,
+    CompletionRequest,
+    load_model,
+    load_words,
+    tokenised_prompts,
+)
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError, DataError, HoldfastError, ModelError, UserError
 from holdfast.escaping import escaped, escaped_paragraph
@@ -23,27 +30,9 @@ from holdfast.training.directory import IDENTITY
 if TYPE_CHECKING:
     from holdfast.checkpoint.export.about import Exported
     from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
-    from holdfast.cli.plain_generation import Prepared, Written
 
 _SHOWN = 60
 _NONE_OF_THEM = "none of what can be loaded: an export, a checkpoint, or a run with a checkpoint"
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """What somebody wants completed, and how."""
-
-    prompts: Sequence[str]
-    rows: str | None
-    """A file of prompts, instead."""
-    column: str
-    chat: bool
-    max_new_tokens: int | None
-    temperature: float
-    """0: the most probable token, always."""
-    top_p: float
-    seed: int
-    trust_remote_code: bool
 
 
 @dataclass(frozen=True)
@@ -66,19 +55,6 @@ class ModelSource:
         return f"{self.of}: run {self.run}{f' ({self.run_id})' if self.run_id else ''}, step {self.step}"
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What a model wrote."""
-
-    prompt: str
-    completion: str
-    prompt_tokens: int
-    tokens: list[int]
-    """The end included."""
-    finished: bool
-    """Whether the model ended it."""
-
-
 def generate(target: str, request: CompletionRequest, *, as_json: bool) -> None:
     """Print what is loaded, and a completion per prompt.
 
@@ -91,9 +67,13 @@ def generate(target: str, request: CompletionRequest, *, as_json: bool) -> None:
             # Loaders tell of what they do where completions are read by scripts.
             with redirect_stdout(sys.stderr):
                 source = stack.enter_context(_source(target, trust_remote_code=request.trust_remote_code))
-                completions = _completions(source.directory, prompts, request)
+                config, tokenizer = load_words(source.directory, trust_remote_code=request.trust_remote_code)
+                ready = tokenised_prompts(config, tokenizer, prompts, request)
+                complete = load_model(source.directory, tokenizer, request)
+            completions = map(complete, ready)
             if as_json:
-                _print_json(source, completions)
+                head = {"path": source.of, "run": source.run, "run_id": source.run_id, "step": source.step}
+                print(json.dumps({**head, "completions": [vars(each) for each in completions]}, indent=2), flush=True)
             else:
                 _print_text(source, completions)
     except UserError:
@@ -107,11 +87,6 @@ def _print_text(source: ModelSource, completions: Iterator[Completion]) -> None:
     for each in completions:
         print(f"--- {escaped(_short(each.prompt))}", flush=True)
         print(escaped_paragraph(each.completion), flush=True)
-
-
-def _print_json(source: ModelSource, completions: Iterator[Completion]) -> None:
-    head = {"path": source.of, "run": source.run, "run_id": source.run_id, "step": source.step}
-    print(json.dumps({**head, "completions": [vars(each) for each in completions]}, indent=2), flush=True)
 
 
 def _short(text: str) -> str:
@@ -171,15 +146,10 @@ def _from_rows(path: str, column: str) -> list[str]:
 
 
 def _rows(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
-    from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES
-    from holdfast.data.rows.json_rows import JsonRows
+    from holdfast.data.rows.rows import open_files
 
-    if not files[0].name.endswith(PARQUET_SUFFIXES):
-        rows = JsonRows(files)
-        return (rows[index] for index in range(len(rows)))
-    from datasets import Dataset
-
-    return iter(Dataset.from_parquet([str(file) for file in files]))
+    rows = open_files(files)
+    return (rows[index] for index in range(len(rows)))
 
 
 @contextmanager
@@ -263,17 +233,3 @@ def _same_export(stored: StoredCheckpoint) -> ModelSource | None:
         except ModelError:  # damaged: the checkpoint may be whole
             continue
     return None
-
-
-def _completions(directory: Path, prompts: Sequence[str], request: CompletionRequest) -> Iterator[Completion]:
-    """Check every prompt, load the model, and return what completes them one by one."""
-    from holdfast.cli.plain_generation import load_model, load_words, tokenised_prompts
-
-    config, tokenizer = load_words(directory, trust_remote_code=request.trust_remote_code)
-    ready = tokenised_prompts(config, tokenizer, prompts, request)
-    complete = load_model(directory, tokenizer, request)
-    return (_completed(each, complete(each)) for each in ready)
-
-
-def _completed(prompt: Prepared, written: Written) -> Completion:
-    return Completion(prompt.prompt, written.text, len(prompt.tokens), written.tokens, written.finished)

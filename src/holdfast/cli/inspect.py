@@ -25,7 +25,6 @@ from holdfast.files import expanded
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from holdfast.config.verbs.training import TrainingConfig
     from holdfast.data.batches.candidates import Tokenise
     from holdfast.data.rows.rows import Row
     from holdfast.data.tokens.vision import ImageSide
@@ -132,6 +131,15 @@ def _stretches(tokens: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]
         yield "".join(text for text, _ in run), trained
 
 
+_COUNTED = {
+    "overlong_dropped": "the prompt has {tokens} tokens and is left out: rollout.max_new_tokens in data.max_length "
+    "leave room for {longest}",
+    "without_chat_template": "the prompt is plain text, so the tokenizer's chat template is not used; prompts that are "
+    "messages use it, and so do texts with data.system or data.chat_template",
+}
+"""What is counted on prompts, in words."""
+
+
 def _prompt(  # noqa: PLR0913 - a run's parts and a row's
     config: GRPOConfig, tokenizer: Any, base: Path, row: Row, name: str, images: ImageSide | str
 ) -> Iterator[str]:
@@ -148,7 +156,7 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
         yield f"{prompt.tokens.size} tokens; the policy writes up to {config.rollout.max_new_tokens} after them"
         yield f"rewards see the columns {', '.join(sorted(prompt.row))}"
     for counted in tokenised.counts:
-        yield f"{counted}: the prompt leaves no room for rollout.max_new_tokens in data.max_length"
+        yield _COUNTED[counted].format(tokens=max(tokenised.lengths), longest=longest)
 
 
 def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:

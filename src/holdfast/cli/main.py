@@ -199,8 +199,8 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Complete prompts with a trained model, by plain transformers; without a prompt, a line of standard input."""
-    from holdfast.cli.generate import CompletionRequest
     from holdfast.cli.generate import generate as complete
+    from holdfast.cli.plain_generation import CompletionRequest
 
     decoding = (max_new_tokens, temperature, top_p, seed)
     complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)

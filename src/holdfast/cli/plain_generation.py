@@ -6,16 +6,30 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import ConfigError, ModelError, UserError
-
-if TYPE_CHECKING:
-    from holdfast.cli.generate import CompletionRequest
 
 _USUAL_NEW_TOKENS = 128
 """Where nobody says how many, and the model has room for them."""
 _SCORES = "ForSequenceClassification"
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """What somebody wants completed, and how."""
+
+    prompts: Sequence[str]
+    rows: str | None
+    """A file of prompts, instead."""
+    column: str
+    chat: bool
+    max_new_tokens: int | None
+    temperature: float
+    """0: the most probable token, always."""
+    top_p: float
+    seed: int
+    trust_remote_code: bool
 
 
 @dataclass(frozen=True)
@@ -29,10 +43,12 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a model adds to a prompt."""
+class Completion:
+    """What a model wrote."""
 
-    text: str
+    prompt: str
+    completion: str
+    prompt_tokens: int
     tokens: list[int]
     """The end included."""
     finished: bool
@@ -117,7 +133,7 @@ def _as_a_turn(tokenizer: Any, prompt: str, which: str) -> list[int]:
         ) from error
 
 
-def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> Callable[[Prepared], Written]:
+def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> Callable[[Prepared], Completion]:
     """Return what completes a prompt.
 
     Raises:
@@ -140,7 +156,7 @@ def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> C
         draws = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
     transformers.set_seed(request.seed)
 
-    def complete(prompt: Prepared) -> Written:
+    def complete(prompt: Prepared) -> Completion:
         tokens = torch.tensor([prompt.tokens], device=device)
         how = transformers.GenerationConfig(
             max_new_tokens=prompt.new_tokens, eos_token_id=ends, pad_token_id=several[0], **draws
@@ -149,7 +165,7 @@ def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> C
             out = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=how)
         written = out[0, tokens.shape[1] :].tolist()
         text = tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Written(text, written, bool(written) and written[-1] in several)
+        return Completion(prompt.prompt, text, len(prompt.tokens), written, bool(written) and written[-1] in several)
 
     return complete
 

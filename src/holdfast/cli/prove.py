@@ -52,7 +52,6 @@ class ProofPlan:
     phase: str
     every: int
     """Steps between checkpoints."""
-    break_: str | None
 
 
 def prove(
@@ -79,7 +78,6 @@ def prove(
         chosen.randrange(ranks),
         chosen.choice(PROOF_PHASES[loaded.config.verb]),
         every,
-        break_,
     )
     place = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
     shutil.rmtree(place, ignore_errors=True)  # an earlier proof's: no run can have such a name

@@ -30,7 +30,8 @@ from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
 
 LEASE = "checkpoints/.lease.json"
 BY_OBSERVER = "stopped by an observer"
-"""As `checkpoint.place` and `training.control` have them; repeated here because these import torch."""
+BY_METRIC = "stop_when: "
+"""As `checkpoint.place` and `training` have them; repeated here because these import torch."""
 
 _ENDINGS = ("done", "stop", "failed")
 _SILENT = "nothing says how it ended"
@@ -94,7 +95,7 @@ def _as_state(ending: Mapping[str, Any]) -> State:
     reason = str(ending.get("reason", ""))
     if ending["event"] == "failed":
         return State("failed", reason)
-    if ending["event"] == "done" or reason == BY_OBSERVER:
+    if ending["event"] == "done" or reason == BY_OBSERVER or reason.startswith(BY_METRIC):
         return State("done", reason)
     return State("stopped", reason)
 
@@ -245,7 +246,7 @@ def runs_table(runs: Sequence[RunLine]) -> Iterator[str]:
             escaped(run.verb),
             f"step {'-' if run.step is None else run.step}",
             f"checkpoint {'-' if run.checkpoint is None else run.checkpoint}",
-            _rating_words(run.best),
+            "" if run.best is None else f"best {escaped(str(run.best['metric']))}={run.best['value']:.5g}",
             run.state + (f": {escaped(run.why)}" if run.why else ""),
         )
         for run in runs
@@ -262,10 +263,6 @@ def _cut(text: str, width: int = WIDTH) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
 
 
-def _rating_words(best: dict[str, Any] | None) -> str:
-    return "" if best is None else f"best {escaped(str(best['metric']))}={best['value']:.5g}"
-
-
 def _looked_at(place: Path) -> tuple[float, RunLine]:
     """Return when a run was last active, and the run.
 
@@ -276,7 +273,8 @@ def _looked_at(place: Path) -> tuple[float, RunLine]:
     verb, run_id = _identity(place)
     step, events = _last_step(place / METRICS), _events(place / EVENTS)
     state: State = state_of(place, events, step)
-    active = _last_activity(place)
+    names = (IDENTITY, METRICS, EVENTS, f"{FOLDER}/.lease.json")
+    active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
     run = RunLine(
         name=place.absolute().name,
         path=str(place),
@@ -330,11 +328,6 @@ def _last_step(path: Path) -> int | None:
         text = file.read().decode("utf-8", errors="replace")
     steps = [line.get("to" if line.get("event") == "rewind" else "step") for line in _objects(text)]
     return next((step for step in reversed(steps) if type(step) is int), None)
-
-
-def _last_activity(place: Path) -> float:
-    names = (IDENTITY, METRICS, EVENTS, f"{FOLDER}/.lease.json")
-    return max((place / name).stat().st_mtime for name in names if (place / name).exists())
 
 
 def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.cli.paths import check_paths
 from holdfast.cli.worker import work
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
@@ -90,6 +91,7 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun."""
     if under_torchrun():
         return work(verb, loaded.config, loaded.base)
+    check_paths(verb, loaded.config, loaded.base)
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")

@@ -40,19 +40,13 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
         with joined_world(config.launch) as world:
             first = world.is_first
             return _verbs(verb, config, base, world)
-    except UserError as error:
-        # Every rank raises the same one; the first speaks for all.
-        if first:
+    except (HoldfastError, NotRegular) as error:
+        # Every rank raises the same mistake of a user; the first speaks for all.
+        if first or not isinstance(error, UserError):
             print(error, file=sys.stderr, flush=True)
         else:
             await_first_rank()
-        return error.exit_code
-    except HoldfastError as error:
-        print(error, file=sys.stderr, flush=True)
-        return error.exit_code
-    except NotRegular as error:
-        print(error, file=sys.stderr, flush=True)
-        return UserError.exit_code
+        return error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
@@ -62,7 +56,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.grpo import grpo
     from holdfast.recipes.reward import reward
     from holdfast.recipes.sft import sft
-    from holdfast.training.control import BY_OBSERVER
+    from holdfast.training.control import is_end
 
     if verb == "eval":
         if not scored_nothing(config, evaluate_run(config, base, world)):
@@ -85,7 +79,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
             raise AssertionError(type(config))
     if world.is_first:
         print(_closing_words(outcome, dry=config.dry_run), flush=True)
-    return 3 if outcome.stopped not in {None, BY_OBSERVER} else 0
+    return 0 if is_end(outcome.stopped) else 3
 
 
 def _closing_words(outcome: Outcome, *, dry: bool) -> str:

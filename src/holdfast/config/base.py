@@ -79,6 +79,17 @@ def _check_function_path(path: str) -> str:
     return path
 
 
+def _check_import_path(path: str) -> str:
+    place, colon, name = path.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    if not colon or not (place.endswith(".py") or is_module) or not name.isidentifier():
+        raise ValueError(
+            f"{path!r} must name a function in a file or in a module, as in my_file.py:my_function or "
+            "package.module:my_function"
+        )
+    return path
+
+
 def _refuse_truth_value(value: Any) -> Any:
     # Python counts True as 1, so `steps: true` would train one step.
     if isinstance(value, bool):
@@ -90,6 +101,9 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 """A regular expression, searched (not anchored) in canonical parameter or module names."""
 
 FunctionPath = Annotated[str, AfterValidator(_check_function_path)]
+
+ImportPath = Annotated[str, AfterValidator(_check_import_path)]
+"""A function in a file, or in a module that can be imported."""
 """`file.py:function`; a relative file is looked up beside the YAML."""
 
 _A_NUMBER = BeforeValidator(_refuse_truth_value)

@@ -109,11 +109,6 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
             return f"{_short(first['input'])} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
             return f"this is a section with keys of its own, not the value {_short(first['input'])}"
-    return _wrong_value(items)
-
-
-def _wrong_value(items: Sequence[Any]) -> str:
-    """Say what a value should have been; of a key with alternatives, all of them."""
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
     return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
 

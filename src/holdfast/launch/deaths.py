@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.launch.directory import FailureReport
+from holdfast.parallel.failure.reports import Failure
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
@@ -33,7 +33,7 @@ class Death:
     time: float
     """Seconds since the epoch at which the launcher saw it."""
     phase: str
-    report: FailureReport | None
+    report: Failure | None
     log: str
     """What it wrote in this attempt."""
     ended_by_launcher: bool

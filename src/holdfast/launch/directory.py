@@ -13,30 +13,16 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.files import append_text
+from holdfast.parallel.failure.reports import Failure, parse_failure
 
 _READ_AT_MOST = 1 << 16
-
-
-@dataclass(frozen=True)
-class FailureReport:
-    """What a rank (holdfast.parallel.failure.channel), or the launcher for it, wrote into `failure-rank-N.json`."""
-
-    rank: int
-    kind: str
-    """error: its own; user: an error of the user's; peer: it lost another rank; silent: it died without a word."""
-    phase: str
-    type: str
-    message: str
-    step: int | None
-    time: float
 
 
 class LaunchDirectory:
@@ -61,7 +47,7 @@ class LaunchDirectory:
         _remove_abandoned(parent, prefix, self.path)
         self.keep_logs = False
         self._logs = self.path / "logs"
-        if self._run_exists():
+        if (self._run_directory / "run.json").exists() or (self._run_directory / "logs").is_dir():
             self._logs = self._run_directory / "logs"
         self._logs.mkdir(exist_ok=True)
 
@@ -83,9 +69,6 @@ class LaunchDirectory:
     @property
     def _in_hiding(self) -> bool:
         return self._logs.parent == self.path
-
-    def _run_exists(self) -> bool:
-        return (self._run_directory / "run.json").exists() or (self._run_directory / "logs").is_dir()
 
     def settle(self) -> None:
         """Move the logs into the run directory as soon as rank 0 has made one; ranks keep writing to the same files."""
@@ -120,14 +103,11 @@ class LaunchDirectory:
         """Return the phase a rank was in, empty if it never said."""
         return _read(self.path / f"phase-rank-{rank}").strip()
 
-    def reports(self) -> list[FailureReport]:
+    def reports(self) -> list[Failure]:
         """Return what ranks said about their failures, earliest first."""
-        reports = []
-        for path in self.path.glob("failure-rank-*.json"):
-            with contextlib.suppress(ValueError, TypeError):  # torn or foreign: the exit code still speaks
-                values: dict[str, Any] = json.loads(_read(path))
-                reports.append(FailureReport(**values))
-        return sorted(reports, key=lambda report: report.time)
+        # A report that is torn or foreign is passed over: the exit code still speaks.
+        reports = [parse_failure(_read(path)) for path in self.path.glob("failure-rank-*.json")]
+        return sorted(filter(None, reports), key=lambda report: report.time)
 
     def note_ending(self, event: str, step: int, reason: str) -> None:
         """Append to the run's events.jsonl how it ended, where no rank could: reports are gone after this launch."""
@@ -136,7 +116,7 @@ class LaunchDirectory:
             with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
                 append_text(self._run_directory / "events.jsonl", json.dumps(values) + "\n")
 
-    def report(self, report: FailureReport) -> None:
+    def report(self, report: Failure) -> None:
         """Speak for a rank that died without a word, so that the survivors can name it."""
         target = self.path / f"failure-rank-{report.rank}.json"
         staging = target.with_suffix(".launcher")

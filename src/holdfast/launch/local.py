@@ -32,12 +32,13 @@ from holdfast.launch.deaths import (
     how_it_ended,
     last_paragraph,
 )
-from holdfast.launch.directory import FailureReport, LaunchDirectory
+from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment, resolve_ranks, under_torchrun
 from holdfast.launch.processes import Guard, catches, end
 from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
+from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
 
 __all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
@@ -270,7 +271,7 @@ def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
             sentence = f"it {how_it_ended(code)}"
             phase = directory.phase(rank.number)
             directory.report(
-                FailureReport(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
+                Failure(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
             )
     return dead or bool(reports)
 
@@ -293,7 +294,7 @@ class _Aftermath:
     """All deaths of an attempt, and what was said of them."""
 
     deaths: list[Death]
-    reports: list[FailureReport]
+    reports: list[Failure]
 
     @property
     def by_themselves(self) -> list[Death]:
@@ -308,7 +309,12 @@ class _Aftermath:
         """
         if any(report.kind == "error" for report in self.reports):
             return []
-        return [death for death in self.deaths if _met_user_error(death)]
+        return [
+            death
+            for death in self.deaths
+            if (death.report is not None and death.report.kind == "user")
+            or (death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher)
+        ]
 
     @property
     def codes(self) -> set[int]:
@@ -323,12 +329,6 @@ class _Aftermath:
             return None
         ended = {EXIT_WITHOUT_RESULT: Verdict.WITHOUT_RESULT, EXIT_STOPPED: Verdict.STOPPED}
         return ended.get(max(self.codes), Verdict.DONE)
-
-
-def _met_user_error(death: Death) -> bool:
-    if death.report is not None and death.report.kind == "user":
-        return True
-    return death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher
 
 
 def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, wrote: bool) -> Ending:
@@ -355,7 +355,7 @@ def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
     return "" if rank_0_wrote and text.strip() and text.strip() in first.log else text
 
 
-def _death(rank: _Rank, directory: LaunchDirectory, report: FailureReport | None) -> Death:
+def _death(rank: _Rank, directory: LaunchDirectory, report: Failure | None) -> Death:
     with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL
         rank.process.wait(timeout=0.1)
     code = rank.poll()

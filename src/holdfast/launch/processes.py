@@ -99,9 +99,7 @@ def _freeze(mark: str, leaders: Collection[int]) -> set[int]:
 def _group_exists(leader: int) -> bool:
     try:
         os.killpg(leader, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # macOS answers so for a group of zombies
+    except (ProcessLookupError, PermissionError):  # macOS answers the second for a group of zombies
         return False
     return True
 

@@ -16,15 +16,12 @@ class ProgressDisplay(Protocol):
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""
-        ...
 
     def say(self, text: str) -> None:
         """Print a message without breaking the display."""
-        ...
 
     def close(self) -> None:
         """Leave the screen as it is."""
-        ...
 
 
 def open_progress(

@@ -21,11 +21,9 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the numbers of a step."""
-        ...
 
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
-        ...
 
 
 class JsonlSink:

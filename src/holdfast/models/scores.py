@@ -8,6 +8,9 @@ that buffer, its row sums and its row maxima follow the log-probability, the ent
     dlog p_t / dl_j = [j = t] - e_j / z
     dH / dl_j       = -(e_j / z) (log e_j - log z + H)
 
+Labels smoothed by e stand for the log-probability s = (1 - e) log p_t + e mean_j log p_j over V tokens, with
+ds / dl_j = (1 - e) [j = t] + e / V - e_j / z.
+
 Two forms share this arithmetic. A separable loss knows its gradient as soon as a chunk's log-probabilities are known,
 so the gradients of hidden states and head are formed in the forward pass: three matrix products in all. Any other loss
 keeps only log-probabilities and computes each chunk again in the backward pass: four.
@@ -88,17 +91,19 @@ def separable_loss(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Scores]:
     """Sum a loss over tokens and form its gradients in the same pass.
 
     Args:
         terms: The weighted loss of each token of a chunk.
+        label_smoothing: Share of the label spread over all tokens alike, in the log-probabilities that `terms` sees.
         hidden, head, targets, spec, temperature, entropy: As in `score`.
 
     Returns:
         The differentiable sum [] and the detached scores.
     """
-    how = _How(spec, temperature, entropy, torch.is_grad_enabled())
+    how = _How(spec, temperature, entropy, torch.is_grad_enabled(), label_smoothing)
     states, product_head = _prepared(hidden, head, how)
     gradients, outputs = _HeadGradients(states, product_head, how), _Outputs(states)
     loss = torch.zeros((), dtype=outputs.dtype, device=hidden.device)
@@ -123,6 +128,7 @@ class _How(NamedTuple):
     want_entropy: bool
     want_gradients: bool
     """Whether gradients are recorded where the call is made; inside an autograd function they never are."""
+    label_smoothing: float = 0.0
 
 
 class _Chunk(NamedTuple):
@@ -137,6 +143,8 @@ class _Chunk(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     is_top: Tensor
+    label_logprobs: Tensor
+    """[n] of the smoothed label; `logprobs` without smoothing"""
 
 
 def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
@@ -176,10 +184,14 @@ def logits_of(
 def _forward_chunk(hidden: Tensor, head: HeadWeights, targets: Tensor, how: _How) -> _Chunk:
     logits, slope = logits_of(hidden, head, how.spec, how.temperature)
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
+    share = how.label_smoothing
+    label = torch.lerp(chosen, logits.mean(-1), share) if share else chosen
     maximum, normaliser, mean_log = _sweep_chunk(logits, how)
     log_normaliser = normaliser.log()
     entropy = log_normaliser - mean_log / normaliser if how.want_entropy else None
-    return _Chunk(logits, normaliser, slope, chosen - maximum - log_normaliser, entropy, chosen >= maximum)
+    logprobs = chosen - maximum - log_normaliser
+    label_logprobs = label - maximum - log_normaliser if share else logprobs
+    return _Chunk(logits, normaliser, slope, logprobs, entropy, chosen >= maximum, label_logprobs)
 
 
 def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,6 +234,7 @@ class _HeadGradients:
         wants_bias = head.bias is not None and head.bias.requires_grad
         self.bias = torch.zeros_like(head.bias, dtype=wide) if wants_bias and head.bias is not None else None
         self._inner = how.spec.scale / how.temperature
+        self._smoothing = how.label_smoothing
         self._bend = _fused(_bend) if how.spec.compiled else _bend
 
     @property
@@ -252,6 +265,9 @@ class _HeadGradients:
             factor = row_factor - by_mean_log * (chunk.entropy - normaliser.log())
             exponentials = self._bend(exponentials, factor, by_mean_log)
             row_factor, at_target = torch.ones_like(row_factor), by_logprob
+        if self._smoothing:
+            exponentials.add_(at_target[:, None], alpha=self._smoothing / exponentials.shape[1])
+            at_target = at_target * (1 - self._smoothing)
         exponentials.scatter_add_(1, targets[:, None], at_target[:, None])
         if chunk.slope is not None:
             exponentials = exponentials.mul_(chunk.slope)
@@ -366,7 +382,7 @@ class _Outputs:
 def _differentiate(terms: TokenTerms, chunk: _Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a chunk's loss and its derivatives by log-probability and entropy."""
     with torch.enable_grad():
-        logprobs = chunk.logprobs.detach().requires_grad_()
+        logprobs = chunk.label_logprobs.detach().requires_grad_()
         entropy = None if chunk.entropy is None else chunk.entropy.detach().requires_grad_()
         value = terms(logprobs, entropy, rows.start, rows.stop).sum()
         inputs = [logprobs] if entropy is None else [logprobs, entropy]

@@ -168,6 +168,19 @@ class IPO(_Compared):
 
 
 @dataclass(frozen=True)
+class Hinge(_Compared):
+    """DPO's margin, raised to 1 and no further: the hinge of SLiC-HF (Zhao et al., arXiv:2305.10425).
+
+    They compare log-probabilities; less the reference's it is the hinge-norm loss of Liu et al. (arXiv:2309.06657),
+    with their gamma for beta, and TRL's hinge.
+    """
+
+    def losses(self, pairs: Pairs) -> Tensor:
+        """Return [P]: max(0, 1 - margin)."""
+        return torch.relu(1 - self.margins(pairs))
+
+
+@dataclass(frozen=True)
 class APOZero(_Compared):
     """Raise what was chosen and lower what was rejected, each on its own (APO-zero, arXiv:2408.06266, eq. 7)."""
 
@@ -250,6 +263,7 @@ _BY_KIND: Mapping[str, Callable[..., PairLoss]] = {
     "dpo": DPO,
     "robust": Robust,
     "ipo": IPO,
+    "hinge": Hinge,
     "apo_zero": APOZero,
     "apo_down": APODown,
     "simpo": SimPO,

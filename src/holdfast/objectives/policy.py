@@ -21,6 +21,7 @@ from holdfast.config.sections.policy import (
     CISPOConfig,
     ClipConfig,
     CorrectionConfig,
+    DPPOConfig,
     EntropyConfig,
     GSPOConfig,
     GSPOTokenConfig,
@@ -43,7 +44,7 @@ from holdfast.objectives.base import (
     sequence_sum,
 )
 from holdfast.objectives.regularisers import kl_terms, kl_total, shaped_advantages
-from holdfast.objectives.surrogates import CISPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce, Surrogate
+from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce, Surrogate
 from holdfast.types import Scores
 
 
@@ -284,6 +285,8 @@ def surrogate_of(config: BuiltInObjective) -> Surrogate:
             return CISPO(config.low, config.high)
         case SAPOConfig():
             return SAPO(config.tau_positive, config.tau_negative)
+        case DPPOConfig():
+            return DPPO(config.divergence, config.low, config.high, config.cap)
         case ReinforceConfig():
             return Reinforce()
 

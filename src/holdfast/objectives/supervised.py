@@ -26,10 +26,16 @@ from holdfast.types import Scores
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """-log p(token); its token_mean is the loss transformers computes."""
+    """-log p(token); its token_mean is the loss transformers computes.
+
+    With labels smoothed by e, -(1 - e) log p(token) - e mean over the vocabulary of log p (Szegedy et al.,
+    arXiv:1512.00567, section 7, with the uniform distribution): the head makes these log-probabilities, in its one
+    pass, and `token_terms` sees them in the place of log p(token).
+    """
 
     separable: bool = True
     needs_entropy: bool = False
+    label_smoothing: float = 0.0
 
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
         """Return [n] negative log-probabilities, in nats."""

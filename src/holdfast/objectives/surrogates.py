@@ -7,7 +7,7 @@ sampler are added by `PolicyGradient`, so a surrogate of a user's own gets them 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,49 @@ class CISPO:
         """Return the share of tokens at either bound, whatever the sign of their advantage."""
         ratios = bounded_exp(actions.log_ratio)
         return clip_sums(ratios < 1 - self.low, ratios > 1 + self.high)
+
+
+@dataclass(frozen=True)
+class DPPO:
+    """-sg(min(r, cap)) A log policy, for tokens that the update may still move; 0 for the others.
+
+    Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879): divergence PPO with the
+    binary approximation, whose gradient is that of M r A with a mask M; the form with a stopped, capped ratio is verl's
+    (dppo_tv, dppo_kl). With p the token's probability under the policy and q under the proximal one, M is 0 where p
+    went the way its advantage asks for and the divergence of (p, 1 - p) from (q, 1 - q) exceeds the bound of that side:
+    |p - q| for tv, KL(q, p) for kl. The paper compares with the policy that sampled; here a correction does that.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    low: float = 0.15
+    high: float = 0.15
+    cap: float = 20.0
+    needs_whole_sequences: bool = False
+
+    def terms(self, actions: Actions) -> Tensor:
+        """Return [N] terms."""
+        low, high = self._beyond(actions)
+        weights = torch.where(low | high, 0.0, bounded_exp(actions.log_ratio.detach()).clamp(max=self.cap))
+        return -weights * actions.advantages * actions.logprobs
+
+    def sums(self, actions: Actions) -> dict[str, Tensor]:
+        """Return the shares of tokens beyond either bound."""
+        return clip_sums(*self._beyond(actions))
+
+    def _beyond(self, actions: Actions) -> tuple[Tensor, Tensor]:
+        """Return [N] bool: tokens that fell too far, and tokens that rose too far, in the way of their advantages."""
+        new = actions.logprobs.detach()
+        old = new - actions.log_ratio.detach()
+        p, q = new.exp(), old.exp()
+        if self.divergence == "tv":
+            moved = (p - q).abs()
+        else:
+            # Where a probability is 1 in floating point, nothing but its own digits is left of the other outcome.
+            others = [(-torch.expm1(value)).clamp(min=torch.finfo(value.dtype).eps) for value in (old, new)]
+            moved = q * (old - new) + others[0] * (others[0].log() - others[1].log())
+        return (moved > self.low) & (p < q) & (actions.advantages <= 0), (moved > self.high) & (p > q) & (
+            actions.advantages > 0
+        )
 
 
 @dataclass(frozen=True)

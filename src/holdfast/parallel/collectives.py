@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,14 @@ class RankGroup:
         with self.together():
             result.append(act())
         return result[0]
+
+    def on_first_rank(self, act: Callable[[], T]) -> T:
+        """Return on every rank what `act` returns on rank 0; if it fails there, raise everywhere, as in `together`."""
+        result: list[T] = []
+        with self.together():
+            if self.rank == 0:
+                result.append(act())
+        return self.agree(result[0] if result else cast("T", None))
 
     def first_rank_first(self, act: Callable[[], T]) -> T:
         """Run on rank 0 before the others, so that downloads and caches are made once."""

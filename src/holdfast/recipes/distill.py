@@ -28,9 +28,7 @@ from holdfast.training.step import train_step
 def distill(config: DistillConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     run = build_distillation_run(config, base, world, live)
-    outcome = fit(run.common, partial(distill_step, run), partial(evaluate_distilled, run.evaluation))
-    run.common.setting.ranks.close()
-    return outcome
+    return fit(run.common, partial(distill_step, run), partial(evaluate_distilled, run.evaluation))
 
 
 def distill_step(run: DistillRun) -> dict[str, float] | None:

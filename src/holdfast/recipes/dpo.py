@@ -31,9 +31,7 @@ def dpo(config: DPOConfig, base: Path, world: World, live: Live | None = None) -
 
 def train_preferences(run: PreferenceRun) -> Outcome:
     """Train, evaluate and export a run on preferences."""
-    outcome = fit(run.common, partial(dpo_step, run), partial(evaluate_preferences, run.evaluation))
-    run.common.setting.ranks.close()
-    return outcome
+    return fit(run.common, partial(dpo_step, run), partial(evaluate_preferences, run.evaluation))
 
 
 def dpo_step(run: PreferenceRun) -> dict[str, float] | None:

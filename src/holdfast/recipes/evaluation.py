@@ -78,7 +78,7 @@ def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> t
     match config:
         case GRPOConfig():
             with open_rewards(config, base, world) as rewards:
-                policy = build_policy_evaluation(config, base, world, rewards.score)
+                policy = build_policy_evaluation(config, base, world, rewards.score, rewards.columns)
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
                 return evaluate_policy(policy, label), policy.setting.log.messages

@@ -37,12 +37,10 @@ from holdfast.types import MiniBatch
 def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     with open_rewards(config, base, world, live) as rewards:
-        run = build_policy_run(config, base, world, rewards.score, live)
+        run = build_policy_run(config, base, world, rewards.score, live, rewards.columns)
         check_columns(run.evaluation, rewards.columns)
         check_answers(run.evaluation, rewards.answers, rewards.unreadable)
-        outcome = fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
-        run.setting.ranks.close()
-    return outcome
+        return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
 
 
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:

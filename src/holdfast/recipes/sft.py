@@ -22,9 +22,7 @@ from holdfast.training.step import train_step
 def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     run = build_run(config, base, world, live)
-    outcome = fit(run, partial(sft_step, run), partial(evaluate, run.evaluation))
-    run.setting.ranks.close()
-    return outcome
+    return fit(run, partial(sft_step, run), partial(evaluate, run.evaluation))
 
 
 def sft_step(run: Run) -> dict[str, float] | None:

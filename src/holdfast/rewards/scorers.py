@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,21 +69,17 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
 
 
 def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
-    """Import `file.py:function`, looked up beside the YAML, then from the current directory.
+    """Import `file.py:function`, looked up beside the YAML, then where the run starts, or `package.module:function`.
 
     Returns:
         The function, and whether the kwargs are still to be given to it; those of a class went to its constructor.
 
     Raises:
-        CannotStart: The file or the function is not there, the file raises or starts threads, or the class refuses.
+        CannotStart: File, module or function is not there, its code raises or starts threads, or the class refuses.
     """
-    file, _, function_name = path.rpartition(":")
-    module_file = next((place for place in (base / file, Path(file)) if place.is_file()), None)
-    if module_file is None:
-        raise CannotStart(
-            f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
-        )
-    module = _import(module_file.resolve(), name)
+    place, _, function_name = path.rpartition(":")
+    module = _in_file(place, base, name) if place.endswith(".py") else _installed(place, base, name)
+    module_file = module.__file__ or place
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -102,38 +100,65 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     return made, False
 
 
-def _import(file: Path, name: str) -> ModuleType:
-    # Last, so that a sibling called random.py shadows nothing.
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    place = hashlib.sha256(str(file).encode()).hexdigest()[:8]
-    module_name = f"holdfast_reward_{file.stem}_{place}"
+def _in_file(file: str, base: Path, name: str) -> ModuleType:
+    script = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if script is None:
+        raise CannotStart(
+            f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
+        )
+    module_file = script.resolve()
+    _look_beside(module_file.parent)
+    place = hashlib.sha256(str(module_file).encode()).hexdigest()[:8]
+    module_name = f"holdfast_reward_{module_file.stem}_{place}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, file)
+    spec = importlib.util.spec_from_file_location(module_name, module_file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickles look their module up by name
-    try:
+    with _importing(str(module_file), name):
         spec.loader.exec_module(module)
+    return module
+
+
+def _installed(module: str, base: Path, name: str) -> ModuleType:
+    _look_beside(base)
+    with _importing(module, name):
+        return importlib.import_module(module)
+
+
+def _look_beside(folder: Path) -> None:
+    # Last, so that a sibling called random.py shadows nothing.
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+@contextmanager
+def _importing(what: str, name: str) -> Iterator[None]:
+    """Import a file or a module within the block.
+
+    Raises:
+        CannotStart: It raises, or starts threads.
+    """
+    try:
+        yield
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise CannotStart(
-            f"reward {name}: {file} raises when it is imported: {describe_error(error)}{_line_in(file, error)}. "
+            f"reward {name}: {what} raises when it is imported: {describe_error(error)}{_line_in(what, error)}. "
             "Correct the file, or install what it needs in this environment."
         ) from error
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         raise CannotStart(
-            f"reward {name}: {file} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
+            f"reward {name}: {what} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
             "process that imports it, in which threads are gone. Start it on the first call."
         )
-    return module
 
 
-def _line_in(file: Path, error: BaseException) -> str:
-    lines = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == str(file)]
-    if isinstance(error, SyntaxError) and error.filename == str(file):
+def _line_in(file: str, error: BaseException) -> str:
+    lines = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
         lines.append(error.lineno)
     return f" (line {lines[-1]})" if lines else ""

@@ -57,26 +57,21 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over whole tensors by canonical name; what was computed with older ones is forgotten."""
-        ...
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Accept requests."""
-        ...
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place.
 
         When `interrupted` says so, completions that are not done come back as ABORT.
         """
-        ...
 
     def sleep(self) -> None:
         """Give memory back until the next weights arrive."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 def generate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,14 +15,13 @@ from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import reader_of
-from holdfast.models.layers.routers import Routers
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.replica import Replica, merged_inputs
+from holdfast.rollout.replica import Replica, ReplicaEngine, merged_inputs
 from holdfast.rollout.sampling import Stops, draw, most_probable, penalise, restrict, uniform
 from holdfast.types import Finish
 
 
-class TransformersEngine:
+class TransformersEngine(ReplicaEngine):
     """Calls `generate` on an unsharded copy, and draws tokens as every engine of ours does.
 
     Args:
@@ -46,28 +45,14 @@ class TransformersEngine:
         rows: int = 512,
         tells_experts: bool = False,
     ) -> None:
-        self._replica = Replica(origin, device, dtype)
-        self._routers = Routers(self._replica.model) if tells_experts else None
-        self._stops, self._pad, self._rows = stops, pad_token, rows
-        self._waiting: list[Request] = []
-        self._sampling = SamplingConfig()
-        self._version = -1
-
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over whole tensors."""
-        self._replica.refresh(tensors)
-        self._version = version
-
-    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        """Accept requests; all that wait together are sampled alike."""
-        self._waiting.extend(requests)
-        self._sampling = sampling
+        super().__init__(Replica(origin, device, dtype), stops, rows, tells_experts=tells_experts)
+        self._pad = pad_token
 
     @torch.no_grad()
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place."""
-        requests, self._waiting = self._waiting, []
-        rows = [(request, place) for request in requests for place in range(len(request.seeds))]
+        rows = [(request, place) for request in self._waiting for place in range(len(request.seeds))]
+        self._waiting.clear()
         rows.sort(key=lambda row: (-len(row[0].prompt), row[0].request_id, row[1]))  # little padding, always the same
         done = []
         for start in range(0, len(rows), self._rows):
@@ -155,14 +140,6 @@ class TransformersEngine:
             finish,
             self._version,
         )
-
-    def sleep(self) -> None:
-        """Give the weights' memory back."""
-        self._replica.release()
-
-    def close(self) -> None:
-        """Give everything back."""
-        self._replica.release()
 
 
 class _Drawing:

@@ -40,11 +40,9 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: The step cannot be recorded.
         """
-        ...
 
     def forget(self) -> None:
         """Know that nothing that was recorded will be repeated any more."""
-        ...
 
 
 class CudaRecorder:
@@ -127,15 +125,12 @@ class Replayable(Protocol):
 
     def step(self) -> None:
         """Draw one token in every row."""
-        ...
 
     def changed(self) -> Sequence[Tensor]:
         """Return what a step reads and then changes; what it only writes, at places that follow from these, is not."""
-        ...
 
     def written(self, count: int) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probabilities of the first steps since the last look, [rows, count] each."""
-        ...
 
 
 def recorded_graph(recorder: Recorder, rows: Replayable, dtype: torch.dtype) -> DrawToken:

@@ -7,8 +7,7 @@ never from the clock, so the same requests with the same weights give the same b
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
-from holdfast.models.layers.routers import Routers
 from holdfast.models.scores import HeadWeights
 from holdfast.rollout.cache import CACHED, PromptCache, RowCache, register_cache
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.graphs import NotReplayable, Recorder
 from holdfast.rollout.predictor import DeviceRows, EagerRows, Predictor, RowState
-from holdfast.rollout.replica import Replica, for_few_rows, merged_inputs
+from holdfast.rollout.replica import Replica, ReplicaEngine, for_few_rows, merged_inputs
 from holdfast.rollout.sampling import Stops
 from holdfast.rollout.static import StaticRows
 from holdfast.types import Finish
@@ -213,7 +210,7 @@ class _Means:
     """Where recorded steps are replayed; None where each operation is called for every token."""
 
 
-class InProcessEngine:
+class InProcessEngine(ReplicaEngine):
     """Samples on weights that live in this process.
 
     Args:
@@ -241,26 +238,10 @@ class InProcessEngine:
         recorder: Recorder | None = None,
     ) -> None:
         register_cache()
-        self._replica = Replica(origin, device, dtype, CACHED)
-        self._routers = Routers(self._replica.model) if tells_experts else None
+        super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
         self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
-        self._stops = stops
-        self._rows = rows
-        self._waiting: deque[Request] = deque()
-        self._sampling = SamplingConfig()
-        self._version = -1
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
-
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over whole tensors; no keys or values outlive a `collect`, so none are of older weights."""
-        self._replica.refresh(tensors)
-        self._version = version
-
-    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        """Accept requests; all that wait together are sampled alike."""
-        self._waiting.extend(requests)
-        self._sampling = sampling
 
     @torch.no_grad()
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
@@ -314,14 +295,6 @@ class InProcessEngine:
             means.static.close()
             means.static = self._recorder = None
             decoding.on_device.run(count)
-
-    def sleep(self) -> None:
-        """Give the weights' memory back."""
-        self._replica.release()
-
-    def close(self) -> None:
-        """Give everything back."""
-        self._replica.release()
 
     def _admit(
         self, decoding: Decoding | None, means: _Means

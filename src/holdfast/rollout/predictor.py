@@ -148,19 +148,15 @@ class DeviceRows(Protocol):
 
     def run(self, count: int) -> None:
         """Draw that many tokens in every row."""
-        ...
 
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
-        ...
 
     def keep(self, left: Sequence[int]) -> None:
         """Drop all rows but these; nothing is drawn and not yet looked at."""
-        ...
 
     def add(self, other: EagerRows) -> None:
         """Append rows; nothing is drawn and not yet looked at."""
-        ...
 
 
 class EagerRows:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.layers.rotary import keep_short_angles
+from holdfast.models.layers.routers import Routers
 from holdfast.models.names import named_parameters
 from holdfast.models.source.vision import set_attention
 from holdfast.rollout.engine import Request
+from holdfast.rollout.sampling import Stops
 
 
 def merged_inputs(requests: Iterable[Request], device: torch.device) -> dict[str, Tensor]:
@@ -123,3 +127,39 @@ class Replica:
         """Give the weights' memory back until the next refresh."""
         for parameter in self.model.parameters() if self._filled else ():
             parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)
+
+
+class ReplicaEngine:
+    """What engines that sample in this process share: the copy they sample with, and the requests that wait.
+
+    Args:
+        replica: The copy.
+        stops: What ends a completion.
+        rows: Most completions decoded together.
+        tells_experts: Completions say which experts their tokens met; for a mixture of them.
+    """
+
+    def __init__(self, replica: Replica, stops: Stops, rows: int, *, tells_experts: bool) -> None:
+        self._replica, self._stops, self._rows = replica, stops, rows
+        self._routers = Routers(replica.model) if tells_experts else None
+        self._waiting: deque[Request] = deque()
+        self._sampling = SamplingConfig()
+        self._version = -1
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over whole tensors; no keys or values outlive a `collect`, so none are of older weights."""
+        self._replica.refresh(tensors)
+        self._version = version
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests; all that wait together are sampled alike."""
+        self._waiting.extend(requests)
+        self._sampling = sampling
+
+    def sleep(self) -> None:
+        """Give the weights' memory back."""
+        self._replica.release()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._replica.release()

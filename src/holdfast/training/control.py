@@ -17,10 +17,16 @@ from holdfast.errors import HoldfastError
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.observe import ask
 from holdfast.training.run import Run
+from holdfast.training.watched import BY_METRIC
 from holdfast.types import StepEvent
 
 BY_OBSERVER = "stopped by an observer"
 """An end like any other, unlike a signal or a clock, after which the run shall go on."""
+
+
+def is_end(stopped: str | None) -> bool:
+    """Return whether a run that gives this reason has ended, as at its last step."""
+    return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Decision:
     """Why the run stops now, in words for the user."""
     save: bool = False
     evaluate: bool = False
+    due: bool = False
+    """An evaluation belongs to this step, even if the run stops without it."""
     collect: bool = False
     """A save in the background has ended on every rank."""
 
@@ -220,6 +228,7 @@ class Control:
             decision.stop if signalled is None else f"stopped by {signalled}",
             decision.save or any(asked for _, asked, _, _ in rank_reports),
             decision.evaluate and signalled is None,
+            decision.due,
             all(status in {"done", "failed"} for _, _, status, _ in rank_reports),
         )
 
@@ -235,4 +244,4 @@ class Control:
             stop = late.words
         save = self._saves.due(event.step, event.epoch) or "save" in asked
         evaluate = self._evaluations.due(event.step, event.epoch) or "evaluate" in asked
-        return Decision(stop, save, evaluate and late is None)
+        return Decision(stop, save, evaluate and late is None, evaluate)

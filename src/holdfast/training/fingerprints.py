@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
-from holdfast.config.sections.algorithm import UserObjectiveConfig
+from holdfast.config.base import Section
+from holdfast.config.sections.advantage import UserAdvantageConfig
+from holdfast.config.sections.algorithm import NLLConfig, UserObjectiveConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.sections.preference import UserLossConfig
@@ -60,6 +62,8 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
+    if config.data.on_bad_row != "stop":  # checkpoints from before one could choose go on
+        data["data.on_bad_row"] = config.data.on_bad_row
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
     if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
@@ -125,7 +129,7 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     """Return what the loss is made of."""
     loss: dict[str, str] = {"data.average": config.data.average}
     if isinstance(config, SFTConfig | GRPOConfig):
-        loss["objective"] = config.objective.model_dump_json()
+        loss["objective"] = _objective(config.objective)
     if isinstance(config, SFTConfig) and config.neftune_alpha is not None:
         loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
@@ -147,6 +151,11 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
             loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     return loss
+
+
+def _objective(section: Section) -> str:
+    """Return a loss's section; checkpoints from before there was label smoothing go on where there is none."""
+    return section.model_dump_json(exclude={"label_smoothing"} if section == NLLConfig() else None)
 
 
 def _on_timeout(config: GRPOConfig) -> dict[str, Any]:
@@ -236,8 +245,9 @@ def _code_hashes(key: str, name: str, setting: RunFile) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
     source_file = next((place for place in (setting.base / file, Path(file)) if place.is_file()), None)
-    if source_file is None:  # a class of an installed package lies in none
-        return {}
+    if source_file is None:  # a module: the user's own if it lies beside the YAML, else that of an installed package
+        own = [] if file.endswith(".py") else [*_modules(setting.base, file)]
+        return {f"{key} {file}{IMPORTS}{module.relative_to(setting.base)}": hash_file(module) for module in own}
     return {f"{key} {file}": hash_file(source_file)} | helper_hashes(f"{key} {file}", source_file)
 
 
@@ -249,6 +259,8 @@ def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
     if isinstance(config, DPOConfig):
         named += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
     if isinstance(config, GRPOConfig):
+        if isinstance(config.advantage, UserAdvantageConfig):
+            named.append(("advantage.path", config.advantage.path))
         named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if isinstance(config.optim, UserOptimizerConfig):
         named.append(("optim.path", config.optim.path))
@@ -268,11 +280,8 @@ def mark_once(directory: Path | None, ranks: RankGroup) -> None:
     """Have `files_mark` answer at once on every rank; all ranks call this together."""
     if directory is None:
         return
-    first = ranks.rank == 0
-    with ranks.together():
-        mark = files_mark(directory) if first else ""
-    mark = ranks.agree(mark)
-    if not first:
+    mark = ranks.on_first_rank(lambda: files_mark(directory))
+    if ranks.rank:
         tell_mark(directory, mark)
 
 

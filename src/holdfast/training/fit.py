@@ -14,7 +14,7 @@ from holdfast.checkpoint.errors import CheckpointError
 from holdfast.errors import RankFailed
 from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
-from holdfast.training.control import BY_OBSERVER, Control, Decision, StopRequests
+from holdfast.training.control import Control, Decision, StopRequests, is_end
 from holdfast.training.journal import Journal
 from holdfast.training.run import Run, Setting, StepAbandoned
 from holdfast.training.saving.checkpoints import Checkpoints
@@ -26,6 +26,7 @@ from holdfast.training.saving.exports import (
     note_exported,
     set_final_aside,
 )
+from holdfast.training.watched import OWED, reason_to_end, watch
 from holdfast.types import StepEvent
 
 Step = Callable[[], dict[str, float] | None]
@@ -68,12 +69,13 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
                 journal.failed(error)
                 raise
             exports_at_end = run.setting.config.checkpoint.export_at_end or dry
-            place = export_run(run, FINAL) if exports_at_end and stopped in {None, BY_OBSERVER} else None
+            place = export_run(run, FINAL) if exports_at_end and is_end(stopped) else None
             if stopped is None and run.trained.state.step > first:
                 journal.event("done")
     finally:
         if dry and run.setting.world.is_first:
             directory.remove(run.setting.directory)
+    run.setting.ranks.close()
     command = None if dry else checkpoints.export_command
     return Outcome(
         run.trained.state.step, journal.latest, stopped, str(run.setting.directory), None if dry else place, command
@@ -96,23 +98,48 @@ class _Loop:
         """Return why the run stopped early; None if it did not."""
         run, state, dry = self.run, self.run.trained.state, self.run.setting.config.dry_run
         evaluation = run.setting.config.evaluation
-        if run.finished:
-            self.journal.say(
-                f"nothing to do: step {state.step} is the last one of {run.setting.directory}. Raise steps to "
-                "go on, or give another run.name to begin a new run"
-            )
-            return None
-        for words in set_final_aside(run):
-            self.journal.say(words)
-        if (evaluation.at_start and state.step == 0) or dry:
-            self.journal.report(self._evaluate())
-        stopped = self._train()
+        if self._has_ended():
+            return reason_to_end(run)
+        stopped = self._begin() or self._train()
         if stopped is None and (evaluation.at_end or dry) and self.evaluated_at != state.step:
             self._evaluate_at_end()
         if stopped is not None or run.setting.config.checkpoint.at_end:
             self.journal.saved(self.checkpoints.save_last(self.line))
             self.checkpoints.check_grace(self.requests)
         self.journal.saved(self.checkpoints.collect("The run ends without it"))
+        return stopped
+
+    def _has_ended(self) -> bool:
+        """Say so where the run stands at its end already."""
+        place, step, reason = self.run.setting.directory, self.run.trained.state.step, reason_to_end(self.run)
+        if self.run.finished:
+            self.journal.say(
+                f"nothing to do: step {step} is the last one of {place}. Raise steps to "
+                "go on, or give another run.name to begin a new run"
+            )
+        elif reason is not None:
+            self.journal.say(
+                f"nothing to do: {place} has ended at step {step}. {reason}. Raise stop_when.patience or leave "
+                "stop_when out to go on, or give another run.name to begin a new run"
+            )
+        return self.run.finished or reason is not None
+
+    def _begin(self) -> str | None:
+        """Make the evaluations that come before the first step of a start; return why the run ends with them."""
+        config, step = self.run.setting.config, self.run.trained.state.step
+        for words in set_final_aside(self.run):
+            self.journal.say(words)
+        if (config.evaluation.at_start and step == 0) or config.dry_run:
+            self.journal.report(self._evaluate())
+        if not self.run.trained.state.watched.pop(OWED, 0):
+            return None
+        metrics = self._evaluate()
+        asked = self.requests.pending(self.run.setting.ranks)
+        stopped = watch(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
+        self.line |= metrics
+        self.journal.report(metrics)
+        if stopped is not None:
+            self.journal.event("stop", reason=stopped)
         return stopped
 
     def _evaluate_at_end(self) -> None:
@@ -127,6 +154,13 @@ class _Loop:
             raise
 
     def _train(self) -> str | None:
+        """Make steps; return why they stopped early."""
+        stopped = self._steps()
+        if skipped := self.run.stream.bad_rows:
+            self.journal.say(f"{skipped} bad rows were skipped since this start (data/bad_rows)")
+        return stopped
+
+    def _steps(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         run.setting.log.clock.read()  # what came before is no part of the first step's time
         first = run.trained.state.step
@@ -171,6 +205,7 @@ class _Loop:
             asked = self.requests.pending(run.setting.ranks)
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
+        stopped = watch(run, self.line, due=decision.due, stopped=stopped)
         self.journal.report(self.line)
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.

@@ -32,10 +32,6 @@ _OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill
 """Numbers about data that are a step's own; the others count events, which lines left out must not swallow."""
 
 
-def _is_event(name: str) -> bool:
-    return name.startswith("data/") and name not in _OF_A_STEP
-
-
 class Journal:
     """Opens the run directory and its sinks for the length of a block; silent on other ranks than the first."""
 
@@ -51,9 +47,7 @@ class Journal:
         """The last step, if it has no line."""
         self._trackers: Trackers | None = None
         first = run.setting.world.is_first
-        with run.setting.ranks.together():
-            if first:
-                self._open()
+        run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
         self._samples: JsonlSink | None = None
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
@@ -129,7 +123,9 @@ class Journal:
             self._write(step, line)
         self._tell()
         if "loss" in line:
-            self._warn(step, line)
+            for alarm, sentence in (self._health.see(step, line) if self._health else {}).items():
+                self.event("health", alarm=alarm, text=sentence)
+                self.say(f"warning: {sentence}")
         if evaluated:
             shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in shown.items())
@@ -137,7 +133,7 @@ class Journal:
 
     def _write_step(self, step: int, line: Mapping[str, float], *, due: bool) -> None:
         for name, value in line.items():
-            if _is_event(name):
+            if name.startswith("data/") and name not in _OF_A_STEP:
                 self._events[name] += value
         self._unwritten = step, line
         if due or step % self._run.setting.config.metrics.log_every == 0 or step == self._run.trained.total_steps:
@@ -155,12 +151,6 @@ class Journal:
     def _write(self, step: int, line: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(step, line)
-
-    def _warn(self, step: int, line: Mapping[str, float]) -> None:
-        """Print and note what looks wrong."""
-        for alarm, sentence in (self._health.see(step, line) if self._health else {}).items():
-            self.event("health", alarm=alarm, text=sentence)
-            self.say(f"warning: {sentence}")
 
     def _tell(self) -> None:
         """Print and write what the step left to be told."""

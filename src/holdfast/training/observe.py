@@ -71,16 +71,26 @@ def ask(observers: Iterable[Observer], event: StepEvent, states: dict[str, Any])
     return asked
 
 
+def find_script(path: str, base: Path, key: str) -> Path:
+    """Return the file of `file.py:name`, looked up beside the YAML, then from the current directory.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    file = path.rpartition(":")[0]
+    script = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    if script is None:
+        raise ConfigError(f"{key}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}.")
+    return script
+
+
 def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
     """Import `file.py:name`, looked up beside the YAML, then from the current directory.
 
     Raises:
         ConfigError: The file or the function is not there, or the file raises when it is imported.
     """
-    file, _, name = path.rpartition(":")
-    script = next((place for place in (base / file, Path(file)) if place.is_file()), None)
-    if script is None:
-        raise ConfigError(f"{key}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}.")
+    script, name = find_script(path, base, key), path.rpartition(":")[2]
     place = hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"holdfast_user_{script.stem}_{place}", script)
     assert spec is not None

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ConfigDict
+from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
+from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
@@ -143,6 +145,8 @@ class TrainState:
     """Value of checkpoint.export_best's metric in exports/best."""
     controllers: dict[str, SavedNumber] = field(default_factory=dict)
     """Coefficients that follow a target, by name."""
+    watched: dict[str, SavedNumber] = field(default_factory=dict)
+    """Where the metrics stand that end a run or lower a rate, as training/watched.py has it."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)
@@ -155,6 +159,9 @@ class TrainState:
 
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
+
+PLATEAU_FACTOR = "plateau/factor"
+"""In a state's `watched`: by how much plateaus have lowered the rate."""
 
 REFERENCE = "reference"
 """Name of a reference policy among the models that checkpoints hold beside the run's own."""
@@ -239,6 +246,12 @@ class Trained(ShardedModel):
         finally:
             self.updating, self.holds_averages = was_updating, False
 
+    @property
+    def rate_on_plateau(self) -> float:
+        """The factor by which plateaus have lowered the rate so far."""
+        schedule = self.setting.config.optim.schedule
+        return self.state.watched.get(PLATEAU_FACTOR, 1.0) if isinstance(schedule, PlateauSchedule) else 1.0
+
     def wake(self, *parts: str) -> None:
         """Bring parts of what rests in host memory back, all where none is named."""
         if self.residency.asleep.intersection(parts or self.residency.asleep):
@@ -319,3 +332,14 @@ def say(run: Run, *lines: str) -> None:
     if run.setting.world.is_first:
         for line in lines:
             print(line, flush=True)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -59,6 +59,7 @@ def train_step(
         RunStopped: Too many updates in a row were skipped.
     """
     factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
+    factor *= trained.rate_on_plateau
     own = set_learning_rates(trained.optimizer, factor)
     rates = {"learning_rate": trained.setting.config.optim.lr * factor}
     rates |= {f"learning_rate/{group}": rate for group, rate in own.items()}

@@ -143,7 +143,7 @@ max_steps: 500
     "GRPO with four updates a rollout, each twice": (4, ("""
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
 dataset_name: trl-lib/DeepMath-103K
-reward_funcs: rewards.py:accuracy
+reward_funcs: own_rewards.math.accuracy
 num_generations: 4
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 2
@@ -161,6 +161,7 @@ scale_rewards: none
         "data.batch_size": 32, "updates.mini_batches": 4, "updates.passes": 2, "steps": 100,
         "checkpoint.every_steps": 10, "objective.low": 0.2, "objective.high": 0.28, "kl.coefficient": 0.04,
         "kl.importance_weighted": False, "data.average": "constant_length", "advantage.kind": "dr_grpo",
+        "reward": {"kind": "path", "path": "own_rewards.math:accuracy"},
     })),
     "GSPO with a cut of the distribution": (1, ("""
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct

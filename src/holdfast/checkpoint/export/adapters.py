@@ -63,14 +63,10 @@ def export_adapters(
     Raises:
         ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
     """
-    with ranks.together():
-        if ranks.rank == 0:
-            check_target(directory)
+    ranks.on_first_rank(lambda: check_target(directory))
     parameters = sharded_parameters(policy)
     tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names_in_file(policy)}
-    with ranks.together():
-        if ranks.rank == 0:
-            write_adapters(directory, tensors, about, texts, reached)
+    ranks.on_first_rank(lambda: write_adapters(directory, tensors, about, texts, reached))
 
 
 def write_adapters(

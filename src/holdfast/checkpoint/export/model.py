@@ -114,9 +114,7 @@ def write_model(
     Raises:
         ExportFailed: As `export`.
     """
-    with ranks.together():
-        if ranks.rank == 0:
-            check_target(directory)
+    ranks.on_first_rank(lambda: check_target(directory))
     conversions, headers = _planned(held_headers, origin)
     tensors = converted_tensors(holdings, conversions, form.dtype, keep=ranks.rank == 0)
     with ranks.together():
@@ -181,9 +179,9 @@ def _write(
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         form.reached("tensors")
-        files, hashes = plan_files(headers, form.largest_file_bytes), {}
+        files, hashes, place = plan_files(headers, form.largest_file_bytes), {}, LocalStorage(staging)
         for name, members in files.items():
-            with LocalStorage(staging).create(name, sync=False) as file:
+            with place.create(name, sync=False) as file:
                 write_file(file, {member: headers[member] for member in members}, tensors)
             hashes[name] = file.hexdigest()
         form.reached("assets")
@@ -191,7 +189,7 @@ def _write(
         hashes |= write_texts(staging, {**index, **with_file_hashes(form.texts, staging, hashes)})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
-        hashes = all_hashes(staging, hashes)
+        hashes = {name: hashes.get(name) or place.hash(name) for name in place.files("")}
         form.reached("read back")
         with settled(staging, hashes):
             _read_back(staging, files, headers, hashes)
@@ -249,12 +247,6 @@ def write_texts(staging: Path, texts: Mapping[str, str]) -> dict[str, str]:
             file.write(text.encode())
         hashes[name] = file.hexdigest()
     return hashes
-
-
-def all_hashes(staging: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the hash of every file; `hashes` has those that were taken while files were written."""
-    place = LocalStorage(staging)
-    return {name: hashes.get(name) or place.hash(name) for name in place.files("")}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,14 @@ def export_stored(
         tensors = ModelTensors(checkpoints, averaged=averaged)
         each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
-        merged, headers = _held(tensors, each, joins, last.model_headers(dtype), dtype)
+        headers = last.model_headers(dtype)
+        _merge(headers, joins, dtype)
+
+        def read(name: str) -> Tensor:
+            return _joined(joins[name], each) if name in joins else tensors[name]
+
         form = ExportFormat(dtype, largest_file_bytes, texts)
-        write_model(_Read(merged, last), headers, origin, directory, RankGroup(), form)
+        write_model(_Tensors(headers, read, last), headers, origin, directory, RankGroup(), form)
 
 
 def export_stored_adapter(
@@ -185,39 +190,21 @@ def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
         ) from error
 
 
-class _Read(Mapping[str, Tensor]):
+class _Tensors(Mapping[str, Tensor]):
     """Tensors of a checkpoint that may be deleted while they are read."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
-        self._tensors, self._checkpoint = tensors, checkpoint
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], checkpoint: StoredCheckpoint) -> None:
+        self._names, self._read, self._checkpoint = tuple(names), read, checkpoint
 
     def __getitem__(self, name: str) -> Tensor:
         with _reading(self._checkpoint):
-            return self._tensors[name]
+            return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _held(
-    together: ModelTensors,
-    each: Sequence[ModelTensors],
-    joins: Mapping[str, Join],
-    headers: dict[str, Header],
-    dtype: torch.dtype | None,
-) -> tuple[Mapping[str, Tensor], dict[str, Header]]:
-    """Return the model's tensors, each adapter in its matrix, and their shapes."""
-    if not joins:
-        return together, headers
-    for name, join in joins.items():
-        for part in join.parts[1:]:
-            del headers[part]
-        if join.header is not None:
-            headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
-    return _Joined(each, together, joins, headers), headers
+        return len(self._names)
 
 
 def _model_section(folder: Path) -> ModelConfig:
@@ -238,32 +225,21 @@ def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
     return joins_of(model)
 
 
-class _Joined(Mapping[str, Tensor]):
-    """Model tensors with their adapters merged; of several checkpoints the mean of what each one computes with."""
+def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.dtype | None) -> None:
+    """Put the matrix of each join in the place of its parts."""
+    for name, join in joins.items():
+        for part in join.parts[1:]:
+            del headers[part]
+        if join.header is not None:
+            headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
 
-    def __init__(
-        self,
-        each: Sequence[ModelTensors],
-        together: ModelTensors,
-        joins: Mapping[str, Join],
-        headers: Mapping[str, Header],
-    ) -> None:
-        self._each, self._together, self._joins, self._headers = each, together, joins, headers
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._joins:
-            return self._together[name]
-        join = self._joins[name]
-        wholes = [join.run([tensors[part] for part in join.parts]) for tensors in self._each]
-        total = sum(whole.to(torch.float64) for whole in wholes)
-        assert isinstance(total, Tensor)
-        return (total / len(wholes)).to(wholes[-1].dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._headers)
-
-    def __len__(self) -> int:
-        return len(self._headers)
+def _joined(join: Join, each: Sequence[ModelTensors]) -> Tensor:
+    """Return a matrix with its adapter merged; of several checkpoints the mean of what each one computes with."""
+    wholes = [join.run([tensors[part] for part in join.parts]) for tensors in each]
+    total = sum(whole.to(torch.float64) for whole in wholes)
+    assert isinstance(total, Tensor)
+    return (total / len(wholes)).to(wholes[-1].dtype)
 
 
 def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:

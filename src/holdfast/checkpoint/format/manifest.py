@@ -146,17 +146,14 @@ def parse(data: bytes, where: str) -> Manifest:
         body = outer["manifest"]
         if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
             raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
-        _refuse_newer(body["format"], where)  # after the hash: a flipped bit must not look like a later version
+        number = body["format"]  # looked at after the hash: a flipped bit must not look like a later version
+        if isinstance(number, int) and number > FORMAT:
+            raise NewerFormat(
+                f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
+            )
         return _from_plain(body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}.") from error
-
-
-def _refuse_newer(number: Any, where: str) -> None:
-    if isinstance(number, int) and number > FORMAT:
-        raise NewerFormat(
-            f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
-        )
 
 
 def _canonical(value: Any) -> bytes:

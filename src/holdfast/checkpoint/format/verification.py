@@ -278,20 +278,6 @@ def _differing(storage: Storage, name: str, manifest: Manifest, places: Iterable
             yield index.fqn
 
 
-def check_tensors(storage: Storage, name: str, manifest: Manifest) -> None:
-    """Read every chunk of every tensor and compare its hash.
-
-    Raises:
-        CheckpointCorrupt: The first damaged tensor is named.
-        CheckpointUnreadable: As `damaged_tensors`.
-    """
-    damaged = damaged_tensors(storage, name, manifest)
-    if damaged:
-        raise CheckpointCorrupt(
-            f"{storage.root}/{name}: {damaged[0]} is damaged: its bytes are not those that were saved{_more(damaged)}"
-        )
-
-
 def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
     """Verify a checkpoint and return its manifest.
 
@@ -305,7 +291,12 @@ def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> 
     if level in {"files", "tensors"}:
         check_files(storage, name, manifest)
     if level == "tensors":
-        check_tensors(storage, name, manifest)
+        damaged = damaged_tensors(storage, name, manifest)
+        if damaged:
+            raise CheckpointCorrupt(
+                f"{storage.root}/{name}: {damaged[0]} is damaged: its bytes are not those that were saved"
+                f"{_more(damaged)}"
+            )
     return manifest
 
 

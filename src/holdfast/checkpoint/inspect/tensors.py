@@ -57,7 +57,7 @@ class StoredCheckpoint:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         with memory_for(self.path, math.prod(entry.shape) * dtype.itemsize):
             whole = torch.empty(entry.shape, dtype=dtype)
-        stored = {tuple(index.offset or ()): info for index, info in self._stored(key)}
+        stored = {tuple(index.offset or ()): info for index, info in self._places.get(key, ())}
         for chunk in entry.chunks:
             part = self._read_chunk(stored.get(chunk.offsets))
             if part is None or hash_tensor(part) != chunk.hash:
@@ -65,9 +65,6 @@ class StoredCheckpoint:
             place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[place] = part
         return whole
-
-    def _stored(self, key: str) -> Iterator[tuple[Any, Any]]:
-        return iter(self._places.get(key, ()))
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[Any, Any]]]:

@@ -49,15 +49,11 @@ def one(place: str) -> StoredCheckpoint:
             storage = folder_of(place)
         except NoCheckpoint:
             raise NoCheckpoint(str(_why_not(storage, name))) from None
-        name = _last(storage)
+        newest_first = list(reversed(steps(storage).values()))
+        name = next((name for name in newest_first if read_manifest(storage, name).finite), newest_first[0])
     manifest = read_manifest(storage, name)
     check_names(storage, name, manifest)
     return StoredCheckpoint(storage, name, manifest)
-
-
-def _last(storage: Storage) -> str:
-    newest_first = list(reversed(steps(storage).values()))
-    return next((name for name in newest_first if read_manifest(storage, name).finite), newest_first[0])
 
 
 def newer_not_finite(checkpoint: StoredCheckpoint) -> list[int]:

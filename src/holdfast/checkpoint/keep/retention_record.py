@@ -15,7 +15,8 @@ from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.config.sections.checkpoint import MetricConfig, RetentionConfig
+from holdfast.config.sections.checkpoint import RetentionConfig
+from holdfast.config.sections.measured import MetricConfig
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import METRICS, last_rewind
 

@@ -7,6 +7,7 @@ end to end, hashes every byte on the way, and keeps the chunks. Files that nobod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -64,16 +65,12 @@ def read_parts(
     direct = {key: each for key, each in targets.items() if key not in left}
     parts: dict[str, Tensor] | None = None
     items: dict[str, list[_Item]] | None = None
-    try:
+    with suppress(_Differs):
         items = _items(direct, storage, name, manifest)
-    except _Differs:
-        items = None
     owned = _dealt(manifest, items, ranks) if verify else set()
     if items is not None:
-        try:
+        with suppress(_Differs):
             parts = _read(direct, items, owned, storage, name, manifest)
-        except _Differs:
-            parts = None
     return None if any(ranks.gather(parts is None)) else parts
 
 

@@ -217,14 +217,13 @@ def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
     """
-    manifests: list[Manifest] = []
-    with ranks.together():
-        if ranks.rank == 0:
-            manifests.append(read_manifest(storage, name))
-            check_names(storage, name, manifests[0])
-    manifest = ranks.agree(manifests[0] if manifests else None)
-    assert manifest is not None
-    return manifest
+
+    def read() -> Manifest:
+        manifest = read_manifest(storage, name)
+        check_names(storage, name, manifest)
+        return manifest
+
+    return ranks.on_first_rank(read)
 
 
 def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_disk: bool = False) -> Manifest:
@@ -243,9 +242,7 @@ def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_dis
     own_damaged = ranks.on_all_ranks(lambda: damaged_files(storage, name, manifest, files, from_disk=from_disk))
     damaged = sorted({file for part in ranks.gather(own_damaged) for file in part})
     if damaged:
-        first = ranks.rank == 0
-        tensors = ranks.on_all_ranks(lambda: tensors_within(storage, name, manifest, damaged) if first else [])
-        tensors = ranks.agree(tensors)
+        tensors = ranks.on_first_rank(lambda: tensors_within(storage, name, manifest, damaged))
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest
 

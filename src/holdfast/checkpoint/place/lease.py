@@ -56,7 +56,9 @@ class Lease(Renewed):
         """
         make_durably(self._path.parent)
         try:
-            file = self._opened()
+            with suppress(FileExistsError), RegularFile(self._path, "xb"):
+                pass
+            file = RegularFile(self._path, "rb+")
         except NotRegular as error:
             raise UserError(f"{error}. Remove it, and start the same command again.") from error
         try:
@@ -69,11 +71,6 @@ class Lease(Renewed):
         self._write()
         self._begin()
         return self
-
-    def _opened(self) -> RegularFile:
-        with suppress(FileExistsError), RegularFile(self._path, "xb"):
-            pass
-        return RegularFile(self._path, "rb+")
 
     def _refuse_living(self, file: RegularFile) -> None:
         holder = self._living(file)

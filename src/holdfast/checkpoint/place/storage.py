@@ -34,105 +34,80 @@ class Storage(Protocol):
     @property
     def root(self) -> str:
         """Where it is, as a user writes it."""
-        ...
 
     @property
     def renames(self) -> bool:
         """Whether a directory can be renamed in one step."""
-        ...
 
     @property
     def moved_bytes(self) -> int:
         """How much was written and hashed here so far; a save that goes on moves it."""
-        ...
 
     def create(self, path: str) -> contextlib.AbstractContextManager[HashingWriter]:
         """Open a new file for writing; it is durable when the block ends."""
-        ...
 
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading, seekable."""
-        ...
 
     def read(self, path: str) -> bytes:
         """Return a file's bytes."""
-        ...
 
     def hash(self, path: str, *, from_disk: bool = False) -> str:
         """Return the xxh3_128 of a file."""
-        ...
 
     def size(self, path: str) -> int:
         """Return a file's size."""
-        ...
 
     def exists(self, path: str) -> bool:
         """Return whether there is a file or directory."""
-        ...
 
     def is_file(self, path: str) -> bool:
         """Return whether there is something that has bytes: no directory, pipe, device or link out of its tree."""
-        ...
 
     def kind(self, path: str) -> str:
         """Return what is there instead of a file, in words."""
-        ...
 
     def names(self, path: str = "") -> list[str]:
         """Return the names directly below a directory, none if it does not exist."""
-        ...
 
     def files(self, path: str) -> list[str]:
         """Return all files below a directory, relative to it."""
-        ...
 
     def make(self, path: str) -> None:
         """Create a directory that must not exist."""
-        ...
 
     def sync(self, path: str) -> None:
         """Make a directory's entries durable."""
-        ...
 
     def publish(self, staging: str, final: str) -> None:
         """Give a finished directory its name; raises FileExistsError rather than replace anything."""
-        ...
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write a file in one step; raises FileExistsError if it is there."""
-        ...
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file in one step, whatever was there."""
-        ...
 
     def rename(self, old: str, new: str) -> None:
         """Rename a directory."""
-        ...
 
     def remove(self, path: str) -> None:
         """Remove a file or a tree; what is gone already is no error."""
-        ...
 
     def undo(self, path: str) -> None:
         """Remove what this process made below a path, and nothing that another one put there."""
-        ...
 
     def kept(self, path: str) -> None:
         """Forget what this process made below a path: it stays."""
-        ...
 
     def age(self, path: str) -> float:
         """Return the seconds since a file was written, by the place's own clock: those of machines differ."""
-        ...
 
     def free_bytes(self) -> int | None:
         """Return what this user may still write; None where nobody can say."""
-        ...
 
     def lacks(self, path: str, size: int) -> str | None:
         """Return why so many bytes cannot be written, or None; `path` is a new file that may be used to find out."""
-        ...
 
 
 def open_storage(place: str | Path) -> Storage:

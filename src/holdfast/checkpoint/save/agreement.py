@@ -86,7 +86,9 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
-    return _file_of(snapshot, about, ranks)
+    everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
+    own = everyones[ranks.rank]  # by the place on the mesh, or by the rank where places do not tell ranks apart
+    return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)
 
 
 def _disagreement(first: Any, other: Any, rank: int) -> str:
@@ -111,13 +113,6 @@ def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: 
             "ranks alike, or another number of ranks."
         )
     return f"{words} (shape, dtype, trained). Every rank must build the same model and optimizer."
-
-
-def _file_of(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
-    """Return this rank's file: by its place on the mesh, or by its number where places do not tell ranks apart."""
-    everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
-    own = everyones[ranks.rank]
-    return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)
 
 
 def described_optimizers(snapshot: Snapshot) -> dict[str, Any] | None:

@@ -148,6 +148,9 @@ def _function(path: str, facts: Facts) -> str:
     file, colon, name = path.rpartition(":")
     if colon and file.endswith(".py"):
         return f"{file}:{name}"
+    module, dot, function = path.rpartition(".")
+    if dot and function != "py" and all(part.isidentifier() for part in path.split(".")):
+        return f"{module}:{function}"
     if not path.endswith(".py"):
         raise NotConverted(f"{path} is no function in a file; write file.py:function")
     default = facts.get("reward.custom_reward_function.name", "custom_reward_function.name") or "main"
@@ -156,9 +159,7 @@ def _function(path: str, facts: Facts) -> str:
 
 def reward_options(foreign: ForeignKey) -> KeyOutcome:
     """Take options with the function they belong to."""
-    if not foreign.value:
-        return KeyOutcome({})
-    return reward_functions(foreign)
+    return reward_functions(foreign) if foreign.value else KeyOutcome({})
 
 
 def named_with(_: ForeignKey) -> KeyOutcome:

@@ -6,13 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Section
+from holdfast.config.base import ByKind, FunctionPath, ProperFraction, Section
 
 
 class NLLConfig(Section):
     """Negative log-likelihood."""
 
     kind: Literal["nll"] = "nll"
+    label_smoothing: ProperFraction = 0.0
+    """Share of each label that is spread over the whole vocabulary alike (arXiv:1512.00567, section 7); the metric
+    `nll` is without it."""
 
 
 class DFTConfig(Section):

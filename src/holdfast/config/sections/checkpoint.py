@@ -8,15 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from holdfast.config.base import AtLeastTwo, Count, Mistake, Pattern, Positive, PositiveInt, Section
-
-
-class MetricConfig(Section):
-    """What is better than what."""
-
-    metric: str = Field(min_length=1)
-    """As in metrics.jsonl, such as eval/validation/loss."""
-    mode: Literal["max", "min"]
-    """Whether more of it is better."""
+from holdfast.config.sections.measured import MetricConfig
 
 
 class BestConfig(MetricConfig):

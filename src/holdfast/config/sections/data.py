@@ -46,7 +46,7 @@ class SourceConfig(Section):
     """One set of rows."""
 
     path: str | None = None
-    """A .jsonl, .json or .parquet file, a directory or glob of them, a directory written by
+    """A .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow file, a directory or glob of them, a directory written by
     `datasets.save_to_disk`, or a hub name; `name@split` picks a split."""
     synthetic: SyntheticConfig | None = None
     """A generated task instead of a path."""
@@ -140,6 +140,9 @@ class DataConfig(SourceConfig, TextConfig):
     filter: FunctionPath | None = None
     """A function row -> bool; rows it refuses are skipped and counted. It is asked about the rows of `data`, those that
     `validation_split` holds out included, and not about those of `evaluation.sets`."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What happens to a training row that cannot be read: a missing image, a column that is null, broken JSON. `skip`
+    counts it in `data/bad_rows`, and the next row takes its place."""
     validation_split: ProperFraction = 0.0
     """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
 

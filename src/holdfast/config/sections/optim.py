@@ -20,6 +20,7 @@ from holdfast.config.base import (
     ProperFraction,
     Section,
 )
+from holdfast.config.sections.measured import PatienceConfig
 
 
 class _Schedule(Section):
@@ -115,6 +116,22 @@ class WarmupStableDecaySchedule(_Schedule):
     """Rate of the last update, as a share of lr."""
 
 
+class PlateauSchedule(_Schedule, PatienceConfig):
+    """lr, lowered by a factor whenever a metric has not improved for `patience` measurements.
+
+    As torch's ReduceLROnPlateau, whose patience is one less. Where the metric stands is saved with the run.
+    """
+
+    follows_last_step = False
+    kind: Literal["plateau"] = "plateau"
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """What the rate is multiplied by."""
+    cooldown: Count = 0
+    """Measurements after a reduction that are not counted."""
+    final_ratio: Fraction = 0.0
+    """The rate never falls below this share of lr."""
+
+
 Schedule = Annotated[
     ConstantSchedule
     | LinearSchedule
@@ -122,7 +139,8 @@ Schedule = Annotated[
     | CosineRestartsSchedule
     | PolynomialSchedule
     | InverseSqrtSchedule
-    | WarmupStableDecaySchedule,
+    | WarmupStableDecaySchedule
+    | PlateauSchedule,
     ByKind("cosine"),
 ]
 

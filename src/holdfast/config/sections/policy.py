@@ -1,4 +1,4 @@
-"""What a policy is trained by: the surrogate, KL, entropy, the correction for the sampler, and advantages.
+"""What a policy is trained by: the surrogate, KL, entropy, and the correction for the sampler.
 
 A rule of one section stands here; rules between sections stand with the roots.
 """
@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from holdfast.config.base import (
-    AtLeastTwo,
     ByKind,
     Fraction,
     Mistake,
@@ -89,13 +88,37 @@ class SAPOConfig(Section):
     """Temperature elsewhere."""
 
 
+class DPPOConfig(Section):
+    """The ratio as a weight without a gradient, for tokens whose probability moved little (DPPO, arXiv:2602.04879).
+
+    A bound on the ratio holds rare tokens back and lets frequent ones go far; this one is on what of the distribution
+    moved, seen as two outcomes: the token, or another.
+    """
+
+    kind: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = "tv"
+    """`tv`: by how much the token's probability changed; `kl`: the KL divergence of the two outcomes, for which the
+    paper's bound is 0.05."""
+    low: Positive = 0.15
+    """A token whose advantage is negative has no gradient where its probability fell by more."""
+    high: Positive = 0.15
+    """A token whose advantage is positive has no gradient where its probability rose by more."""
+    cap: Positive = 20.0
+    """Largest weight."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a weight that would change the first update."""
+        if self.cap < 1:
+            yield "cap", f"{self.cap:g} would weigh down the policy that sampled; use 1 or more"
+
+
 class ReinforceConfig(Section):
     """Advantage times log-probability, without a ratio (Williams, 1992): right for one update per rollout."""
 
     kind: Literal["reinforce"] = "reinforce"
 
 
-BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | ReinforceConfig
+BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | DPPOConfig | ReinforceConfig
 PolicyObjective = Annotated[BuiltInObjective | UserObjectiveConfig, ByKind("clip")]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "straight_through"]
@@ -217,136 +240,3 @@ class OffPolicyMaskConfig(Section):
     max_kl: Positive | None = None
     """A sequence of negative advantage is dropped where log sampler - log policy, averaged over its tokens, exceeds
     this many nats; null: none is dropped."""
-
-
-class _Advantage(Section):
-    tolerance: NonNegative = 1e-6
-    """Rewards of a group that lie within this range count as identical, and give exactly 0."""
-
-    @property
-    def smallest_group(self) -> int:
-        """Fewest scored completions of a prompt that have an advantage."""
-        return 2
-
-    @property
-    def needs_greedy(self) -> bool:
-        """Whether the reward of the greedy completion of each prompt is needed."""
-        return False
-
-
-class _Scaled(_Advantage):
-    epsilon: NonNegative = 1e-6
-    """Added to the standard deviation that advantages are divided by."""
-    combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
-    """`normalise_then_sum` forms the advantage of every reward by itself and divides their weighted sum by its
-    standard deviation over the batch, so that a reward of small range still counts (GDPO, arXiv:2601.05242)."""
-
-
-class GRPOAdvantageConfig(_Scaled):
-    """(reward - group mean) / group standard deviation (arXiv:2402.03300, section 4.1.2)."""
-
-    kind: Literal["grpo"] = "grpo"
-
-
-class BatchStdAdvantageConfig(_Scaled):
-    """(reward - group mean) / standard deviation of all rewards of the batch (arXiv:2508.08221)."""
-
-    kind: Literal["batch_std"] = "batch_std"
-
-
-class ReinforcePPAdvantageConfig(_Scaled):
-    """(reward - batch mean) / batch standard deviation (REINFORCE++, arXiv:2501.03262)."""
-
-    kind: Literal["reinforce_pp"] = "reinforce_pp"
-
-    @property
-    def smallest_group(self) -> int:
-        """The batch is the baseline, so one completion of a prompt is enough."""
-        return 1
-
-
-class ReinforcePPBaselineAdvantageConfig(_Scaled):
-    """(reward - group mean) / its own standard deviation over the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
-
-    kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
-
-
-class DrGRPOAdvantageConfig(_Advantage):
-    """Reward - group mean: no weight on questions that are easy or hard (Dr. GRPO, arXiv:2503.20783)."""
-
-    kind: Literal["dr_grpo"] = "dr_grpo"
-
-
-class RLOOAdvantageConfig(_Advantage):
-    """Reward - mean of the group's other rewards (arXiv:2402.14740)."""
-
-    kind: Literal["rloo"] = "rloo"
-
-
-class ReMaxAdvantageConfig(_Advantage):
-    """Reward - reward of the greedy completion (ReMax, arXiv:2310.10505)."""
-
-    kind: Literal["remax"] = "remax"
-
-    @property
-    def smallest_group(self) -> int:
-        """The greedy completion is the baseline, so one sampled completion is enough."""
-        return 1
-
-    @property
-    def needs_greedy(self) -> bool:
-        """One more completion per prompt is decoded greedily and scored, not trained."""
-        return True
-
-
-class PassAtKAdvantageConfig(_Advantage):
-    """The advantage of groups of k completions of which one must be right (arXiv:2508.10751, section 2.4)."""
-
-    kind: Literal["pass_at_k"] = "pass_at_k"
-    k: AtLeastTwo = 4
-    """Completions of which one must be right; below the group size."""
-    threshold: float = 0.5
-    """A completion is right if its reward lies above."""
-
-    @property
-    def smallest_group(self) -> int:
-        """A group of k has no other k to compare with."""
-        return self.k + 1
-
-
-class GAEAdvantageConfig(_Advantage):
-    """Generalised advantage estimates per token, from a `critic` (Schulman et al., arXiv:1506.02438, eq. 16): PPO."""
-
-    kind: Literal["gae"] = "gae"
-    gamma: Fraction = 1.0
-    """What a reward is worth a token earlier, as a share."""
-    lam: Fraction = 0.95
-    """The paper's lambda: 1 compares the return with the value, 0 trusts the value of the next token."""
-    whiten: bool = True
-    """Bring the advantages of all tokens of the rollout batch to mean 0 and standard deviation 1."""
-    epsilon: NonNegative = 1e-8
-    """Added to the standard deviation."""
-
-    @property
-    def smallest_group(self) -> int:
-        """The critic is the baseline, so one completion of a prompt is enough."""
-        return 1
-
-
-ScaledAdvantageConfig = (
-    GRPOAdvantageConfig | BatchStdAdvantageConfig | ReinforcePPAdvantageConfig | ReinforcePPBaselineAdvantageConfig
-)
-"""Those that divide by a standard deviation, so that the order of summing and scaling matters."""
-
-AdvantageConfig = Annotated[
-    GRPOAdvantageConfig
-    | DrGRPOAdvantageConfig
-    | RLOOAdvantageConfig
-    | ReinforcePPAdvantageConfig
-    | ReinforcePPBaselineAdvantageConfig
-    | ReMaxAdvantageConfig
-    | PassAtKAdvantageConfig
-    | BatchStdAdvantageConfig
-    | GAEAdvantageConfig,
-    ByKind("grpo"),
-]

@@ -64,6 +64,17 @@ class IPOLossConfig(_Loss):
     """`sum` as in the paper; `mean` as in TRL, whose beta then speaks of a difference per token."""
 
 
+class HingeLossConfig(_Loss):
+    """max(0, 1 - beta (r_chosen - r_rejected)): a pair that is ordered well enough teaches nothing.
+
+    SLiC's hinge (arXiv:2305.10425) on DPO's margin: hinge-norm of arXiv:2309.06657.
+    """
+
+    kind: Literal["hinge"] = "hinge"
+    beta: Positive = 0.1
+    """One over the difference of r from which on a pair has no gradient."""
+
+
 class APOZeroLossConfig(_Loss):
     """1 - sigmoid(beta r_chosen) + sigmoid(beta r_rejected): raises chosen answers (arXiv:2408.06266, eq. 7)."""
 
@@ -140,6 +151,7 @@ BuiltInPairLoss = (
     DPOLossConfig
     | RobustLossConfig
     | IPOLossConfig
+    | HingeLossConfig
     | APOZeroLossConfig
     | APODownLossConfig
     | SimPOLossConfig

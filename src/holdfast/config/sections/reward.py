@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from holdfast.config.base import (
     ByKind,
     Count,
-    FunctionPath,
+    ImportPath,
     Mistake,
     Pattern,
     Positive,
@@ -40,11 +40,12 @@ class _RewardSection(Section):
 
 
 class UserRewardConfig(_RewardSection):
-    """A function, class or callable of one file of the user's own; see docs/rewards.md for what it is given."""
+    """A function, class or callable of the user's own; see docs/rewards.md for what it is given."""
 
     kind: Literal["path"] = "path"
-    path: FunctionPath
-    """`file.py:function`; returns a number, None or a dict with the key `reward`, `overall` or `score`."""
+    path: ImportPath
+    """`file.py:function`, a relative file looked up beside the YAML, or `package.module:function`; returns a number,
+    None or a dict with the key `reward`, `overall` or `score`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its own arguments; of a class, those of its constructor."""
 

@@ -8,15 +8,13 @@ from typing import Annotated
 from pydantic import Field
 
 from holdfast.config.base import Mistake, OneOrSeveral
+from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConfig, GRPOAdvantageConfig
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
-    AdvantageConfig,
     ClipConfig,
     CorrectionConfig,
     EntropyConfig,
-    GAEAdvantageConfig,
-    GRPOAdvantageConfig,
     KLConfig,
     NoCorrectionConfig,
     OffPolicyMaskConfig,

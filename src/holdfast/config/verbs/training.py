@@ -14,9 +14,10 @@ from holdfast.config.sections.algorithm import NLLConfig, SupervisedObjective
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.metrics import EvaluationConfig, MetricsConfig
 from holdfast.config.sections.model import BatchRouterLoss, ModelConfig
-from holdfast.config.sections.optim import AdamWConfig, OptimConfig
+from holdfast.config.sections.optim import AdamWConfig, OptimConfig, PlateauSchedule
 from holdfast.config.sections.parallel import ParallelConfig
 
 
@@ -46,7 +47,10 @@ class _Root(Section):
     epochs: Positive | None = None
     """Passes over the data, instead of or together with steps: whichever ends first."""
     min_steps: Count = 0
-    """Updates before an observer or max_minutes may stop the run."""
+    """Updates before an observer, stop_when or max_minutes may stop the run."""
+    stop_when: PatienceConfig | None = None
+    """End the run when a metric has not improved for so many measurements, evaluations of eval/SET/METRIC. It ends as
+    at its last step: saved, exported, done."""
     max_minutes: Positive | None = None
     """Wall-clock limit of this start of the run, loading and checks included."""
     limit_batches: PositiveInt | None = None
@@ -107,6 +111,7 @@ class TrainingConfig(_Root):
         yield from self.storage_mistakes()
         yield from self._unfreezing()
         yield from self._metrics()
+        yield from self._measured_meanwhile()
         yield from self._routers()
         yield from self._compiled_adapters()
         if not self.evaluation.sets and self.data.validation_split == 0:
@@ -139,10 +144,26 @@ class TrainingConfig(_Root):
             named["checkpoint.export_best.metric"] = section.export_best.metric
         return named
 
+    def _metrics_that_decide(self) -> dict[str, str]:
+        """Return the metrics that a run waits for while it goes on, each by the key that names it."""
+        named = {} if self.stop_when is None else {"stop_when.metric": self.stop_when.metric}
+        if isinstance(self.optim.schedule, PlateauSchedule):
+            named["optim.schedule.metric"] = self.optim.schedule.metric
+        return named
+
+    def _measured_meanwhile(self) -> Iterator[Mistake]:
+        """Yield metrics that decide while the run goes on, and are measured at its end alone."""
+        evaluation = self.evaluation
+        if self.observers or evaluation.every_steps or evaluation.every_minutes or evaluation.every_epochs:
+            return
+        for key, metric in self._metrics_that_decide().items():
+            if metric.startswith("eval/"):
+                yield key, f"{metric} is never measured while the run goes on; set evaluation.every_steps"
+
     def _metrics(self) -> Iterator[Mistake]:
         """Yield metrics of evaluation sets that do not exist: nothing would ever be kept or exported by them."""
         sets = {*self.evaluation.sets, *(["validation"] if self.data.validation_split > 0 else [])}
-        for key, metric in self.metrics_of_best().items():
+        for key, metric in (self.metrics_of_best() | self._metrics_that_decide()).items():
             head, *rest = metric.split("/")
             if head == "eval" and not any(metric.startswith(f"eval/{name}/") for name in sets):
                 there = f"there are {', '.join(sorted(sets))}" if sets else "there is none"

@@ -40,6 +40,9 @@ class Ranks(Protocol):
         """Send outgoing[r] to rank r and return what every rank sent here, by rank."""
 
 
+BAD_ROWS = "bad_rows"
+"""Rows that were left out since they cannot be read."""
+
 Tokenise = Callable[[Row, int, str, str], Tokenised[S]]
 """(row, sample id, source name, the row's name for messages) -> its sequences"""
 
@@ -100,6 +103,8 @@ class _Fact(NamedTuple):
     """(tokens, trained tokens, whether it brings model inputs) of each sequence"""
     counts: Mapping[str, int]
     head: int = 0
+    bad: str = ""
+    """What is wrong with the row, where bad rows are left out."""
 
 
 _Outcome = _Fact | UserError | EndOfStream
@@ -113,6 +118,7 @@ class CandidateReader(Generic[S]):
         tokenise: Rows to sequences.
         ranks: The ranks.
         accept: Row filter; None takes every row.
+        skip: Told what is wrong with a bad row that is left out, on every rank; None: a bad row is an error.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class CandidateReader(Generic[S]):
         tokenise: Tokenise[S],
         ranks: Ranks,
         accept: Callable[[Row], bool] | None = None,
+        skip: Callable[[str], None] | None = None,
     ) -> None:
         self.reader = reader
         self.rows_tokenised = 0
@@ -128,6 +135,9 @@ class CandidateReader(Generic[S]):
         self._tokenise: Tokenise[S] = tokenise
         self._ranks = ranks
         self._accept = accept
+        self._skip = skip
+        self.first_bad = ""
+        """What was wrong with the first bad row."""
 
     def round(self, first: int, last: int, candidates: Candidates[S]) -> int:
         """Add draws first..last-1 to `candidates`, and return the draw after them.
@@ -149,7 +159,10 @@ class CandidateReader(Generic[S]):
                     return draw
                 case UserError() as error:
                     raise error
-                case _Fact(lengths, counts, head):
+                case _Fact(lengths, counts, head, bad):
+                    if bad and self._skip is not None:
+                        self.first_bad = self.first_bad or bad
+                        self._skip(bad)
                     if counts:
                         candidates.counted.append((draw, counts))
                     candidates.sequences.extend(
@@ -180,9 +193,7 @@ class CandidateReader(Generic[S]):
             return candidates.rows
         draws = range(first + self._ranks.rank, last, self._ranks.size)
         try:
-            own_count: int | UserError = sum(
-                self._accept is None or self._accept(self.reader.read(draw).row) for draw in draws
-            )
+            own_count: int | UserError = sum(self._takes(draw) for draw in draws)
         except UserError as error:
             own_count = error
         total = 0
@@ -192,14 +203,31 @@ class CandidateReader(Generic[S]):
             total += count
         return total
 
-    def _read(self, draw: int, candidates: Candidates[S]) -> _Outcome:
+    def _takes(self, draw: int) -> bool:
+        """Say whether a row can be read and the filter takes it."""
         try:
-            source, name, row = self.reader.read(draw)
+            row = self.reader.read(draw).row
+        except DataError:
+            if self._skip is None:
+                raise
+            return False
+        return self._accept is None or self._accept(row)
+
+    def _read(self, draw: int, candidates: Candidates[S]) -> _Outcome:
+        left_out = () if self._skip is None else DataError
+        try:
+            try:
+                source, name, row = self.reader.read(draw)
+            except left_out as error:
+                return _Fact([], {BAD_ROWS: 1}, bad=str(error))
             if self._accept is not None and not self._accept(row):
                 return _Fact([], {"filtered": 1})
             self.rows_tokenised += 1
-            with broken_text_named(row, name):
-                sequences = self._tokenise(row, draw, source.name, name)
+            try:
+                with broken_text_named(row, name):
+                    sequences = self._tokenise(row, draw, source.name, name)
+            except left_out as error:
+                return _Fact([], {BAD_ROWS: 1}, bad=str(error))
         except (EndOfStream, UserError) as outcome:
             return outcome
         candidates.own_sequences |= {(draw, part): example for part, example in enumerate(sequences.examples)}

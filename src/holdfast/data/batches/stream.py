@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import CandidateReader, Candidates, Ranks, Rest, cut_windows
+from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, Ranks, Rest, cut_windows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -123,6 +123,11 @@ class BatchStream(ABC, Generic[S, T]):
         """Make a batch of its candidates."""
 
     @property
+    def bad_rows(self) -> int:
+        """Rows left out since this start because they cannot be read."""
+        return self._counts[BAD_ROWS]
+
+    @property
     def sources(self) -> Sequence[Source]:
         """The rows, by source."""
         return self._rows.reader.sources
@@ -164,7 +169,8 @@ class BatchStream(ABC, Generic[S, T]):
             DataError: A row is malformed; the same error on all ranks.
         """
         draws = self._pass_draws()
-        tokens = tokens and (self._config.overlong == "drop" or getattr(self._config, "unusable", "") == "drop")
+        leaves_out = self._config.overlong == "drop" or self._config.on_bad_row == "skip"
+        tokens = tokens and (leaves_out or getattr(self._config, "unusable", "") == "drop")
         if draws is not None and (tokens or self._rows.is_filtered):
             self._kept = sum(
                 self._rows.kept(first, min(first + _COUNTED_AT_ONCE, draws), tokens=tokens)
@@ -328,11 +334,7 @@ class BatchStream(ABC, Generic[S, T]):
         if not ended:
             return
         if cursor.sequences_in_epoch == 0:
-            counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
-            raise DataError(
-                f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). "
-                "Look at one with `holdfast data preview RUN.yaml`."
-            )
+            raise DataError(self._without_rows())
         if cursor.batches_in_epoch > 1 or self._left() < 1 or self._config.allow_partial:
             return
         window = self._config.max_length
@@ -341,6 +343,14 @@ class BatchStream(ABC, Generic[S, T]):
         least = min(size, self._config.batch_size)  # a pass may hold fewer than someone asked for in excess
         if self._config.packing != "wrapped" and candidates.rows < least:
             raise DataError(self._too_small(f"gives {candidates.rows} rows", f"{least}"))
+
+    def _without_rows(self) -> str:
+        counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
+        bad = f"The first bad one: {self._rows.first_bad} " if self._rows.first_bad else ""
+        return (
+            f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). {bad}"
+            "Look at one with `holdfast data preview RUN.yaml`."
+        )
 
     def _too_small(self, has: str, batch: str) -> str:
         return (

@@ -1,4 +1,4 @@
-"""Rows that the `datasets` library keeps in Arrow tables: parquet files, saved data sets, the hub.
+"""Rows that the `datasets` library keeps in Arrow tables: parquet and arrow files, saved data sets, the hub.
 
 Arrow gives every struct of a column the same keys, so a key that a row's file lacks comes back as a null. Nulls inside
 a column are therefore dropped; a column that is null as a whole stays, so that it can be reported.
@@ -20,8 +20,11 @@ from holdfast.errors import DataError
 from holdfast.files import open_regular, size_words
 
 PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow",)
 
 _ROWS_PER_READ = 256
+_ARROW_MARK = b"ARROW1"
+"""How an Arrow file with a footer begins; one of the streaming format has no mark."""
 _BOMB_BYTES = 2**30
 _BOMB_RATIO = 1000
 """Bytes of a row group over its bytes on disk; of texts and images it is below 50."""
@@ -141,6 +144,58 @@ def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
                     yield from map(without_inner_nulls, Dataset(Table.from_batches([rest])))
         except (ArrowException, OSError, ValueError, MemoryError) as error:
             raise DataError(f"{path}: cannot be read as parquet ({error}).") from None
+
+
+def open_arrow(files: Sequence[Path]) -> ArrowRows:
+    """Open Arrow files, of the streaming format or the one with a footer, where they lie.
+
+    Raises:
+        DataError: A file is not Arrow, or the files have different columns.
+    """
+    from datasets import Dataset
+    from pyarrow import ArrowException, concat_tables
+
+    digest = xxhash.xxh3_128()
+    tables = []
+    for path in files:
+        with open_regular(path) as opened:
+            hashlib.file_digest(opened, lambda: digest)
+        tables.append(_arrow_table(path))
+    try:
+        return ArrowRows(Dataset(concat_tables(tables)), digest.hexdigest())
+    except (ArrowException, ValueError) as error:
+        raise DataError(f"{files[0]} and {len(files) - 1} more: {' '.join(str(error).split())}") from None
+
+
+def _arrow_table(path: Path) -> Any:
+    """Return the rows of an Arrow file, mapped and not copied unless it is compressed."""
+    from pyarrow import ArrowException, ipc, memory_map
+
+    try:
+        opened = memory_map(str(path))
+        is_file = opened.read(len(_ARROW_MARK)) == _ARROW_MARK
+        opened.seek(0)
+        table = (ipc.open_file(opened) if is_file else ipc.open_stream(opened)).read_all()
+        table.validate(full=True)  # offsets that lie would be read beyond the end
+    except (ArrowException, OSError, ValueError, MemoryError) as error:
+        raise DataError(f"{path}: cannot be read as an Arrow file ({error}).") from None
+    return table
+
+
+def scan_arrow(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
+    """Yield rows front to back.
+
+    Raises:
+        DataError: A file is not Arrow.
+    """
+    from datasets import Dataset
+
+    to_skip = start
+    for path in files:
+        table = _arrow_table(path)
+        for first in range(min(to_skip, table.num_rows), table.num_rows, _ROWS_PER_READ):
+            yield from map(without_inner_nulls, Dataset(table.slice(first, _ROWS_PER_READ)))
+        to_skip = max(0, to_skip - table.num_rows)
 
 
 def is_saved_dataset(directory: Path) -> bool:

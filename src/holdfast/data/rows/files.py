@@ -6,12 +6,21 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.data.rows.arrow_rows import PARQUET_SUFFIXES, choose_split
-from holdfast.data.rows.json_rows import JSON_SUFFIXES
+from holdfast.data.rows.arrow_rows import ARROW_SUFFIXES, PARQUET_SUFFIXES, choose_split
+from holdfast.data.rows.json_rows import JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES
 from holdfast.errors import DataError
 from holdfast.files import REGULAR, expanded, file_kind
 
-SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
+_KINDS = {
+    "JSON": JSON_SUFFIXES,
+    "parquet": PARQUET_SUFFIXES,
+    "table": TABLE_SUFFIXES,
+    "text": TEXT_SUFFIXES,
+    "arrow": ARROW_SUFFIXES,
+}
+SUFFIXES = tuple(suffix for suffixes in _KINDS.values() for suffix in suffixes)
+_FIRST = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
+"""Where a directory has files of these kinds, those of others are notes and tables beside the rows."""
 
 _SPLIT_SUFFIX = re.compile(r"(?P<path>.+)@(?P<split>[\w.\-+%:\[\]]+)")
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing)?(?![a-z])")
@@ -47,6 +56,25 @@ def find_local(path: str, base: Path) -> list[Path]:
     return []
 
 
+def find_files(path: str, base: Path) -> list[Path]:
+    """Return what `find_local` does; nothing where the hub may have a data set of this name.
+
+    Raises:
+        DataError: Nothing is here, and no data set of the hub has such a name.
+    """
+    paths = find_local(path, base)
+    if not paths and not is_hub_name(path):
+        raise DataError(
+            f"data.path={path} is not there ({tried(path, base)}). A relative path starts here or beside the YAML."
+        )
+    return paths
+
+
+def tried(path: str, base: Path) -> str:
+    """Say where a path was looked for in vain."""
+    return "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
+
+
 def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[Path]:
     """Return the data files of one split, in the order of their names.
 
@@ -63,22 +91,33 @@ def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[
     for file in files:
         if (kind := file_kind(file)) != REGULAR:
             raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
-    unknown = [file.name for file in files if not file.name.endswith(SUFFIXES)]
+    unknown = [file for file in files if not file.name.endswith(SUFFIXES)]
     if unknown:
-        raise DataError(f"{path}: {unknown[0]} is no kind of file we read. Use one of {', '.join(SUFFIXES)}.")
-    if len({file.name.endswith(PARQUET_SUFFIXES) for file in files}) > 1:
-        raise DataError(f"{path} holds both JSON and parquet files. Name one kind by a glob, as in {path}/*.parquet.")
+        raise DataError(f"{unknown[0]} is no kind of file we read. {_ends_in()}.")
+    kinds = [kind for kind, suffixes in _KINDS.items() if any(file.name.endswith(suffixes) for file in files)]
+    if len(kinds) > 1:
+        example = next(file.suffix for file in files if file.name.endswith(_KINDS[kinds[-1]]))
+        raise DataError(
+            f"{path} holds both {kinds[0]} and {kinds[1]} files. Name one kind by a glob, as in {path}/*{example}."
+        )
     return files
 
 
+def _ends_in() -> str:
+    """Say which files are read."""
+    plain = ", ".join(suffix for suffix in SUFFIXES if not suffix.endswith((".gz", ".zst")))
+    return f"Files of rows end in {plain}; a .gz or .zst may follow where they are text, as in rows.jsonl.zst"
+
+
 def _by_name(directory: Path) -> dict[str, list[Path]]:
-    files = sorted(
+    named = sorted(
         file
         for file in directory.rglob("*")
         if file.name.endswith(SUFFIXES) and file.name not in _BESIDE_THE_DATA and file.is_file()
     )
-    if not files:
-        raise DataError(f"{directory} has no data files. They end in one of {', '.join(SUFFIXES)}.")
+    if not named:
+        raise DataError(f"{directory} has no data files. {_ends_in()}.")
+    files = [file for file in named if file.name.endswith(_FIRST)] or named
     splits: dict[str, list[Path]] = {}
     unnamed: list[Path] = []
     for file in files:

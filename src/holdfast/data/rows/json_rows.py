@@ -1,4 +1,4 @@
-"""JSON lines and JSON arrays as rows by number.
+"""JSON lines, JSON arrays, and what is read like them (tables and lines of text), as rows by number.
 
 The file stays on disk; memory holds one offset per row. Every value is as the file writes it: a columnar reader would
 fill the keys that one row lacks and another has with nulls, and so rewrite tool schemas and tool calls.
@@ -10,35 +10,48 @@ import gzip
 import io
 import json
 import os
+import re
 import tempfile
 import weakref
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
 import xxhash
 
+from holdfast.data.rows.text_files import line_rows, table_rows
 from holdfast.errors import DataError
 from holdfast.files import RegularFile, parse_json
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+_PACKINGS = ("", ".gz", ".zst")
+_TABLES = {".csv": ",", ".tsv": "\t"}
+JSON_SUFFIXES = tuple(f"{kind}{packing}" for packing in _PACKINGS for kind in (".jsonl", ".ndjson", ".json"))
+TABLE_SUFFIXES = tuple(f"{kind}{packing}" for packing in _PACKINGS for kind in _TABLES)
+TEXT_SUFFIXES = tuple(f".txt{packing}" for packing in _PACKINGS)
 
+_WRAPPERS = ("data", "rows", "train", "examples", "instances", "samples", "items", "records")
+"""Names under which files of one object have their rows."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonRows:
     """Rows of JSON files, one after the other. Every line is parsed once at the start, so a bad one is found there."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], *, keep_bad: bool = False) -> None:
         """Index the files.
+
+        Args:
+            files: In their order.
+            keep_bad: A line that is no JSON object is a row too, which raises DataError when it is read.
 
         Raises:
             DataError: A line is not a JSON object; file and line are named.
         """
+        self._names = [str(path) for path in files]
         digest = xxhash.xxh3_128()
         self._files: list[IO[bytes]] = []
         self._starts: list[array[int]] = []
@@ -46,7 +59,7 @@ class JsonRows:
         for path in files:
             opened = _seekable_lines(path)
             weakref.finalize(self, opened.close)
-            starts = _index(path, opened, digest)
+            starts = _index(path, opened, digest, keep_bad=keep_bad)
             self._files.append(opened)
             self._starts.append(starts)
             self._rows_before.append(self._rows_before[-1] + len(starts) - 1)
@@ -61,12 +74,22 @@ class JsonRows:
         starts, offset = self._starts[part], index - self._rows_before[part]
         # pread leaves the file's position alone, so processes that share it after a fork do not disturb each other.
         line = os.pread(self._files[part].fileno(), starts[offset + 1] - starts[offset], starts[offset])
-        row: Mapping[str, Any] = json.loads(line)
-        return row
+        return _parse(line, f"{self._names[part]}, row {offset}")
 
 
-def scan_json(files: Sequence[Path], start: int) -> Iterator[Mapping[str, Any]]:
-    """Yield rows front to back without an index; of the lines before row `start` none is parsed."""
+class BadRow(dict[str, Any]):
+    """Stands for a row of a stream that cannot be read, where such rows are left out."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+
+def scan_json(files: Sequence[Path], start: int, *, keep_bad: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Yield rows front to back without an index; of the lines before row `start` none is parsed.
+
+    With `keep_bad`, a line that is no JSON object comes as a `BadRow`.
+    """
     to_skip = start
     for path in files:
         unit = _unit(path)
@@ -76,22 +99,56 @@ def scan_json(files: Sequence[Path], start: int) -> Iterator[Mapping[str, Any]]:
             if to_skip:
                 to_skip -= 1
                 continue
-            yield _parse(line, f"{path}, {unit} {number}")
+            try:
+                yield _parse(line, f"{path}, {unit} {number}")
+            except DataError as error:
+                if not keep_bad:
+                    raise
+                yield BadRow(str(error))
 
 
-def _index(path: Path, opened: IO[bytes], digest: Any) -> array[int]:
+def _index(path: Path, opened: IO[bytes], digest: Any, *, keep_bad: bool) -> array[int]:
     """Return where each row starts, and where the last one ends."""
     starts = array("q")
     unit = _unit(path)
     end = 0
+    row: dict[str, Any] = {}
     for number, line in enumerate(opened, start=1):
         digest.update(line)
         if line.strip():
-            _parse(line, f"{path}, {unit} {number}")
+            try:
+                row = _parse(line, f"{path}, {unit} {number}")
+            except DataError:
+                if not starts and unit == "line":
+                    _refuse_long_object(line, path)
+                if not keep_bad:
+                    raise
             starts.append(end)
         end += len(line)
+    if len(starts) == 1 and (inner := next((name for name in _WRAPPERS if _is_rows(row.get(name))), None)):
+        raise DataError(
+            f"{path} is one JSON object, whose {inner!r} is a list of {len(row[inner])} rows. Write the list alone, "
+            "[{...}, {...}], or its elements one on each line."
+        )
     starts.append(end)
     return starts
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(element, dict) for element in value)
+
+
+def _refuse_long_object(line: bytes, path: Path) -> None:
+    """Refuse a file whose first line opens an object that it does not close.
+
+    Raises:
+        DataError: It does.
+    """
+    if line.strip() == b"{" or re.match(rb'\s*\{\s*"[^"]*"\s*:\s*[\[{]?\s*$', line):
+        raise DataError(
+            f"{path} is one JSON object over several lines, so its lines are no rows. Write the list of rows alone, "
+            "[{...}, {...}], or one object on each line."
+        )
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -110,7 +167,7 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 def _seekable_lines(path: Path) -> IO[bytes]:
     """Open the file itself where its lines are the rows, else an unnamed temporary copy written as JSON lines."""
     unit = _unit(path)
-    if unit == "line" and path.suffix != ".gz":
+    if unit == "line" and _kind(path) == path.suffix:
         return io.BufferedReader(_opened(path))
     with ExitStack() as if_it_fails:
         copy = if_it_fails.enter_context(tempfile.TemporaryFile())
@@ -121,24 +178,68 @@ def _seekable_lines(path: Path) -> IO[bytes]:
 
 
 def _lines(path: Path, unit: str) -> Iterator[bytes]:
-    try:
-        with _decompressed(path) as opened:
-            if unit == "line":
-                yield from opened
-            else:
-                for element in array_elements(opened, path):
-                    yield json.dumps(element, ensure_ascii=False).encode() + b"\n"
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+    """Yield the rows of a file as JSON lines."""
+    with _decompressed(path) as opened:
+        if unit == "line":
+            yield from opened
+            return
+        # Closed before the file is: whoever reads a part of the rows leaves generators behind.
+        with closing(_elements_of(opened, path, unit)) as elements:
+            for element in elements:
+                yield json.dumps(element, ensure_ascii=False).encode() + b"\n"
 
 
-def _decompressed(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        raw = _opened(path)
-        unpacked = gzip.GzipFile(fileobj=raw)
-        unpacked.myfileobj = raw  # closed with it, as one that gzip opened itself
-        return cast("IO[bytes]", unpacked)
-    return io.BufferedReader(_opened(path))
+def _elements_of(opened: IO[bytes], path: Path, unit: str) -> Generator[Any]:
+    if unit == "row":
+        return table_rows(opened, path, _TABLES[_kind(path)])
+    return line_rows(opened, path) if unit == "text" else array_elements(opened, path)
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file as if it were not packed.
+
+    Raises:
+        DataError: It cannot be opened, or its compression is damaged.
+    """
+    with _opened(path) as raw:
+        try:
+            match path.suffix:
+                case ".gz":
+                    with gzip.GzipFile(fileobj=raw) as unpacked:
+                        yield cast("IO[bytes]", unpacked)
+                case ".zst":
+                    with io.BufferedReader(_Zstandard(raw, path)) as unpacked:
+                        yield unpacked
+                case _:
+                    yield io.BufferedReader(raw)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+
+
+class _Zstandard(io.RawIOBase):
+    """The bytes of a zstandard file, unpacked front to back."""
+
+    def __init__(self, raw: RegularFile, path: Path) -> None:
+        from pyarrow import CompressedInputStream  # type: ignore[import-untyped]  # has no stubs
+
+        self._path = path
+        self._stream = CompressedInputStream(raw, "zstd")
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer."""
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            if error.errno is not None:  # the disk's, not the library's
+                raise
+            raise DataError(f"{self._path}: damaged zstd file ({error}). Compress it again, or unpack it.") from None
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _opened(path: Path) -> RegularFile:
@@ -148,13 +249,20 @@ def _opened(path: Path) -> RegularFile:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+def _kind(path: Path) -> str:
+    """Return the suffix that says what is in a file, whatever packs it."""
+    return Path(path.stem).suffix if path.suffix in _PACKINGS else path.suffix
+
+
 def _unit(path: Path) -> str:
-    """Say what a row is in this file: a `line`, or an `element` of one JSON array."""
-    try:
-        with _decompressed(path) as opened:
-            head = opened.read(4096)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
+    """Say what a row is in this file: a `line`, an `element` of one JSON array, a table's `row`, or a `text`."""
+    kind = _kind(path)
+    if kind in _TABLES:
+        return "row"
+    if kind == ".txt":
+        return "text"
+    with _decompressed(path) as opened:
+        head = opened.read(4096)
     return "element" if head.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[") else "line"
 
 
@@ -165,7 +273,7 @@ _LONGEST_CUT_TOKEN = 16
 """A literal, number or escape cut by the end of a chunk fails within this many characters of the end."""
 
 
-def array_elements(opened: IO[bytes], path: Path) -> Iterator[Any]:
+def array_elements(opened: IO[bytes], path: Path) -> Generator[Any]:
     """Yield the elements of the JSON array in `opened`; `path` names it in errors.
 
     Raises:

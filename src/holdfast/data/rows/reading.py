@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.data.rows.json_rows import BadRow
 from holdfast.data.rows.rows import Row, Source
 from holdfast.errors import DataError
 
@@ -270,7 +271,10 @@ class RowReader:
             assert place.row is not None
             return _at(source, place.row)
         number, row = self._streams[place.source].row(place.turn)
-        return Found(source, f"{source.name} row {number}", row)
+        name = f"{source.name} row {number}"
+        if isinstance(row, BadRow):
+            raise DataError(f"{name}: {row.reason}")
+        return Found(source, name, row)
 
     def others(self, draw: int) -> Iterator[Found]:
         """Yield the other rows of a draw's source, each once, in an order that follows from the row's number alone.

@@ -17,24 +17,26 @@ import xxhash
 
 from holdfast.config.sections.data import SourceConfig
 from holdfast.data.rows.arrow_rows import (
+    ARROW_SUFFIXES,
     PARQUET_SUFFIXES,
     ArrowRows,
     HubStream,
     is_saved_dataset,
+    open_arrow,
     open_hub,
     open_parquet,
     open_saved,
+    scan_arrow,
     scan_parquet,
 )
 from holdfast.data.rows.files import (
     default_name,
     files_of_split,
-    find_local,
-    is_hub_name,
-    local_places,
+    find_files,
     split_off,
+    tried,
 )
-from holdfast.data.rows.json_rows import JsonRows, scan_json
+from holdfast.data.rows.json_rows import BadRow, JsonRows, scan_json
 from holdfast.data.tasks.synthetic import SyntheticSource, TaskRows
 from holdfast.errors import DataError
 from holdfast.files import open_regular
@@ -93,6 +95,8 @@ class Origin:
     columns: Mapping[str, str]
     """Our column names to the file's."""
     limit: int | None
+    keep_bad: bool = False
+    """Rows that cannot be read are told when they are asked for, and not when the source is opened."""
 
     def renamed(self, row: Row, index: int) -> Row:
         """Return the row under our names; the columns that are not renamed keep theirs.
@@ -118,11 +122,13 @@ class Origin:
     def by_number(self, rows: NumberedRows, content_hash: str) -> MapSource:
         """Return the rows as a source with an index."""
         size = len(rows) if self.limit is None else min(self.limit, len(rows))
-        return MapSource(self.name, rows, self.renamed, self._fingerprint(content_hash), size)
+        mark = self._fingerprint(content_hash)
+        return MapSource(self.name, rows, self.renamed, mark, size, keep_bad=self.keep_bad)
 
     def streamed(self, open_at: Callable[[int], Iterator[Row]], content_hash: str) -> StreamSource:
         """Return the rows as a source without one."""
-        return StreamSource(self.name, open_at, self.renamed, self._fingerprint(content_hash), self.limit)
+        mark = self._fingerprint(content_hash)
+        return StreamSource(self.name, open_at, self.renamed, mark, self.limit, keep_bad=self.keep_bad)
 
     def _fingerprint(self, content_hash: str) -> str:
         return _hash_of([content_hash, sorted(self.columns.items()), self.limit])
@@ -138,9 +144,12 @@ class MapSource:
     """(a row, its number) -> the row under our names"""
     fingerprint: str
     size: int
+    keep_bad: bool = False
+    """As of `Origin`."""
 
     def __post_init__(self) -> None:
-        columns_of(self)
+        if self.size == 0 or not self.keep_bad:
+            columns_of(self)
 
     def row(self, index: int) -> Row:
         """Return row `index`, 0 <= index < size."""
@@ -164,6 +173,8 @@ class StreamSource:
     """As above."""
     fingerprint: str
     limit: int | None = None
+    keep_bad: bool = False
+    """As of `Origin`; such a row comes as a `BadRow`."""
     size: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +188,13 @@ class StreamSource:
         """Yield the rows from row `start` on."""
         rest = None if self.limit is None else max(0, self.limit - start)
         for index, row in enumerate(islice(self.open_at(start), rest), start=start):
-            yield self.renamed(row, index)
+            try:
+                renamed = row if isinstance(row, BadRow) else self.renamed(row, index)
+            except DataError as error:
+                if not self.keep_bad:
+                    raise
+                renamed = BadRow(str(error))
+            yield renamed
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
@@ -191,50 +208,71 @@ def columns_of(source: Source) -> tuple[str, ...]:
     raise DataError(f"{source.name} has no rows.")
 
 
-def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers") -> Source:
+def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers", *, keep_bad: bool = False) -> Source:
     """Open the rows that a source's configuration names.
 
     Args:
         source: Exactly one of its `path` and `synthetic` is set.
         base: The YAML's directory; a relative path is looked up in the current directory first, then here.
         task_rows: What a generated task makes.
+        keep_bad: As of `Origin`.
 
     Raises:
         DataError: Nothing is there, it has no rows, or a row cannot be read.
     """
     try:
-        return _opened(source, base, task_rows)
+        return _opened(source, base, task_rows, keep_bad=keep_bad)
     except OSError as error:
         raise DataError(
             f"data.path={source.path} cannot be read: {error}. Check its permissions and the disk."
         ) from error
 
 
-def _opened(source: SourceConfig, base: Path, task_rows: TaskRows) -> Source:
+def _opened(source: SourceConfig, base: Path, task_rows: TaskRows, *, keep_bad: bool) -> Source:
     if source.path is None:
         assert source.synthetic is not None
         task = SyntheticSource(source.synthetic, task_rows)
         origin = Origin(source.name or task.name, f"The task {task.name}", source.columns, source.max_samples)
         return origin.by_number(task, task.fingerprint)
     path, split = split_off(source.path, base)
-    origin = Origin(source.name or default_name(path), source.path, source.columns, source.max_samples)
-    paths = find_local(path, base)
+    origin = Origin(source.name or default_name(path), source.path, source.columns, source.max_samples, keep_bad)
+    paths = find_files(path, base)
     rows: ArrowRows | JsonRows | HubStream
     if not paths:
-        rows = _from_hub(path, split, source, base)
+        rows = open_hub(path, split or "train", source, tried(path, base))
     elif is_saved_dataset(paths[0]):
         rows = open_saved(paths[0], split)
     else:
         files = files_of_split(paths, split, path)
-        is_parquet = files[0].name.endswith(PARQUET_SUFFIXES)
         if source.streaming:
-            return origin.streamed(partial(scan_parquet if is_parquet else scan_json, files), _hash_of_heads(files))
-        rows = open_parquet(files) if is_parquet else JsonRows(files)
+            return origin.streamed(partial(_scan, files, keep_bad=keep_bad), _hash_of_heads(files))
+        rows = open_files(files, keep_bad=keep_bad)
     if isinstance(rows, HubStream):
         return origin.streamed(rows.scan, rows.content_hash)
     if source.streaming:
         return origin.streamed(partial(_from_number, rows), rows.content_hash)
     return origin.by_number(rows, rows.content_hash)
+
+
+def open_files(files: Sequence[Path], *, keep_bad: bool = False) -> ArrowRows | JsonRows:
+    """Open files of one kind, so that their rows have numbers; `keep_bad` as of `Origin`.
+
+    Raises:
+        DataError: A row or a file cannot be read.
+    """
+    if files[0].name.endswith(PARQUET_SUFFIXES):
+        return open_parquet(files)
+    return open_arrow(files) if files[0].name.endswith(ARROW_SUFFIXES) else JsonRows(files, keep_bad=keep_bad)
+
+
+def _scan(files: Sequence[Path], start: int, *, keep_bad: bool) -> Iterator[Row]:
+    if files[0].name.endswith(PARQUET_SUFFIXES):
+        return scan_parquet(files, start)
+    return (
+        scan_arrow(files, start)
+        if files[0].name.endswith(ARROW_SUFFIXES)
+        else scan_json(files, start, keep_bad=keep_bad)
+    )
 
 
 def from_rows(
@@ -265,13 +303,6 @@ def from_rows(
             "Pass a list, or an object whose __iter__ starts anew."
         )
     return origin.streamed(partial(_from_iterable, rows), _hash_of([next(iter(rows), None)]))
-
-
-def _from_hub(path: str, split: str | None, source: SourceConfig, base: Path) -> ArrowRows | HubStream:
-    tried = "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
-    if not is_hub_name(path):
-        raise DataError(f"data.path={path} is not there ({tried}). A relative path starts here or beside the YAML.")
-    return open_hub(path, split or "train", source, tried)
 
 
 def _from_number(rows: NumberedRows, start: int) -> Iterator[Row]:

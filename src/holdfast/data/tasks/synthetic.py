@@ -181,15 +181,10 @@ def check_answer(row: Mapping[str, Any], completion: str) -> bool:
     """Say whether a completion answers the row's prompt; countdown accepts any right expression."""
     if "numbers" not in row:
         return bool(completion == row["answer"])
-    return reaches_target(completion, row["numbers"], row["target"])
-
-
-def reaches_target(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Say whether `a+b-c` uses each of the numbers once and equals the target."""
-    if re.fullmatch(r"[0-9]+([+-][0-9]+)*", expression) is None:
+    if re.fullmatch(r"[0-9]+([+-][0-9]+)*", completion) is None:
         return False
-    terms = [int(term) for term in re.findall(r"[+-]?[0-9]+", expression)]
-    return sorted(map(abs, terms)) == sorted(numbers) and sum(terms) == target
+    terms = [int(term) for term in re.findall(r"[+-]?[0-9]+", completion)]
+    return sorted(map(abs, terms)) == sorted(row["numbers"]) and sum(terms) == row["target"]
 
 
 def wrong_answer(question: Question, draws: Draws) -> str:

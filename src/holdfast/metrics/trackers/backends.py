@@ -28,15 +28,12 @@ class Backend(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take numbers of a step; steps may come again, and go back."""
-        ...
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take completions of a step as rows of `COLUMNS`."""
-        ...
 
     def close(self, status: str) -> None:
         """Finish: `finished`, `failed`, or `killed` where the run did not say."""
-        ...
 
 
 class CsvTracker:

@@ -215,7 +215,14 @@ class PolicyModel(nn.Module):
                 return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
 
             loss, scores = separable_loss(
-                predicted, head, targets, terms, self.head_spec, temperature=temperature, entropy=entropy
+                predicted,
+                head,
+                targets,
+                terms,
+                self.head_spec,
+                temperature=temperature,
+                entropy=entropy,
+                label_smoothing=getattr(objective, "label_smoothing", 0.0),
             )
         else:
             live = score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
@@ -380,17 +387,6 @@ class PolicyModel(nn.Module):
 
     def _head(self) -> HeadWeights:
         return HeadWeights(self._output_layer.weight, getattr(self._output_layer, "bias", None))
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Leave dropout out within the block, as evaluation does."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def predictors(batch: Batch) -> Tensor:

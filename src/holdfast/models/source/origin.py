@@ -11,8 +11,9 @@ import xxhash
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.files import REGULAR, expanded, file_kind, open_regular, read_json
+from holdfast.files import REGULAR, file_kind, open_regular, read_json
 from holdfast.models.source.configuration import refusals
+from holdfast.models.source.places import local_directory
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
@@ -93,12 +94,10 @@ def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path
     Raises:
         ModelError: There is neither such a directory nor such a name on the hub.
     """
-    for directory in (expanded(name), base / name):
-        if directory.is_dir():
-            refuse_others_than_files(directory)
-            return directory.resolve()
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
-        raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).")
+    directory = local_directory(name, base)
+    if directory is not None:
+        refuse_others_than_files(directory)
+        return directory.resolve()
     patterns = _TEXTS + (_WEIGHTS if weights else []) + (["*.py"] if config.trust_remote_code else [])
     revision = config.revision if name == config.path else None  # other repositories have revisions of their own
     if config.hub == "modelscope":

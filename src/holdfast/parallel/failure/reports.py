@@ -137,7 +137,7 @@ class Reports:
             first = self._store.compare_set(_KEY, "", json.dumps(asdict(failure)))
         except RuntimeError:  # its host died: the files remain
             return failure
-        return _parse(first) or failure
+        return parse_failure(first) or failure
 
     def first(self, wait_seconds: float) -> Failure | None:
         """Return the first failure that another rank reported, waiting for it if there is none yet.
@@ -183,13 +183,13 @@ class Reports:
     def _first_in_files(self) -> Failure | None:
         if self._directory is None:
             return None
-        failures = [_parse(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
+        failures = [parse_failure(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
         others = [one for one in failures if one is not None and one.kind != "peer" and one.rank != self._rank]
         return min(others, key=lambda one: one.time, default=None)
 
     def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:
         try:
-            failure = _parse(store.get(_KEY)) if store.check([_KEY]) else None
+            failure = parse_failure(store.get(_KEY)) if store.check([_KEY]) else None
         except RuntimeError:
             return None, False
         return (failure if failure is not None and failure.rank != self._rank else None), True
@@ -206,7 +206,8 @@ class Reports:
                 time.sleep(0.05)
 
 
-def _parse(text: bytes | str) -> Failure | None:
+def parse_failure(text: bytes | str) -> Failure | None:
+    """Return what a rank reported, None if it is torn."""
     try:
         return Failure(**json.loads(text))
     except (ValueError, TypeError):  # torn, or of another version: as good as none

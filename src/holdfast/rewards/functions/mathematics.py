@@ -97,9 +97,7 @@ class MathReward:
         if answer is None:
             return self._verify(right, self._parse(completion))
         same = _same_text(right, answer)
-        if same is not None:
-            return same
-        return self._verify(right, self._expressions(answer))
+        return same if same is not None else self._verify(right, self._expressions(answer))
 
     def _read_gold(self, gold: str) -> Gold | None:
         text = plain_answer(gold)

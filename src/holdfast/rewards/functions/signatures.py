@@ -71,30 +71,22 @@ _WITHOUT_COLUMNS = {"reward_inputs", "solution_strs", "reward_input", "solution_
 
 
 @dataclass(frozen=True)
-class Each:
-    """Called with one sample after the other."""
-
-    call: One
+class _BoundCall:
+    call: Callable[[Any], Any]
     columns: tuple[str, ...] = ()
     """Columns of the row without which it cannot be called."""
 
 
-@dataclass(frozen=True)
-class BatchedCall:
+class Each(_BoundCall):
+    """Called with one sample after the other."""
+
+
+class BatchedCall(_BoundCall):
     """Called with a list of samples."""
 
-    call: Many
-    columns: tuple[str, ...] = ()
-    """As above."""
 
-
-@dataclass(frozen=True)
-class Concurrent:
+class Concurrent(_BoundCall):
     """Called with one sample; its coroutines run side by side."""
-
-    call: One
-    columns: tuple[str, ...] = ()
-    """As above."""
 
 
 Bound = Each | BatchedCall | Concurrent

@@ -89,7 +89,9 @@ class Supervisor:
         self._find_the_dead()
         self._end_the_overdue()
         self._cut_short()
-        self._keep_the_log_short()
+        if os.fstat(2).st_size > _MOST_LOG_BYTES:
+            os.ftruncate(2, 0)
+            _note("the log was full and starts again")
         self._reply()
 
     def _hear_the_rank(self) -> None:
@@ -301,11 +303,6 @@ class Supervisor:
             for pid in strays:
                 kernel.kill_with_group(pid)
             self._reap(strays)
-
-    def _keep_the_log_short(self) -> None:
-        if os.fstat(2).st_size > _MOST_LOG_BYTES:
-            os.ftruncate(2, 0)
-            _note("the log was full and starts again")
 
     def _reply(self) -> None:
         """Answer what is complete; of what is not, say that it is being worked on."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
+from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.metrics.trackers.client import check_trackers
-from holdfast.models.build.model import blueprint
+from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import supervised_objective
 from holdfast.training.build.model import build_policy, check_positions, image_side_of
 from holdfast.training.build.optimizers import averages_of, optimizer_of
@@ -39,6 +42,7 @@ from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained, cost_of
 from holdfast.training.saving.parents import notes_of_exports
+from holdfast.types import Example
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,7 @@ def begin(setting: Setting, live: Live) -> Started:
         UserError: A check failed; the same on all ranks, and nothing has been written.
     """
     config, ranks = setting.config, setting.ranks
-    with ranks.together():
-        if setting.world.is_first:
-            check_writable(setting.directory)
+    ranks.on_first_rank(lambda: check_writable(setting.directory))
     ranks.on_all_ranks(lambda: check_trackers(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
@@ -126,8 +128,7 @@ def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, An
     seed_rank(config.seed, setting.world.rank, deterministic=config.determinism)
     trained = trained_of(sharded, total)
     evaluation.sharded = trained
-    marks = ranks.on_all_ranks(lambda: image_marks(setting, stream, origin) if ranks.rank == 0 else {})
-    marks = ranks.agree(marks)  # images are read by rank 0 alone, for all
+    marks = ranks.on_first_rank(lambda: image_marks(setting, stream, origin))  # it reads images for all
     return Run(
         trained=trained,
         evaluation=evaluation,
@@ -170,11 +171,30 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
 def _evaluation(config: SFTConfig, started: Started) -> Evaluation:
     setting, live, ranks = started.setting, started.live, started.setting.ranks
     objective = live.objective or ranks.on_all_ranks(lambda: supervised_objective(config.objective, setting))
-    sharded = build_model(setting, live)
+    sharded = build_model(setting, live, partial(look_at_rows, config, started))
     images = image_side_of(config, sharded.origin)
     sets = evaluation_sets(started, sharded, images)
     ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
     return Evaluation(sharded=sharded, objective=objective, sets=sets)
+
+
+def look_at_rows(config: TrainingConfig, started: Started, origin: Blueprint) -> None:
+    """Make sequences of the first rows of a run that is trained on their answers; all ranks call this together.
+
+    Raises:
+        UserError: As `check_first_rows`.
+    """
+    setting, data, tokenizer = started.setting, started.data, origin.tokenizer
+
+    def tokenisers() -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
+        images = image_side_of(config, origin)
+        return (
+            row_tokeniser(setting, tokenizer, data.formats, images),
+            evaluation_tokenisers(setting, tokenizer, data, images),
+        )
+
+    sees = origin.image_processor is not None
+    check_first_rows(setting, data, *setting.ranks.on_all_ranks(tokenisers), sees=sees)
 
 
 def evaluation_sets(started: Started, sharded: ShardedModel, images: ImageSide | str) -> tuple[EvaluationSet, ...]:
@@ -190,8 +210,17 @@ def evaluation_sets(started: Started, sharded: ShardedModel, images: ImageSide |
     return opened_sets(setting, data, reading, layout_of(sharded, images))
 
 
-def build_model(setting: Setting, live: Live) -> ShardedModel:
-    """Return the policy on its ranks, without anything to measure it on; all ranks call this together."""
+def build_model(setting: Setting, live: Live, look: Callable[[Blueprint], None]) -> ShardedModel:
+    """Return the policy on its ranks, without anything to measure it on; all ranks call this together.
+
+    Args:
+        setting: Of the run.
+        live: What a Python caller brings.
+        look: Raises what the tokenizer and the first rows have against each other, before a weight is read.
+
+    Raises:
+        UserError: As `look`, or the model cannot be trained; the same on all ranks.
+    """
     config, base, ranks = setting.config, setting.base, setting.ranks
     if live.model is None:
         mark_base_of_adapters(setting)
@@ -200,6 +229,7 @@ def build_model(setting: Setting, live: Live) -> ShardedModel:
             config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
         ),
     )
+    look(origin)
     if is_marked(config):
         mark_once(origin.directory, ranks)
     exports = ranks.first_rank_first(lambda: notes_of_exports(setting, origin.directory))

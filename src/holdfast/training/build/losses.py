@@ -38,7 +38,7 @@ def supervised_objective(section: SupervisedObjective, setting: RunFile) -> Obje
     """
     match section:
         case NLLConfig():
-            return NegativeLogLikelihood()
+            return NegativeLogLikelihood(label_smoothing=section.label_smoothing)
         case DFTConfig():
             return DynamicFineTuning()
         case _:

@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError, PlanError
 from holdfast.models.build.model import Blueprint, set_storage, storage_of
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
 from holdfast.models.check.witness import witness_of
-from holdfast.models.heads.policy import PolicyModel, without_dropout
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.heads.student import StudentModel
 from holdfast.models.layers.attention import upstream_attention
@@ -39,7 +39,7 @@ from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise
 from holdfast.training.build.gradient_check import Gradients, check_gradients
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Setting, ShardedModel, without_dropout
 from holdfast.types import Example, Scores
 
 
@@ -64,8 +64,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     policy = _policy_model(config, origin, router_loss)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     apply_plan(policy, plan, mesh)
-    with ranks.together():
-        materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    ranks.on_all_ranks(
+        lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    )
     side = images if isinstance(images, ImageSide) else None
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     checked = check_model(sharded, side)

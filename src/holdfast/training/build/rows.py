@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -12,10 +14,10 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
-from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise
+from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise, broken_text_named
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.batches.stream import SampleStream, StreamLimits
-from holdfast.data.rows.reading import DrawOrder, HeldOut, RowReader
+from holdfast.data.rows.reading import DrawOrder, EndOfStream, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows
 from holdfast.data.tokens.chat import BLIND, RowTokeniser, S
@@ -24,11 +26,13 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import EvaluationSet, RunFile, Setting
+from holdfast.training.run import EvaluationSet, Logbook, RunFile, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
 """More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
+_NAMED = 3
+"""Bad rows that are named when they are skipped."""
 _IMAGES_STAY_WHOLE = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
 
 Accept = Callable[[Row], bool]
@@ -69,7 +73,8 @@ def open_data(setting: RunFile, rows: Any = None, *, training: bool = True) -> O
     sections = config.data.all_sources() if training else []
     made = task_rows(config)
     if rows is None:
-        sources = [open_source(section, base, made) for section in sections]
+        keep_bad = config.data.on_bad_row == "skip"
+        sources = [open_source(section, base, made, keep_bad=keep_bad) for section in sections]
     else:
         sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
@@ -201,7 +206,25 @@ def prompt_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Prompt]
 
 
 def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
-    return CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting))
+    skip = _SkippedRows(setting.log).add if setting.config.data.on_bad_row == "skip" else None
+    return CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting), skip)
+
+
+@dataclass
+class _SkippedRows:
+    """Names the first bad rows that are left out, each once."""
+
+    log: Logbook
+    reasons: set[str] = field(default_factory=set)
+
+    def add(self, reason: str) -> None:
+        """Tell one row."""
+        if reason in self.reasons or len(self.reasons) > _NAMED:
+            return
+        self.reasons.add(reason)
+        more = len(self.reasons) > _NAMED
+        words = "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
+        self.log.messages.append(f"warning: {words}")
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
@@ -324,17 +347,18 @@ def first_sequences(
     source: Source, tokenise: Tokenise[S], count: int | None, ranks: Ranks, accept: Accept | None = None
 ) -> list[S]:
     """Return this rank's share of the first rows, one sequence of each that is taken."""
-    rows: Iterable[tuple[int, Row]]
-    if source.size is not None:
-        size = source.size if count is None else min(count, source.size)
-        rows = ((index, source.row(index)) for index in range(ranks.rank, size, ranks.size))
-    else:
-        rows = islice(enumerate(islice(source.scan(0), count)), ranks.rank, None, ranks.size)
+    reader = RowReader([source], in_order(source))
     sequences: list[S] = []
-    for index, row in rows:
+    for draw in islice(itertools.count(ranks.rank, ranks.size), None if count is None else -(-count // ranks.size)):
+        if draw >= min(size for size in (count, source.size, math.inf) if size is not None):
+            break
+        try:
+            _, name, row = reader.read(draw)
+        except EndOfStream:
+            break
         if accept is None or accept(row):
-            examples = tokenise(row, index, source.name, f"{source.name} row {index}").examples
-            sequences.extend(examples[-1:])
+            with broken_text_named(row, name):
+                sequences.extend(tokenise(row, draw, source.name, name).examples[-1:])
     return sequences
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.distill import DistillConfig, DistillRolloutConfig, JSDConfig
@@ -12,13 +13,16 @@ from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
+from holdfast.models.build.model import Blueprint
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.student import Taught
 from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, evaluation_sets, run_of
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.rows import (
     OpenedData,
+    evaluation_tokenisers,
     row_tokeniser,
     training_stream,
 )
@@ -31,7 +35,7 @@ from holdfast.training.distillation.run import (
 from holdfast.training.engines import layout_of, open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.policy.run import Sampler
-from holdfast.training.run import Identity, Setting, ShardedModel
+from holdfast.training.run import Setting
 from holdfast.training.scorers.server import ScoringServer
 from holdfast.training.scorers.teacher import Teacher, build_teacher
 from holdfast.types import Example
@@ -54,10 +58,16 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     evaluation = _evaluation(config, started)
     student = evaluation.sharded
     layout = layout_of(student, _BLIND)
-    tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, student, started.data))
+    tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, setting, student.origin, started.data))
     stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, layout))
     common = run_of(started, evaluation, stream)
-    common.identity = _with_teacher(common.identity, config, evaluation.teacher)
+    rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
+    loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
+    common.identity = {
+        **common.identity,
+        "model": {**common.identity["model"], "teacher": evaluation.teacher.mark},
+        "objective": {**common.identity["objective"], **loss},
+    }
     run = DistillRun(common=common, evaluation=evaluation)
     if config.rollout is not None:
         sampler, of_samples = Sampler(open_engine(student, config.rollout)), _of_samples(config, evaluation.teacher)
@@ -79,7 +89,7 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
 
 
 def _evaluation(config: DistillConfig, started: Started) -> DistillEvaluation:
-    student = build_model(started.setting, started.live)
+    student = build_model(started.setting, started.live, partial(_look_at_rows, config, started))
     teacher = build_teacher(student)
     sets = evaluation_sets(started, student, _BLIND)
     student.temperature = config.distill.temperature
@@ -116,17 +126,24 @@ def _beta(config: DistillConfig) -> float:
             return 0.0 if section.kind == "forward_kl" else 1.0
 
 
-def _tokeniser(config: DistillConfig, student: ShardedModel, data: OpenedData) -> Tokenise[Example]:
+def _look_at_rows(config: DistillConfig, started: Started, origin: Blueprint) -> None:
+    setting, data, ranks = started.setting, started.data, started.setting.ranks
+    tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, setting, origin, data))
+    of_sets = ranks.on_all_ranks(lambda: evaluation_tokenisers(setting, origin.tokenizer, data, _BLIND))
+    check_first_rows(setting, data, tokenise, of_sets)
+
+
+def _tokeniser(config: DistillConfig, setting: Setting, origin: Blueprint, data: OpenedData) -> Tokenise[Example]:
     """Return the function that makes sequences of rows: with answers, or where those are never read, of prompts."""
-    tokenizer, rollout = student.origin.tokenizer, config.rollout
-    rows = row_tokeniser(student.setting, tokenizer, data.formats, _BLIND)
+    tokenizer, rollout = origin.tokenizer, config.rollout
+    rows = row_tokeniser(setting, tokenizer, data.formats, _BLIND)
     if rollout is None:
         return rows
     longest = config.data.max_length - rollout.max_new_tokens
     if rollout.share < 1:
         return _with_room(rows, config, longest)
     prompts = prompt_tokeniser(
-        RowTokeniser(tokenizer, config.data, student.setting.base, _BLIND), tokenizer.decode, config.data, longest
+        RowTokeniser(tokenizer, config.data, setting.base, _BLIND), tokenizer.decode, config.data, longest
     )
     filler = pad_token(tokenizer)
 
@@ -155,14 +172,3 @@ def _with_room(rows: Tokenise[Example], config: DistillConfig, longest: int) -> 
         return Tokenised(fitting, {**tokenised.counts, "overlong_dropped": dropped})
 
     return tokenise
-
-
-def _with_teacher(identity: Identity, config: DistillConfig, teacher: Teacher) -> Identity:
-    """Add what a resumed run must find unchanged of the teacher and the comparison."""
-    rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
-    loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
-    return {
-        **identity,
-        "model": {**identity["model"], "teacher": teacher.mark},
-        "objective": {**identity["objective"], **loss},
-    }

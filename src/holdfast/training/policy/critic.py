@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
-from holdfast.config.sections.policy import GAEAdvantageConfig
+from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError, RunStopped
@@ -52,7 +52,16 @@ def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
 
 def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
     policy, config, ranks = run.trained, critic_training(run.config, section), run.setting.ranks
-    _refuse_unread(run, section, live)
+    if live.model is not None and section.path is None:
+        raise ConfigError(
+            "the policy was given in Python (model=), and there are no files of it to start from. Name a directory in "
+            "critic.path, such as the one the policy was loaded from."
+        )
+    if isinstance(run.evaluation.images, ImageSide):
+        raise ConfigError(
+            f"{run.trained.origin.family.name} sees images, and a critic reads text alone. Use an advantage that "
+            "compares completions with each other, such as advantage: grpo."
+        )
     own = section.path is not None
     origin = ranks.first_rank_first(
         lambda: blueprint(
@@ -77,19 +86,6 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
     trained = trained_of(critic, policy.total_steps)
     trained.residency = policy.residency
     return trained
-
-
-def _refuse_unread(run: PolicyRun, section: CriticConfig, live: Live) -> None:
-    if live.model is not None and section.path is None:
-        raise ConfigError(
-            "the policy was given in Python (model=), and there are no files of it to start from. Name a directory in "
-            "critic.path, such as the one the policy was loaded from."
-        )
-    if isinstance(run.evaluation.images, ImageSide):
-        raise ConfigError(
-            f"{run.trained.origin.family.name} sees images, and a critic reads text alone. Use an advantage that "
-            "compares completions with each other, such as advantage: grpo."
-        )
 
 
 def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import advantages
+from holdfast.advantages.user import Groups
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
@@ -25,7 +26,7 @@ from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import entropy_threshold
 from holdfast.training.engines import layout_of
 from holdfast.training.policy.critic import with_rewards
-from holdfast.training.policy.groups import GroupFact, parts_of, rewards_of, trained_tokens
+from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, rewards_of, trained_tokens
 from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
@@ -47,7 +48,7 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
     if not rollout.facts:
         return rollout
     with run.setting.phase("advantage"):
-        advantages = batch_advantages(run.config, rollout.facts)
+        advantages = batch_advantages(run, rollout.facts)
         row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
         groups = []
         exact = batch_columns(run.config)["advantages"]
@@ -61,12 +62,27 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
     return replace(rollout, groups=tuple(groups))
 
 
-def batch_advantages(config: GRPOConfig, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
-    """Return [P, G] advantages of all groups of a step, the same on every rank."""
+def batch_advantages(run: PolicyRun, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+    """Return [P, G] advantages of all groups of a step, the same on every rank; all ranks call this together.
+
+    Raises:
+        AdvantageFailed: The user's function makes no advantages of them; on every rank.
+    """
+    config, ranks = run.config, run.setting.ranks
+    rewards, lengths = rewards_of(facts), lengths_of(facts)
     parts = {section.label: parts_of(facts, section.label) for section in config.reward}
+    if run.user_advantage is not None:
+        made = None
+        # One rank asks it for all: a function that draws numbers would answer each rank differently.
+        with ranks.together():
+            if ranks.rank == 0:
+                made = run.user_advantage(Groups(rewards, parts, lengths))
+        made = ranks.agree(made)
+        assert made is not None
+        return made
     greedy = np.array([fact.greedy for fact in facts])
     weights = {section.label: section.weight for section in config.reward}
-    return advantages(config.advantage, rewards_of(facts), parts, weights, greedy)
+    return advantages(config.advantage, rewards, parts, weights, greedy, lengths)
 
 
 def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import without_advantages
-from holdfast.config.sections.policy import AdvantageConfig
+from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rewards.base import Scored
@@ -85,6 +85,11 @@ def rewards_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
     return np.array([[fact.reward for fact in group.completions] for group in facts], dtype=np.float64)
 
 
+def lengths_of(facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+    """Return the lengths of the completions of groups of one size, in tokens, [P, G]."""
+    return np.array([[fact.length for fact in group.completions] for group in facts], dtype=np.float64)
+
+
 def parts_of(facts: Sequence[GroupFact], label: str) -> NDArray[np.float64]:
     """Return one reward of groups of one size, [P, G]; NaN where it gave none, or the completion does not count."""
     return np.array(
@@ -115,7 +120,7 @@ def select(
         return eligible
     parts = {label: parts_of(eligible, label) for label in weights}
     trained = np.array([[trained_tokens(each, config) > 0 for each in fact.completions] for fact in eligible])
-    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights, trained)
+    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights, trained, lengths_of(eligible))
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 

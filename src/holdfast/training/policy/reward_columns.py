@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from holdfast.errors import ConfigError, DataError
+from holdfast.training.build.rows import OpenedData
 from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.types import Prompt
 
@@ -28,7 +29,10 @@ def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequenc
     if not any(needed_columns.values()):
         return
     for place, prompts in _read(policy):
-        there = _columns(policy, prompts)
+        everyone = policy.setting.ranks.gather(
+            list(dict.fromkeys(str(column) for each in prompts for column in each.row))
+        )
+        there = list(dict.fromkeys(column for columns in everyone for column in columns))
         absent = _absent(needed_columns, there) if there else {}
         if place == _FIRST and policy.several_sources:
             policy.setting.log.messages += [
@@ -36,12 +40,39 @@ def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequenc
                 for reward in absent
             ]
         elif absent:
-            reward = next(iter(absent))
-            raise DataError(
-                f"reward {reward}: it needs column {absent[reward]}, and no row of {place} has one; their columns are "
-                f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
-                "the parameter of a function of your own a default."
-            )
+            raise _has_no_column(absent, place, there)
+
+
+def _has_no_column(absent: Mapping[str, str], place: str, there: Sequence[str]) -> DataError:
+    reward = next(iter(absent))
+    return DataError(
+        f"reward {reward}: it needs column {absent[reward]}, and no row of {place} has one; their columns are "
+        f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
+        "the parameter of a function of your own a default."
+    )
+
+
+def refuse_absent_columns(data: OpenedData, needed_columns: Mapping[str, Sequence[str]]) -> None:
+    """Refuse rewards whose columns no row of the only source, or of an evaluation set, has; before a weight is read.
+
+    `check_columns` looks at what is read first; this at all rows that have numbers, and beyond the first one only for
+    what that lacks.
+
+    Raises:
+        DataError: As `check_columns`.
+    """
+    places = [(_FIRST, data.training[0])] if len(data.training) == 1 else []
+    places += [(f"evaluation set {name}", source) for name, source in data.evaluation.items()]
+    for place, source in places:
+        there: dict[str, None] = {}
+        absent: dict[str, str] = {}
+        for index in range(source.size or 0):
+            there |= dict.fromkeys(map(str, source.row(index)))
+            absent = _absent(needed_columns, list(there))
+            if not absent:
+                break
+        if there and absent:
+            raise _has_no_column(absent, place, list(there))
 
 
 def check_answers(
@@ -88,12 +119,6 @@ def _tell_unreadable(
     policy.setting.log.messages.append(
         f"warning: {words}. It scores no completion of these prompts; mend them or leave them out."
     )
-
-
-def _columns(policy: PolicyEvaluation, prompts: Sequence[Prompt]) -> list[str]:
-    """Return the columns of what all ranks read."""
-    everyone = policy.setting.ranks.gather(list(dict.fromkeys(str(column) for each in prompts for column in each.row)))
-    return list(dict.fromkeys(column for columns in everyone for column in columns))
 
 
 def _absent(needed_columns: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:

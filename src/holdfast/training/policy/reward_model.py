@@ -185,8 +185,7 @@ def _shared(section: ModelRewardConfig, setting: Setting) -> tuple[SharedRewardM
     with _named("", " place: whole leaves this model to transformers, on every rank."):
         sharded = build_policy(replace(setting, config=config), origin, trained=False)
     sharded.model.eval()
-    with ranks.together():
-        check_place(sharded, "reward model")
+    ranks.on_all_ranks(lambda: check_place(sharded, "reward model"))
     return SharedRewardModel(sharded.model, reading, world, ranks), sharded.plan.shard_bytes
 
 

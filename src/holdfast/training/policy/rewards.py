@@ -68,8 +68,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     models = {reward.label: open_reward_model(reward, setting) for reward in named}
     scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, _logs(setting)))
     try:
-        with ranks.together():
-            scorer.start()
+        ranks.on_all_ranks(scorer.start)
         if all(reward.place == "whole" for reward in named):
             ranks.close()
         answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}

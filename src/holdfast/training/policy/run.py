@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from holdfast.advantages.group import RewardMatrix
+from holdfast.advantages.user import Groups
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.tokens.vision import ImageSide
@@ -102,6 +104,8 @@ class PolicyRun:
     """Of the policy that is trained."""
     reference: Reference | None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
+    user_advantage: Callable[[Groups], RewardMatrix] | None = None
+    """What `advantage: path` names, checked; None without it."""
 
     @property
     def setting(self) -> Setting:

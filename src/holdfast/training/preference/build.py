@@ -6,6 +6,7 @@ But for one file: with `reference.precompute`, what the reference says of all ro
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.tokens.preferences import preferred_only
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
+from holdfast.models.build.model import Blueprint
 from holdfast.parallel.mesh import World
 from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import preference_objective
 from holdfast.training.build.model import image_side_of
 from holdfast.training.build.rows import (
@@ -69,8 +72,8 @@ def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluati
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
     setting, data, live, ranks = started.setting, started.data, started.live, started.setting.ranks
     objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, setting))
-    sharded = build_model(setting, live)
-    images = _images(config, sharded)
+    sharded = build_model(setting, live, partial(_look_at_rows, config, started))
+    images = _images(config, sharded.origin)
     layout = ranks.on_all_ranks(lambda: _layout(config, sharded, images))
     plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, setting, sharded.origin.tokenizer, images))
     accept = ranks.on_all_ranks(lambda: row_filter(setting))
@@ -101,11 +104,19 @@ def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluati
     return evaluation, tokenise
 
 
-def _images(config: DPOConfig, sharded: ShardedModel) -> ImageSide | str:
+def _look_at_rows(config: DPOConfig, started: Started, origin: Blueprint) -> None:
+    setting, ranks = started.setting, started.setting.ranks
+    tokenise = ranks.on_all_ranks(
+        lambda: preference_tokeniser(config, setting, origin.tokenizer, _images(config, origin))
+    )
+    check_first_rows(setting, started.data, tokenise, sees=origin.image_processor is not None)
+
+
+def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
     if isinstance(config.reference, ServerReferenceConfig) and config.preference.needs_reference:
         return NO_IMAGES
-    return image_side_of(config, sharded.origin)
+    return image_side_of(config, origin)
 
 
 def _layout(config: DPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Layout:

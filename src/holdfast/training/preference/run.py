@@ -12,12 +12,11 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
 from holdfast.data.batches.packing import to_device, unpack
-from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.evaluate import evaluate
-from holdfast.training.run import Evaluation, Run, ShardedModel
+from holdfast.training.run import Evaluation, Run, ShardedModel, without_dropout
 from holdfast.training.scorers.reference import Reference, scored
 from holdfast.types import Batch, Example, MiniBatch, Scores
 

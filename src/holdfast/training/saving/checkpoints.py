@@ -204,9 +204,8 @@ class Checkpoints:
             self._deviations = tuple(
                 dict.fromkeys((*self._deviations, *restored.manifest.deviations, *restored.deviations))
             )
-            with run.setting.ranks.together():
-                if run.setting.world.is_first:
-                    self._places.check_names_free(run.trained.state.step, run.trained.total_steps)
+            state, total_steps = run.trained.state, run.trained.total_steps
+            run.setting.ranks.on_first_rank(lambda: self._places.check_names_free(state.step, total_steps))
             if not run.finished:
                 run.stream.read_ahead(run.trained.state.step)
             return
@@ -314,8 +313,7 @@ class Checkpoints:
         Raises:
             SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
-        with self._run.setting.ranks.together():
-            self._places.check()
+        self._run.setting.ranks.on_all_ranks(self._places.check)
 
     def _reached(self, phase: str) -> None:
         self._run.setting.world.failure.in_background(phase)
@@ -344,8 +342,7 @@ class Checkpoints:
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
             return None
-        with ranks.together():
-            self._places.check()
+        ranks.on_all_ranks(self._places.check)
         observers = ranks.agree(moment.state["observers"])
         snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}))
         manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())

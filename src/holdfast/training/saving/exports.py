@@ -160,16 +160,12 @@ def set_final_aside(run: Run) -> list[str]:
     """Rename exports/final, which an earlier end of the run left, to its step: training goes on beyond it.
 
     Returns:
-        Words about each, on rank 0.
+        Words about each.
     """
-    lines = []
-    with run.setting.ranks.together():
-        folder = run.setting.directory / EXPORTS
-        for kind in _KINDS if run.setting.world.is_first else ():
-            place = folder / f"{FINAL}{kind}"
-            if place.is_dir():
-                lines.append(_set_aside(place, kind, run.trained.state.step))
-    return lines
+    places = {kind: run.setting.directory / EXPORTS / f"{FINAL}{kind}" for kind in _KINDS}
+    return run.setting.ranks.on_first_rank(
+        lambda: [_set_aside(places[kind], kind, run.trained.state.step) for kind in _KINDS if places[kind].is_dir()]
+    )
 
 
 def _set_aside(place: Path, kind: str, now: int) -> str:

@@ -93,12 +93,10 @@ class Rehearsals:
     def _rehearse(self, beside: Beside | None = None) -> RehearsalReport:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
-        replaced = 0
-        with run.setting.ranks.together():
-            if (
-                run.setting.world.is_first and session.storage.renames
-            ):  # how much room an object store has, nobody knows
-                replaced = replaceable(session.storage, session.retention, needed=resumed)
+        # How much room an object store has, nobody knows.
+        replaced = run.setting.ranks.on_first_rank(
+            lambda: replaceable(session.storage, session.retention, needed=resumed) if session.storage.renames else 0
+        )
         return run_rehearsal(
             session.storage,
             contents.tensors,

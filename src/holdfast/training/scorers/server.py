@@ -124,7 +124,13 @@ class ScoringServer:
         if self.ranks.rank != 0:
             return self._ask(texts)
         *logprobs, of_probe = self._ask([*texts, list(self.probe.tokens)])
-        self._check_drift(of_probe)
+        drift = float(np.abs(of_probe[1:] - self.probe.logprobs).max())
+        if drift > self.drift:
+            raise RunStopped(
+                f"The {self.role.title} at {self.server.section.url} is another model than it was before step 1: "
+                f"what it says of one text differs by {drift:.2g} nats. Serve {self.server.model} as it was, and start "
+                "the run again; it goes on from the last checkpoint."
+            )
         return logprobs
 
     def _ask(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
@@ -145,15 +151,6 @@ class ScoringServer:
                     future.cancel()
                 threads.shutdown()
                 self.server.endpoint.given_up.clear()
-
-    def _check_drift(self, logprobs: NDArray[np.float64]) -> None:
-        drift = float(np.abs(logprobs[1:] - self.probe.logprobs).max())
-        if drift > self.drift:
-            raise RunStopped(
-                f"The {self.role.title} at {self.server.section.url} is another model than it was before step 1: "
-                f"what it says of one text differs by {drift:.2g} nats. Serve {self.server.model} as it was, and start "
-                "the run again; it goes on from the last checkpoint."
-            )
 
 
 class Met(NamedTuple):

@@ -284,8 +284,7 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
     about, earlier = ranks.on_all_ranks(lambda: _about_now_and_earlier(inputs))
     exists = ranks.agree(place.exists())
     if exists:
-        table = ranks.agree(ranks.on_all_ranks(lambda: load_table(place, about, earlier) if first else None))
-        assert table is not None
+        table = ranks.on_first_rank(lambda: load_table(place, about, earlier))
     else:
         why = "all rows, once"
         reference = build_reference(measured, inputs.live, config.reference, why=why)

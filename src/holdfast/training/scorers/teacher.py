@@ -63,8 +63,7 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
             print(note, flush=True)
     teacher = build_policy(replace(student.setting, config=twin), origin, trained=False)
     teacher.model.eval()
-    with ranks.together():
-        check_place(teacher, "teacher")
+    ranks.on_all_ranks(lambda: check_place(teacher, "teacher"))
     mark_once(origin.directory, ranks)
     return Teacher(teacher.model, teacher.model, weights_mark(origin, config.seed))
 

@@ -1,0 +1,65 @@
+"""Advantages that a function of the user's own makes of a step's groups, checked before anything is trained on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.advantages.group import RewardMatrix
+from holdfast.errors import RunStopped
+
+
+class Groups(NamedTuple):
+    """The completions of a step: G of each of P prompts, of all ranks."""
+
+    rewards: RewardMatrix
+    """[P, G], the weighted sum; NaN where a completion was not scored."""
+    parts: Mapping[str, RewardMatrix]
+    """Each reward by its name, [P, G]; NaN where it gave none."""
+    lengths: RewardMatrix
+    """[P, G], tokens of each completion."""
+
+
+class AdvantageFailed(RunStopped):  # noqa: N818 - the name says what happened
+    """A user's function of advantages raised, or gave something else; the last whole step was saved."""
+
+
+def user_advantages(function: Callable[[Groups], object], groups: Groups, name: str) -> RewardMatrix:
+    """Return what a function makes of the groups, [P, G] float64; 0 where a completion was not scored.
+
+    Args:
+        function: Takes the groups; what it does to their arrays is seen by nobody.
+        groups: All of a step.
+        name: Of the function, for messages.
+
+    Raises:
+        AdvantageFailed: It raises, gives another shape, or no finite number for a completion that was scored.
+    """
+    own = Groups(groups.rewards.copy(), {key: part.copy() for key, part in groups.parts.items()}, groups.lengths.copy())
+    prompts, size = groups.rewards.shape
+    try:
+        values = np.asarray(function(own), dtype=np.float64)
+    except Exception as error:  # the user's own code may raise anything, and return anything
+        why = " ".join(str(error).split())
+        raise AdvantageFailed(
+            f"advantage.path {name}, given the rewards of {prompts} prompts with {size} completions each, raises "
+            f"{type(error).__name__}: {why:.300}. It must return {prompts} x {size} numbers; mend the function."
+        ) from error
+    if values.shape != groups.rewards.shape:
+        raise AdvantageFailed(
+            f"advantage.path {name} gave an array of shape {list(values.shape)} for rewards of shape "
+            f"{[prompts, size]}. It must return one number for each completion, in the same places."
+        )
+    scored = np.isfinite(groups.rewards)
+    wrong = np.argwhere(scored & ~np.isfinite(values))
+    if wrong.size:
+        row, place = (int(number) for number in wrong[0])
+        raise AdvantageFailed(
+            f"advantage.path {name} gave {values[row, place]} for {len(wrong)} of {int(scored.sum())} scored "
+            f"completions, the first of them number {place} of prompt {row}, whose reward is "
+            f"{groups.rewards[row, place]:g}; the rewards of its group are {groups.rewards[row].tolist()}. Return "
+            "finite numbers, such as 0 where there is nothing to learn."
+        )
+    return np.where(scored, values, 0.0)

@@ -1,0 +1,26 @@
+"""Where a model's name leads on this machine. Imports nothing heavy, so that a misspelt path is told at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from holdfast.errors import ModelError
+from holdfast.files import expanded
+
+
+def local_directory(name: str, base: Path) -> Path | None:
+    """Return the directory that a name means, looked up from the current directory, then beside the YAML.
+
+    Returns:
+        The directory; None where there is none, and the name may be one of a hub.
+
+    Raises:
+        ModelError: There is no such directory, and no hub has such names.
+    """
+    for directory in (expanded(name), base / name):
+        if directory.is_dir():
+            return directory
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
+        raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).")
+    return None

@@ -1,0 +1,154 @@
+"""What follows a metric as it is measured: the end of a run, and rates that fall on a plateau.
+
+Where a metric stands is part of a run's state, so a resumed run decides as one that was never stopped. All of it is
+asked once after every step, in which a metric may have been measured or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from holdfast.config.sections.measured import PatienceConfig
+from holdfast.config.sections.optim import PlateauSchedule
+from holdfast.training.run import PLATEAU_FACTOR, Run, Trained, TrainState
+
+BY_METRIC = "stop_when: "
+"""How the reason begins for which a metric ends a run."""
+STOP, PLATEAU = "stop_when", "plateau"
+OWED = "evaluation_owed"
+"""In the state of a run that was stopped at an evaluation which decides: the next start makes it."""
+
+
+class Standing(NamedTuple):
+    """Where a metric stands."""
+
+    best: float | None
+    """None before it was measured."""
+    without: int
+    """Measurements since the best one."""
+
+
+def after(section: PatienceConfig, standing: Standing, value: float) -> Standing:
+    """Return where a metric stands after it was measured; what is no finite number is no improvement."""
+    best = standing.best
+    if not math.isfinite(value):
+        return standing._replace(without=standing.without + 1)
+    gain = math.inf if best is None else value - best if section.mode == "max" else best - value
+    return Standing(float(value), 0) if gain > section.min_delta else standing._replace(without=standing.without + 1)
+
+
+def standing_of(state: TrainState, name: str, section: PatienceConfig) -> Standing:
+    """Return where the metric of `stop_when` or of a plateau stands; another metric begins anew."""
+    key = _key(name, section)
+    return Standing(state.watched.get(f"{key}/best"), int(state.watched.get(f"{key}/without", 0)))
+
+
+def _note(state: TrainState, name: str, section: PatienceConfig, standing: Standing) -> None:
+    key = _key(name, section)
+    if standing.best is not None:
+        state.watched[f"{key}/best"] = standing.best
+    state.watched[f"{key}/without"] = float(standing.without)
+
+
+def _key(name: str, section: PatienceConfig) -> str:
+    return f"{name}/{section.mode}/{section.metric}"
+
+
+def _followed(run: Run) -> Iterator[tuple[Trained, PatienceConfig]]:
+    """Yield what follows a metric, with the model whose state says where the metric stands."""
+    if run.setting.config.stop_when is not None:
+        yield run.trained, run.setting.config.stop_when
+    for trained in (run.trained, *run.companions.values()):
+        schedule = trained.setting.config.optim.schedule
+        if isinstance(schedule, PlateauSchedule):
+            yield trained, schedule
+
+
+def watch(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: str | None = None) -> str | None:
+    """Take the numbers of a step, its evaluation included; all ranks call this together, and rank 0's numbers count.
+
+    Args:
+        run: Whose state says where metrics stand.
+        line: The numbers.
+        due: An evaluation belongs to this step. If the run stops, perhaps not all of it was made.
+        stopped: Why the run stops for another reason.
+
+    Returns:
+        Why the run stops now.
+    """
+    followed = list(_followed(run))
+    if not followed:
+        return stopped
+    line = run.setting.ranks.agree(dict(line))
+    names = [section.metric for _, section in followed]
+    if due and stopped is not None:
+        line = _without_half_an_evaluation(run, names, line)
+    else:
+        _warn_of_missing(run, names, line)
+    for trained, section in followed:
+        if section.metric not in line:
+            continue
+        if isinstance(section, PlateauSchedule):
+            _reduce(trained, section, line[section.metric])
+        else:
+            standing = after(section, standing_of(trained.state, STOP, section), line[section.metric])
+            _note(trained.state, STOP, section, standing)
+    return stopped or reason_to_end(run)
+
+
+def _without_half_an_evaluation(run: Run, names: list[str], line: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the numbers that count; the next start makes a whole evaluation of one that was left."""
+    if all(name in line for name in names if _is_evaluated(name)):
+        return line
+    run.trained.state.watched[OWED] = 1.0
+    return {name: value for name, value in line.items() if not _is_evaluated(name)}
+
+
+def _is_evaluated(name: str) -> bool:
+    return name.startswith("eval/")
+
+
+def _warn_of_missing(run: Run, names: list[str], line: Mapping[str, float]) -> None:
+    evaluated, first = any(map(_is_evaluated, line)), run.trained.state.step == 1
+    for name in names:
+        if name not in line and (evaluated if _is_evaluated(name) else first):
+            run.setting.log.messages.append(
+                f"warning: {name}, which stop_when or optim.schedule follows, was not measured at step "
+                f"{run.trained.state.step}; metrics.jsonl has the names of those that were"
+            )
+
+
+def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
+    """Lower the rate where its metric has not improved for long enough; then it has `cooldown` measurements' rest."""
+    state, resting = trained.state, int(trained.state.watched.get(f"{PLATEAU}/resting", 0))
+    standing = after(schedule, standing_of(state, PLATEAU, schedule), value)
+    if resting:
+        resting, standing = resting - 1, standing._replace(without=0)
+    if standing.without >= schedule.patience:
+        before = state.watched.get(PLATEAU_FACTOR, 1.0)
+        factor = max(schedule.final_ratio, before * schedule.factor)
+        resting, standing = schedule.cooldown, standing._replace(without=0)
+        if factor < before:
+            state.watched[PLATEAU_FACTOR] = factor
+            trained.setting.log.messages.append(
+                f"optim.schedule: {schedule.metric} has not improved on {standing.best:.6g}; the learning rate is "
+                f"{trained.setting.config.optim.lr * factor:.3g} from step {state.step + 1} on"
+                if standing.best is not None
+                else f"optim.schedule: {schedule.metric} was no number; the rate falls by {schedule.factor:g}"
+            )
+    _note(state, PLATEAU, schedule, standing)
+    state.watched[f"{PLATEAU}/resting"] = float(resting)
+
+
+def reason_to_end(run: Run) -> str | None:
+    """Return why the metric of `stop_when` ends the run at the step it stands at; None if it does not."""
+    section, state = run.setting.config.stop_when, run.trained.state
+    if section is None or state.step < run.setting.config.min_steps:
+        return None
+    standing = standing_of(state, STOP, section)
+    if standing.without < section.patience:
+        return None
+    best = "was never a number" if standing.best is None else f"has not improved on {standing.best:.6g}"
+    return f"{BY_METRIC}{section.metric} {best} in {standing.without} measurements"

@@ -1,0 +1,86 @@
+"""`data.on_bad_row`: a row that cannot be read ends the run by name, or is left out and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import write_run
+from tests.cli.warm import Done, WarmPython
+
+GOOD = [{"prompt": f"add {n}=", "completion": str(n)} for n in range(20)]
+TORN, NULL, LACKING = '{"prompt": "a', '{"prompt": "a=", "completion": null}', '{"prompt": "a="}'
+
+
+def write_lines(path: Path, bad: dict[int, str]) -> None:
+    """Write the good rows, with bad lines before the rows of these numbers."""
+    lines = [line for n, row in enumerate(GOOD) for line in ([bad[n]] if n in bad else []) + [json.dumps(row)]]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def train(warm: WarmPython, folder: Path, *arguments: str) -> Done:
+    return warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", *arguments, cwd=folder)
+
+
+def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    written = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in written if "loss" in line]
+
+
+@pytest.fixture
+def unshuffled(tree: dict[str, Any]) -> dict[str, Any]:
+    tree["data"] |= {"shuffle": False, "rows": "prompt_completion"}
+    return tree | {"steps": 4, "optim": {"lr": 0.01, "schedule": "constant"}}
+
+
+@pytest.mark.parametrize(("bad", "where"), [(NULL, "rows row 9"), (TORN, "rows.jsonl, line 10")])
+def test_a_bad_row_in_the_middle_ends_the_run_with_its_row(
+    bad: str, where: str, warm: WarmPython, tmp_path: Path, unshuffled: dict[str, Any]
+) -> None:
+    write_lines(tmp_path / "rows.jsonl", {9: bad})
+    write_run(tmp_path / "run.yaml", unshuffled)
+
+    done = train(warm, tmp_path)
+
+    assert done.code == 2
+    assert where in done.err
+    assert "Traceback" not in done.err
+
+
+def test_bad_rows_are_skipped_and_counted_and_train_what_the_good_ones_train(
+    warm: WarmPython, tmp_path: Path, unshuffled: dict[str, Any]
+) -> None:
+    write_lines(tmp_path / "rows.jsonl", {0: TORN, 1: LACKING, 6: NULL, 9: TORN, 10: LACKING})
+    write_lines(tmp_path / "good.jsonl", {})
+    unshuffled["data"]["on_bad_row"] = "skip"
+    write_run(tmp_path / "run.yaml", unshuffled)
+
+    half = train(warm, tmp_path, "run.name=both", "steps=2")
+    rest = train(warm, tmp_path, "run.name=both")
+    good = train(warm, tmp_path, "run.name=good", "data.path=good.jsonl")
+
+    assert (half.code, rest.code, good.code) == (0, 0, 0), half.err + rest.err + good.err
+    skipped, plain = lines_of(tmp_path, "both"), lines_of(tmp_path, "good")
+    assert [line["loss"] for line in skipped] == [line["loss"] for line in plain]
+    assert [line.get("data/bad_rows", 0) for line in skipped] == [2, 1, 2, 0]
+    assert [line["data/rows"] for line in skipped] == [4, 4, 4, 4]
+    assert half.out.count("warning: a bad row is skipped:") == 3
+    assert "3 bad rows were skipped since this start (data/bad_rows)" in half.out
+    assert "2 bad rows were skipped since this start (data/bad_rows)" in rest.out
+
+
+def test_rows_that_are_all_bad_are_refused_with_the_first_reason(
+    warm: WarmPython, tmp_path: Path, unshuffled: dict[str, Any]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text((LACKING + "\n") * 12)
+    unshuffled["data"]["on_bad_row"] = "skip"
+    write_run(tmp_path / "run.yaml", unshuffled)
+
+    done = train(warm, tmp_path)
+
+    assert done.code == 2
+    assert "No row of rows can be trained on (counted: bad_rows: 12). The first bad one: rows row 0: " in done.err
+    assert not (tmp_path / "runs").exists()

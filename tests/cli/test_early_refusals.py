@@ -1,0 +1,113 @@
+"""What paths, first rows and the tokenizer show is told before torch is imported, or before a weight is read."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.conftest import HOLDFAST, TINY, write_rows, write_run
+from tests.cli.warm import WarmPython, run
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize(
+    ("verb", "change", "message"),
+    [
+        ("sft", {"data": {"path": "gone.jsonl"}}, "data.path=gone.jsonl is not there (no such file or directory: "),
+        ("sft", {"data": {"path": "notes.md"}}, "notes.md is no kind of file we read. Files of rows end in .jsonl"),
+        ("sft", {"model": {"path": "./gone"}}, "There is no directory ./gone (looked from "),
+        ("eval", {"evaluation": {"sets": {"held": {"path": "gone.csv"}}}}, "data.path=gone.csv is not there"),
+        ("sft", {"data": {"filter": "gone.py:keep"}}, "data.filter: there is no file gone.py beside the YAML"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told_within_two_seconds(
+    verb: str, change: dict[str, Any], message: str, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    (tmp_path / "notes.md").write_text("no rows")
+    for section, values in change.items():
+        tree[section] = values if section == "model" else tree.get(section, {}) | values
+    write_run(tmp_path / "run.yaml", tree)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    done = run([HOLDFAST, verb, "run.yaml"], cwd=tmp_path)
+
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.code == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.md", "rows.jsonl", "run.yaml"]
+
+
+@pytest.fixture(scope="module")
+def broken_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose weights are no numbers, which shows as soon as they are used."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from holdfast.data.tasks.synthetic import character_tokenizer
+
+    directory = tmp_path_factory.mktemp("broken") / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)
+    file = directory / "model.safetensors"
+    weights = {name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
+
+
+POLICY = {"reward": "exact", "rollout": {"max_new_tokens": 4, "group_size": 2}}
+CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 12
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("verb", "section", "rows", "message"),
+    [
+        ("sft", {}, [{"prompt": "a=", "answer": "b"}] * 12, "rows row 0: The rows have the columns prompt, answer"),
+        ("sft", {"chat_template": "{{ messages[7].content.gone }}"}, CHAT, "rows row 0"),
+        ("dpo", {"preference": {"loss": "dpo"}}, [{"prompt": "a=", "chosen": "b"}] * 12, "rows row 0"),
+        ("grpo", POLICY, [{"question": "a=", "answer": "b"}] * 12, "rows row 0"),
+        ("grpo", POLICY, [{"prompt": "a=", "gold": "b"}] * 12, "reward exact: it needs column answer, and no row"),
+        ("sft", {}, [{"prompt": "a=", "completion": "b"}] * 12, ""),
+    ],
+)
+def test_rows_are_refused_before_a_weight_is_read(  # noqa: PLR0913 - a case's parts
+    verb: str,
+    section: dict[str, Any],
+    rows: list[dict[str, Any]],
+    message: str,
+    warm: WarmPython,
+    broken_weights: Path,
+    tmp_path: Path,
+    tree: dict[str, Any],
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", rows)
+    if "chat_template" in section:
+        tree["data"] |= section
+        section = {}
+    write_run(tmp_path / "run.yaml", tree | section | {"model": {"path": str(broken_weights)}})
+
+    done = warm.run("-m", "holdfast.cli.main", verb, "run.yaml", cwd=tmp_path)
+
+    assert done.code == 2
+    assert message in done.err
+    assert ("nan" in done.err.lower()) is (not message)
+
+
+def test_a_column_that_only_a_late_row_has_is_no_mistake_of_all_rows() -> None:
+    from holdfast.data.rows.rows import from_rows
+    from holdfast.errors import DataError
+    from holdfast.training.build.rows import OpenedData
+    from holdfast.training.policy.reward_columns import refuse_absent_columns
+
+    rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "answer": "1"}]
+    data = OpenedData((from_rows(rows, "rows"),), None, {}, {}, {})
+
+    refuse_absent_columns(data, {"exact": ["answer"]})
+    with pytest.raises(DataError, match="it needs column gold, and no row of the first batch has one"):
+        refuse_absent_columns(data, {"exact": ["answer", "gold"]})

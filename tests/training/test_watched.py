@@ -1,0 +1,117 @@
+"""What follows a metric: runs that end when it stops improving, and rates that fall on its plateaus."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config.sections.measured import PatienceConfig
+from holdfast.metrics.sink import read_metrics
+from holdfast.training.watched import Standing, after
+from tests.training.cases import run, tree
+
+HELD_OUT = {"sets": {"s": {"synthetic": {"task": "sort", "rows": 16, "seed": 9}}}, "every_steps": 1}
+WATCH = """
+def interrupt(event):
+    import os, signal
+    if event.step == 4 and not os.path.exists("{mark}"):
+        open("{mark}", "w").close()
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "delta", "values", "expected"),
+    [
+        ("min", 0.0, [3.0, 2.0, 2.0, 2.5, 1.0], [(3.0, 0), (2.0, 0), (2.0, 1), (2.0, 2), (1.0, 0)]),
+        ("max", 0.0, [3.0, 2.0, 3.0, 3.5], [(3.0, 0), (3.0, 1), (3.0, 2), (3.5, 0)]),
+        ("min", 0.5, [3.0, 2.6, 2.4, 2.0], [(3.0, 0), (3.0, 1), (2.4, 0), (2.4, 1)]),
+        ("max", 0.0, [math.nan, -math.inf, 1.0, math.inf], [(None, 1), (None, 2), (1.0, 0), (1.0, 1)]),
+    ],
+)
+def test_an_improvement_is_over_the_best_value_by_more_than_the_margin(
+    mode: Any, delta: float, values: list[float], expected: list[tuple[float | None, int]]
+) -> None:
+    section, standing, seen = PatienceConfig(metric="m", mode=mode, min_delta=delta), Standing(None, 0), []
+
+    for value in values:
+        standing = after(section, standing, value)
+        seen.append(tuple(standing))
+
+    assert seen == expected
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "r" / "events.jsonl").read_text().splitlines()]
+
+
+def stopping(directory: Path, **sections: Any) -> dict[str, Any]:
+    """Return a run whose accuracy on the held-out rows never reaches what it would have to improve by."""
+    stop = {"metric": "eval/s/mean_token_accuracy", "mode": "max", "patience": 3, "min_delta": 2.0}
+    return tree(str(directory), steps=9, evaluation=HELD_OUT, stop_when=stop, **sections)
+
+
+def test_a_run_ends_as_at_its_last_step_when_its_metric_stops_improving(pools: Any, tmp_path: Path) -> None:
+    outcomes = pools(2).run(run, stopping(tmp_path))
+
+    # The first measurement is the best one, and three follow.
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    best = lines[0]["eval/s/mean_token_accuracy"]
+    why = f"stop_when: eval/s/mean_token_accuracy has not improved on {best:.6g} in 3 measurements"
+    assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [(4, why)] * 2
+    assert Path(outcomes[0].export).name == "final"
+    assert [event["reason"] for event in events(tmp_path) if event["event"] == "stop"] == [why]
+    assert [event["saved"] for event in events(tmp_path) if event["event"] == "checkpoint"] == [4]
+
+    again = pools(2).run(run, stopping(tmp_path))[0]
+    more = pools(2).run(run, stopping(tmp_path, min_steps=6))[0]
+
+    assert (again.step, again.stopped) == (4, why)
+    assert (more.step, len(read_metrics(tmp_path / "r" / "metrics.jsonl"))) == (6, 6)
+
+
+def test_a_run_stopped_at_an_evaluation_makes_it_later_and_decides_as_one_that_was_not(
+    pools: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "watch.py").write_text(WATCH.format(mark=tmp_path / "mark"))
+    values = stopping(tmp_path, observers=["watch.py:interrupt"])
+    whole = pools(1).run(run, stopping(tmp_path / "whole"))[0]
+
+    first = pools(1).run(run, values, str(tmp_path))[0]
+    second = pools(1).run(run, values, str(tmp_path))[0]
+
+    assert (first.step, first.stopped) == (4, "stopped by SIGTERM")
+    assert (second.step, second.stopped) == (whole.step, whole.stopped) == (4, whole.stopped)
+    assert second.metrics["eval/s/loss"] == whole.metrics["eval/s/loss"]
+
+
+def test_rates_fall_on_plateaus_as_torch_has_them_and_go_on_after_a_resume(pools: Any, tmp_path: Path) -> None:
+    schedule = {
+        "kind": "plateau", "metric": "eval/s/loss", "mode": "min", "patience": 2, "factor": 0.5, "min_delta": 0.2,
+        "cooldown": 1, "final_ratio": 0.2,
+    }  # fmt: skip
+    sections = {"optim": {"lr": 2e-3, "schedule": schedule}, "evaluation": HELD_OUT}
+
+    pools(1).run(run, tree(str(tmp_path), steps=5, **sections))
+    pools(1).run(run, tree(str(tmp_path), steps=12, **sections))
+    pools(1).run(run, tree(str(tmp_path / "whole"), steps=12, **sections))
+
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    whole = read_metrics(tmp_path / "whole" / "r" / "metrics.jsonl")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-3)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, "min", factor=0.5, patience=1, threshold=0.2, threshold_mode="abs", cooldown=1, min_lr=4e-4
+    )
+    expected = []
+    for line in whole:
+        expected.append(optimizer.param_groups[0]["lr"])
+        theirs.step(line["eval/s/loss"])
+    assert [line["learning_rate"] for line in whole] == pytest.approx(expected, rel=1e-12)
+    assert len(set(expected)) > 2
+    assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in whole]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in whole]
