@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.load.companions import Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
+from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
@@ -159,6 +160,9 @@ class TrainState:
 Identity = Mapping[str, Mapping[str, str]]
 """Kind (data, files, tokenizer) -> what -> hash or value"""
 
+PLATEAU_FACTOR = "plateau/factor"
+"""In a state's `watched`: by how much plateaus have lowered the rate."""
+
 REFERENCE = "reference"
 """Name of a reference policy among the models that checkpoints hold beside the run's own."""
 
@@ -241,6 +245,12 @@ class Trained(ShardedModel):
                 sharded_parameters(self.model)  # units that the block gathered hold averages
         finally:
             self.updating, self.holds_averages = was_updating, False
+
+    @property
+    def rate_on_plateau(self) -> float:
+        """The factor by which plateaus have lowered the rate so far."""
+        schedule = self.setting.config.optim.schedule
+        return self.state.watched.get(PLATEAU_FACTOR, 1.0) if isinstance(schedule, PlateauSchedule) else 1.0
 
     def wake(self, *parts: str) -> None:
         """Bring parts of what rests in host memory back, all where none is named."""

@@ -22,7 +22,6 @@ from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.training.run import Trained
-from holdfast.training.watched import rate_on_plateau
 from holdfast.types import Batch, LossSum, MiniBatch
 
 
@@ -60,7 +59,7 @@ def train_step(
         RunStopped: Too many updates in a row were skipped.
     """
     factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
-    factor *= rate_on_plateau(trained)
+    factor *= trained.rate_on_plateau
     own = set_learning_rates(trained.optimizer, factor)
     rates = {"learning_rate": trained.setting.config.optim.lr * factor}
     rates |= {f"learning_rate/{group}": rate for group, rate in own.items()}

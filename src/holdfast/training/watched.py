@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.optim import PlateauSchedule
-from holdfast.training.run import Run, Trained, TrainState
+from holdfast.training.run import PLATEAU_FACTOR, Run, Trained, TrainState
 
 BY_METRIC = "stop_when: "
 """How the reason begins for which a metric ends a run."""
@@ -127,11 +127,11 @@ def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
     if resting:
         resting, standing = resting - 1, standing._replace(without=0)
     if standing.without >= schedule.patience:
-        before = state.watched.get(f"{PLATEAU}/factor", 1.0)
+        before = state.watched.get(PLATEAU_FACTOR, 1.0)
         factor = max(schedule.final_ratio, before * schedule.factor)
         resting, standing = schedule.cooldown, standing._replace(without=0)
         if factor < before:
-            state.watched[f"{PLATEAU}/factor"] = factor
+            state.watched[PLATEAU_FACTOR] = factor
             trained.setting.log.messages.append(
                 f"optim.schedule: {schedule.metric} has not improved on {standing.best:.6g}; the learning rate is "
                 f"{trained.setting.config.optim.lr * factor:.3g} from step {state.step + 1} on"
@@ -140,13 +140,6 @@ def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
             )
     _note(state, PLATEAU, schedule, standing)
     state.watched[f"{PLATEAU}/resting"] = float(resting)
-
-
-def rate_on_plateau(trained: Trained) -> float:
-    """Return the factor by which plateaus have lowered a model's rate so far."""
-    if not isinstance(trained.setting.config.optim.schedule, PlateauSchedule):
-        return 1.0
-    return trained.state.watched.get(f"{PLATEAU}/factor", 1.0)
 
 
 def reason_to_end(run: Run) -> str | None:

@@ -112,9 +112,10 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
 def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
     """Say once that a chat model is asked in plain text: its reward may stay low for no other reason."""
     plain = rollout.counted.get("data/without_chat_template", 0)
-    generated = all(source.synthetic is not None for source in run.config.data.all_sources())
-    if run.trained.state.step > 0 or not plain or generated:  # rows of our own are no questions to an assistant
+    if run.trained.state.step > 0 or not plain:
         return []
+    if all(source.synthetic is not None for source in run.config.data.all_sources()):
+        return []  # rows of our own are no questions to an assistant
     return [
         f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
         "template. To ask a model that follows instructions, set data.columns: {instruction: prompt}, or write "
