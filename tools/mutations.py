@@ -10,8 +10,8 @@ refuses one that has changes: use a worktree with a `.venv` of its own. On a bus
 so look at the first line of each failure.
 
 A place is drawn uniformly from the statements that can be changed, then one of its changes. A change swaps an operator,
-alters a number or a truth value, or drops a statement. Annotations, decorators, assertions, texts, what is raised and
-what is logged stay as they are; so do plain assignments, whose loss any test would notice by a name that is missing.
+alters a number or a truth value, or drops a statement. Annotations, decorators, assertions, texts and what is logged
+stay as they are; so do plain assignments, whose loss any test would notice by a name that is missing.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class Source:
 
     def start(self, node: Any) -> int:
         """Return where a node begins."""
-        return self.lines[node.lineno - 1] + int(node.col_offset)
+        return int(self.lines[node.lineno - 1] + node.col_offset)
 
     def end(self, node: Any) -> int:
         """Return where a node ends."""
-        return self.lines[node.end_lineno - 1] + int(node.end_col_offset)
+        return int(self.lines[node.end_lineno - 1] + node.end_col_offset)
 
     def statements(self, node: ast.AST | None = None) -> Iterator[ast.stmt]:
         """Yield the statements in order, without those that only a type checker reads."""
@@ -187,16 +187,17 @@ def mutants_of(source: Source) -> Iterator[list[Mutant]]:
             continue
         if isinstance(statement, ast.Expr) and LOGS.search(ast.unparse(statement).partition("(")[0]):
             continue
-        place = (source.path, statement.lineno)
         own = [] if isinstance(statement, ast.Raise) else [name for name in statement._fields if name not in SILENT]
         changes = [
-            Mutant(*place, kind, *change)
+            Mutant(source.path, statement.lineno, kind, start, end, text)
             for node in expressions(statement, own)
             for kind, change in changes_of(source, node)
             if change is not None
+            for start, end, text in [change]
         ]
         if can_be_dropped(statement):
-            changes.append(Mutant(*place, "drop", source.start(statement), source.end(statement), "pass"))
+            start, end = source.start(statement), source.end(statement)
+            changes.append(Mutant(source.path, statement.lineno, "drop", start, end, "pass"))
         if changes:
             yield changes
 
@@ -214,19 +215,23 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def tests_of(path: Path) -> list[str]:
-    """Return the files of tests for a module: of its name, then those that import it, then of its folder."""
-    module = path.relative_to(PACKAGE).with_suffix("")
+    """Return the files of tests for a module: of its name, then those that import it, then of its folder.
+
+    Where there is none of them, it is the folder of the part that it belongs to.
+    """
+    module, folder = path.relative_to(PACKAGE).with_suffix(""), ROOT / "tests"
     importing = re.compile(
         rf"holdfast\.{'.'.join(module.parts)}\b|holdfast\.{'.'.join(module.parts[:-1])} import .*\b{module.name}\b"
     )
     ranks: dict[str, tuple[bool, bool, int]] = {}
-    for test in sorted((ROOT / "tests").rglob("test_*.py")):
-        named = module.name in test.stem and test.parent.relative_to(ROOT / "tests").parts[:1] == module.parts[:1]
+    for test in sorted(folder.rglob("test_*.py")):
+        named = module.name in test.stem and test.parent.relative_to(folder).parts[:1] == module.parts[:1]
         imports = importing.search(test.read_text()) is not None
-        beside = test.parent == ROOT / "tests" / module.parent
+        beside = test.parent == folder / module.parent
         if named or imports or beside:
             ranks[str(test.relative_to(ROOT))] = (not named, not imports, test.stat().st_size)
-    return sorted(ranks, key=lambda name: ranks[name])
+    part = next(place for place in (folder / module).parents if place.is_dir())
+    return sorted(ranks, key=lambda name: ranks[name]) or [str(part.relative_to(ROOT))]
 
 
 def pytest_in_child(arguments: list[str], output: Path) -> None:

@@ -109,6 +109,66 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(
     assert training["duplicates"] == 2
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_a_run_skips_are_no_mistake_of_the_file(
+    streaming: bool, warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    good = json.dumps({"prompt": "add 1=", "completion": "1"})
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt":\n{good}\n{{"prompt": "a", "completion": null}}\n{good}\n')
+    tree["data"] |= {"on_bad_row": "skip", "rows": "prompt_completion", "streaming": streaming}
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[0] == "training, rows: 4 rows, 2 sequences of 16 tokens, 4 of them trained"
+    assert "  2 rows that a run skips:" in done.out.splitlines()
+
+
+def test_a_run_says_at_its_first_step_which_rows_it_cuts(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    rows = [{"prompt": "add 1=", "completion": "1"} for _ in range(24)]
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "a", "completion": "1" * 40}])
+    tree["data"] |= {"batch_size": 25}
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
+
+    assert done.code == 0, done.err
+    said = [line for line in done.out.splitlines() if "lose their end" in line]
+    assert said == [
+        "note: of the 25 rows of this step, 1 are longer than data.max_length and lose their end. `holdfast data "
+        "check` counts all rows and suggests lengths."
+    ]
+
+
+def test_prompts_have_a_limit_apart_from_that_of_completions(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    """Prompts of 2 to 13 tokens: 24 would fit beside 8 of 32, and 10 are allowed, so 11, 12 and 13 are too long."""
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "answer": "1"} for n in range(2, 14)])
+    tree["data"] |= {"max_prompt_length": 10}
+    policy = tree | {"reward": "exact", "rollout": {"max_new_tokens": 8, "group_size": 2}}
+    write_run(tmp_path / "run.yaml", policy)
+
+    done = check(warm, tmp_path)
+    shown = warm.run("-m", "holdfast.cli.main", "data", "preview", "run.yaml", "--row", "11", cwd=tmp_path)
+    trained = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "data.shuffle=false", "steps=3", cwd=tmp_path)
+    wide = check(warm, tmp_path, "data.max_prompt_length=25")
+    refused = check(warm, tmp_path, "data.overlong=refuse")
+
+    assert "  3 (25.0%): longer than 10 tokens and are left out" in done.out.splitlines()
+    assert "  data.max_prompt_length: 64 fits 99 % of them, 64 all" in done.out.splitlines()
+    assert shown.out == "the prompt has 13 tokens and is left out: data.max_prompt_length is 10\n"
+    assert trained.code == 0, trained.err
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [line.get("data/overlong_dropped", 0) for line in lines if "reward" in line] == [0, 0, 3]
+    assert wide.code == 2
+    assert "25 is more than the 24 tokens that rollout.max_new_tokens=8 leaves in data.max_length=32" in wide.err
+    assert refused.code == 1
+
+
 def test_prompts_leave_room_and_answers_can_be_read(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     answers = ["1", r"\frac{1}{2}", "", "4", "5"]
     rows = [{"prompt": "a" * (2 + 7 * place), "answer": answer} for place, answer in enumerate(answers)]

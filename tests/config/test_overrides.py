@@ -114,7 +114,8 @@ def test_mistakes_of_the_command_line_alone_do_not_blame_the_file(mistakes: Mist
                           "whole"),
         ("optim.lr=x", "optim.lr: 'x' should be a number"),
         ("optim.schedule.kind=linea", "optim.schedule: there is no kind 'linea'. Did you mean linear? Kinds: constant, "
-                                      "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd, plateau"),
+                                      "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd, "
+                                      "plateau"),
         ("otim.lr=3", "otim: unknown key; did you mean optim?"),
         ("optim.no_decay.0=x", "'0' is not an index of a list with 0 items"),
         ("launch={ranks: 1, ranks: 2}", "ranks: set twice, first on line 1; keep one of them"),

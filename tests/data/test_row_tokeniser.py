@@ -178,6 +178,31 @@ def test_missing_and_broken_template_files_are_named(bpe: Any, tmp_path: Path) -
         RowTokeniser(bpe, TextConfig(format="bad.jinja"), tmp_path)
 
 
+@pytest.mark.parametrize("written", ["in a file", "in place"])
+def test_content_is_the_prompt_of_the_row_as_jinja_itself_renders_it(bpe: Any, tmp_path: Path, written: str) -> None:
+    """The oracle is EasyR1's own rule: jinja2's Template of the file, rendered with content alone."""
+    import jinja2
+
+    template = "{{ content | trim }} You FIRST think. Question again: {{ content }}"
+    (tmp_path / "math.jinja").write_text(template)
+    expected = jinja2.Template(template).render(content=" 2+2? ")
+    value = template if written == "in place" else "math.jinja"
+    rows = RowTokeniser(bpe, TextConfig(format=value), tmp_path)
+
+    opening = rows.opening({"prompt": " 2+2? ", "answer": "4"}, "row 0")
+    chat = rows.opening({"prompt": " 2+2? ", "content": "own"}, "row 1")
+
+    assert bpe.decode(opening.written) == expected
+    assert bpe.decode(chat.written) == jinja2.Template(template).render(content="own")
+
+
+def test_content_of_a_prompt_of_messages_is_no_variable(bpe: Any, tmp_path: Path) -> None:
+    rows = RowTokeniser(bpe, TextConfig(format="{{ content }}"), tmp_path)
+
+    with pytest.raises(DataError, match="row 0: data.format cannot be rendered: 'content' is undefined"):
+        rows.opening({"prompt": TALK[:1]}, "row 0")
+
+
 def test_template_variables_may_not_take_the_place_of_arguments(bpe: Any) -> None:
     with pytest.raises(DataError, match="data.template_kwargs: 'tokenize' is an argument that Holdfast sets"):
         tokenise(bpe, {"messages": TALK}, template_kwargs={"tokenize": False})

@@ -246,6 +246,27 @@ def test_advantages_of_the_user_s_own_see_what_ours_see_on_all_ranks(pools: Any,
         np.testing.assert_allclose(own["parameters"][name], parameter, rtol=0, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
+def test_tokens_chosen_by_their_covariance_are_the_same_however_they_are_split(
+    pools: Any, llama: Path, kind: str
+) -> None:
+    choice = {"covariance_low": 0.01, "covariance_high": 9.0} if kind == "clip_cov" else {"coefficient": 0.3}
+    changes = {"objective": {"kind": kind, "share": 0.1, **choice}, "updates": {"mini_batches": 2}}
+    tree = settings(str(llama), **changes)
+    plain = settings(str(llama), **changes | {"objective": {"kind": "clip"}})
+
+    whole = pools(1).run(train, tree, ROWS, 2)[0]
+    split = pools(2).run(train, tree | {"data": tree["data"] | {"tokens_per_micro_batch": 48}}, ROWS, 2)[0]
+    other = pools(1).run(train, plain, ROWS, 2)[0]
+
+    shares = [line["covariance/chosen_mean"] for line in whole["lines"]]
+    assert all(0.05 < share <= 0.1 for share in shares)
+    assert shares == pytest.approx([line["covariance/chosen_mean"] for line in split["lines"]], abs=1e-12)
+    for name, parameter in whole["parameters"].items():
+        np.testing.assert_allclose(split["parameters"][name], parameter, rtol=0, atol=SHARED_PROMPT, err_msg=name)
+    assert any(np.abs(whole["parameters"][name] - value).max() > 1e-6 for name, value in other["parameters"].items())
+
+
 def test_flat_groups_are_sampled_again_up_to_the_cap(pools: Any, llama: Path) -> None:
     tree = settings(str(llama), groups={"flat": "resample", "max_rounds": 3})
 

@@ -46,6 +46,7 @@ def filtered(*at_rest: float) -> list[dict[str, float]]:
     return [line | counts for line in column("optim/no_gradient", *at_rest)]
 
 
+READ = {"data/rows": 8.0}
 CASES = [
     pytest.param(
         column("reward", *[0.1 * step for step in range(5)], *[0.5] * 20), [(25, "flat_reward")], id="reward flat"
@@ -77,6 +78,12 @@ CASES = [
     pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 16.0), [(21, "gradient_spike")], id="gradient spikes"),
     pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 14.0), [], id="gradient is large"),
     pytest.param(column("grad_norm", *[0.0] * 20, 1.0), [], id="gradient after flat groups"),
+    pytest.param([READ | {"data/truncated": 1.0}], [(1, "cut_rows")], id="an eighth of the rows cut"),
+    pytest.param([READ | {"data/truncated": 1.0}, *[READ] * 9], [(1, "cut_rows")], id="cut at first alone"),
+    pytest.param([READ, READ | {"data/truncated": 1.0}], [], id="a sixteenth cut"),
+    pytest.param([READ, READ | {"data/untrained": 2.0}], [(2, "cut_rows")], id="two of eighteen train nothing"),
+    pytest.param([{"rollout/groups": 8.0, "data/overlong_dropped": 1.0}], [(1, "cut_rows")], id="a ninth of prompts"),
+    pytest.param([READ | {"data/split": 8.0, "data/filtered": 9.0}], [], id="rows split lose nothing"),
 ]
 
 
@@ -93,6 +100,15 @@ def test_reward_faults_above_a_percent_are_counted_by_kind() -> None:
 
     assert found == [(2, "reward_faults")]
     assert texts[0].startswith("4 of 300 completions could not be scored (1 by timeout, 2 by error, 1 by nan).")
+
+
+def test_rows_that_are_cut_or_left_out_are_counted_by_kind() -> None:
+    _, texts = sounded([READ | {"data/truncated": 3.0, "data/untrained": 2.0}])
+
+    assert texts == [
+        "of the 10 rows of this step, 3 are longer than data.max_length and lose their end, 2 are left out since no "
+        "token of them is trained. `holdfast data check` counts all rows and suggests lengths."
+    ]
 
 
 def test_an_alarm_rests_after_it_sounded() -> None:

@@ -53,7 +53,7 @@ def tokens_of(case: Case, dtype: torch.dtype = torch.float64) -> Tokens:
     return Tokens(
         torch.tensor(case.weights, dtype=dtype),
         {name: torch.tensor(values, dtype=dtype) for name, values in carried.items()}
-        | {"entropy_mask": torch.tensor(case.entropy_mask)},
+        | {"entropy_mask": torch.tensor(case.entropy_mask), "covariance_mask": torch.tensor(~case.entropy_mask)},
         torch.tensor(case.sequence),
         len(LENGTHS),
     )

@@ -17,7 +17,7 @@ from holdfast.config.sections.policy import (
     PolicyObjective,
 )
 from holdfast.objectives.policy import build_policy_objective
-from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Clip, GSPOToken, Reinforce
+from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Clip, ClipCov, GSPOToken, KLCov, Reinforce
 
 
 def read(kind: Any, value: Any) -> Any:
@@ -32,6 +32,8 @@ def read(kind: Any, value: Any) -> Any:
         ({"kind": "clip", "delta": 4}, Clip(0.2, 0.2, 4.0)),
         ("gspo", GSPO(3e-4, 4e-4)),
         ({"kind": "gspo_token", "low": 0.1, "high": 0.2}, GSPOToken(0.1, 0.2)),
+        ({"kind": "clip_cov", "low": 0.1, "high": 0.3}, ClipCov(0.1, 0.3)),
+        ({"kind": "kl_cov", "coefficient": 0.5}, KLCov(0.5)),
         ({"kind": "dppo", "divergence": "kl", "low": 0.04, "high": 0.05, "cap": 5}, DPPO("kl", 0.04, 0.05, 5.0)),
         ("cispo", CISPO(1.0, 4.0)),
         ({"kind": "cispo", "low": 0.5, "high": 1}, CISPO(0.5, 1.0)),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce
+from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Actions, Clip, ClipCov, GSPOToken, KLCov, Reinforce
 from tests.objectives.cases import actions_of, draw, means, surrogate_found, tokens_of
 from tests.oracle import policy as oracle
 from tests.oracle.policy import Case, Found
@@ -46,6 +46,25 @@ def test_terms_and_gradients_are_those_of_the_paper(surrogate: Any, expected: An
 
     np.testing.assert_allclose(terms, expected(case)[0], **EXACT)
     np.testing.assert_allclose(gradient, expected(case)[1], **EXACT)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_that_were_chosen_by_their_covariance_are_left_out_or_held_back(seed: int) -> None:
+    case = draw(seed)
+    chosen = ~case.entropy_mask
+    plain = oracle.clip(case, 0.1, 0.28)
+    ratios = np.exp(case.log_ratio)
+
+    left_out = surrogate_found(ClipCov(0.1, 0.28), case)
+    held_back = surrogate_found(KLCov(0.7), case)
+
+    for term, expected in zip(left_out, plain, strict=True):
+        np.testing.assert_allclose(term, np.where(chosen, 0.0, expected), **EXACT)
+    penalty, slope = chosen * 0.7 * np.abs(case.log_ratio), chosen * 0.7 * np.sign(case.log_ratio)
+    np.testing.assert_allclose(held_back[0], penalty - ratios * case.advantages, **EXACT)
+    np.testing.assert_allclose(held_back[1], (slope - ratios * case.advantages) * case.weights, **EXACT)
+    shares = means(KLCov().sums(actions_of(case, torch.tensor(case.logprobs))))
+    assert shares == {"covariance/chosen_mean": pytest.approx(chosen.mean())}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -33,6 +33,18 @@ def test_replayed_experts_are_told_and_their_absence_is_as_before() -> None:
     assert replayed == plain[:-1] + ',"replay_routing":true}'
 
 
+def test_smoothed_labels_are_told_and_their_absence_is_as_before() -> None:
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"synthetic": {"task": "sort"}}}
+
+    plain, zero, smoothed = (
+        _loss(from_mapping({**tree, "objective": section}, SFTConfig))["objective"]
+        for section in ({"kind": "nll"}, {"label_smoothing": 0}, {"label_smoothing": 0.1})
+    )
+
+    assert plain == zero == '{"kind":"nll"}'
+    assert smoothed == '{"kind":"nll","label_smoothing":0.1}'
+
+
 @pytest.mark.parametrize(("loss", "is_told"), [("dpo", False), ("kto", True)])
 def test_of_kto_it_is_told_whether_the_reference_was_asked_before(loss: str, is_told: bool) -> None:
     """Z0 is then measured on other answers; the losses of pairs have the same numbers either way."""
@@ -103,6 +115,24 @@ def test_a_file_of_code_is_looked_up_beside_the_yaml_first(tmp_path: Path) -> No
     found = user_files(RunFile(config=run(filter="mine.py:keep"), base=tmp_path))
 
     assert list(found) == ["data.filter mine.py"]
+
+
+def test_advantages_of_the_user_s_own_and_a_module_of_rewards_are_its_files(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    for name in ("own/__init__.py", "own/words.py", "gain.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    tree = {
+        "model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256},
+        "reward": [{"path": "own.words:long"}, {"path": "operator:add"}], "advantage": "gain.py:f",
+    }  # fmt: skip
+
+    hashes = user_files(RunFile(config=from_mapping(tree, GRPOConfig), base=tmp_path))
+
+    assert sorted(hashes) == [
+        "advantage.path gain.py",
+        "reward own.words imports own/__init__.py",
+        "reward own.words imports own/words.py",
+    ]
 
 
 def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_path: Path) -> None:

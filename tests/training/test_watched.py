@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.cli.runs import State, state_of
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.metrics.sink import read_metrics
 from holdfast.training.watched import Standing, after
@@ -67,12 +68,21 @@ def test_a_run_ends_as_at_its_last_step_when_its_metric_stops_improving(pools: A
     assert Path(outcomes[0].export).name == "final"
     assert [event["reason"] for event in events(tmp_path) if event["event"] == "stop"] == [why]
     assert [event["saved"] for event in events(tmp_path) if event["event"] == "checkpoint"] == [4]
+    assert state_of(tmp_path / "r", events(tmp_path), 4) == State("done", why)
 
     again = pools(2).run(run, stopping(tmp_path))[0]
     more = pools(2).run(run, stopping(tmp_path, min_steps=6))[0]
 
     assert (again.step, again.stopped) == (4, why)
     assert (more.step, len(read_metrics(tmp_path / "r" / "metrics.jsonl"))) == (6, 6)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_has_its_patience_used_as_before(pools: Any, tmp_path: Path) -> None:
+    first = pools(1).run(run, stopping(tmp_path) | {"steps": 3})[0]
+    second = pools(1).run(run, stopping(tmp_path))[0]
+
+    assert (first.step, first.stopped) == (3, None)
+    assert (second.step, str(second.stopped)[:10]) == (4, "stop_when:")
 
 
 def test_a_run_stopped_at_an_evaluation_makes_it_later_and_decides_as_one_that_was_not(

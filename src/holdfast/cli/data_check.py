@@ -72,13 +72,16 @@ class Report:
     survey: Survey
     room_for: int | None
     """Tokens that a policy writes after each of its prompts; None where rows are no prompts."""
+    limits_prompts: bool = False
+    """Whether prompts have a limit of their own."""
     unreadable: dict[str, list[str]] = field(default_factory=dict)
     """By reward: right answers that it cannot read."""
 
     @property
     def is_wrong(self) -> bool:
         """Whether a run stops at one of the rows, or cannot score what completes it."""
-        return self.survey.mistaken_rows > 0 or any(self.unreadable.values())
+        stops = self.survey.mistaken_rows > 0 and not self.survey.skips
+        return stops or any(self.unreadable.values())
 
     def as_plain(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -88,7 +91,9 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Yield what is printed."""
 
-        lines = report_lines(self.survey, prompts=self.room_for is not None, room_for=self.room_for or 0)
+        room_for = 0 if self.limits_prompts else self.room_for or 0
+        key = "data.max_prompt_length" if self.limits_prompts else "data.max_length"
+        lines = report_lines(self.survey, prompts=self.room_for is not None, room_for=room_for, limit=key)
         yield f"{self.name}, {next(lines)}"
         yield from lines
         for label, answers in self.unreadable.items():
@@ -131,7 +136,10 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
         ),
     ]
     for name, source, formats, taken in every:
-        report = Report(name, Survey(source.name, config.data.max_length - (written or 0)), written)
+        longest = config.longest_prompt if isinstance(config, GRPOConfig) else config.data.max_length
+        report = Report(name, Survey(source.name, longest), written)
+        report.limits_prompts = isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None
+        report.survey.skips = name == "training" and config.data.on_bad_row == "skip"
         tokenise = _tokenise(config, tokenizer, base, images, dict(formats))
         for label, row in _rows(source, report.survey):
             if taken is not None and not taken(row):
@@ -152,7 +160,7 @@ def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
         except EndOfStream:
             return
         except DataError as error:
-            if source.size is None:
+            if source.size is None and not survey.skips:
                 raise
             survey.add_mistake(str(error))
             continue
@@ -183,9 +191,8 @@ def _tokenise(
     if config.data.overlong == "refuse":
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
     if isinstance(config, GRPOConfig):
-        longest = config.data.max_length - config.rollout.max_new_tokens
         rows = RowTokeniser(tokenizer, config.data, base, images)
-        return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
+        return prompt_tokeniser(rows, tokenizer.decode, config.data, config.longest_prompt)
     if isinstance(config, DPOConfig):
         return preference_tokeniser(config, RunFile(config=config, base=base), tokenizer, images)
     return row_tokeniser(RunFile(config=config, base=base), tokenizer, formats, images)

@@ -132,8 +132,7 @@ def _stretches(tokens: Iterable[tuple[str, bool]]) -> Iterator[tuple[str, bool]]
 
 
 _COUNTED = {
-    "overlong_dropped": "the prompt has {tokens} tokens and is left out: rollout.max_new_tokens in data.max_length "
-    "leave room for {longest}",
+    "overlong_dropped": "the prompt has {tokens} tokens and is left out: {limit} {longest}",
     "without_chat_template": "the prompt is plain text, so the tokenizer's chat template is not used; prompts that are "
     "messages use it, and so do texts with data.system or data.chat_template",
 }
@@ -147,7 +146,7 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
     from holdfast.data.batches.prompts import prompt_tokeniser
     from holdfast.data.tokens.chat import RowTokeniser
 
-    longest = config.data.max_length - config.rollout.max_new_tokens
+    longest = config.longest_prompt
     rows = RowTokeniser(tokenizer, config.data, base, images)
     tokenise = prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
     tokenised = tokenise(row, 0, name, name)
@@ -155,8 +154,11 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
         yield prompt.text
         yield f"{prompt.tokens.size} tokens; the policy writes up to {config.rollout.max_new_tokens} after them"
         yield f"rewards see the columns {', '.join(sorted(prompt.row))}"
+    limit = "rollout.max_new_tokens in data.max_length leave room for"
+    if config.data.max_prompt_length is not None:
+        limit = "data.max_prompt_length is"
     for counted in tokenised.counts:
-        yield _COUNTED[counted].format(tokens=max(tokenised.lengths), longest=longest)
+        yield _COUNTED[counted].format(tokens=max(tokenised.lengths), longest=longest, limit=limit)
 
 
 def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:

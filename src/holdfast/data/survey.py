@@ -43,6 +43,8 @@ class Survey:
     mistakes: list[str] = field(default_factory=list)
     """The first ones in full."""
     mistaken_rows: int = 0
+    skips: bool = False
+    """Whether a run leaves out rows with mistakes, and goes on."""
     _lengths: array[int] = field(default_factory=lambda: array("I"))
     """Before anything is cut."""
     _fingerprints: array[int] = field(default_factory=lambda: array("Q"))
@@ -152,13 +154,14 @@ _SAYS = {
 """What a count of `Tokenised` says, behind its number."""
 
 
-def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0) -> Iterator[str]:
+def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str = "data.max_length") -> Iterator[str]:
     """Yield the lines of a survey.
 
     Args:
         survey: Of one source.
         prompts: Whether its sequences are prompts that a policy continues.
         room_for: Tokens that are written after a prompt.
+        limit: The key that bounds them.
     """
     what = "prompts" if prompts else "sequences"
     trained = "" if prompts else f", {survey.trained_tokens:,} of them trained"
@@ -175,7 +178,7 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0) -> Iterato
         yield f"  {number:,} ({number / total:.1%}): {words}"
     if survey.cut:
         most, every = survey.length_for(0.99) + room_for, survey.length_for(1.0) + room_for
-        yield f"  data.max_length: {most} fits 99 % of them, {every} all"
+        yield f"  {limit}: {most} fits 99 % of them, {every} all"
     if survey.duplicates:
         alike = "the prompt" if prompts else "all tokens"
         yield f"  {_rows(survey.duplicates)} with {alike} of an earlier one"
@@ -184,7 +187,7 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0) -> Iterato
 
 
 def _mistakes(survey: Survey) -> Iterator[str]:
-    yield f"  {_rows(survey.mistaken_rows)} that a run stops at:"
+    yield f"  {_rows(survey.mistaken_rows)} that a run {'skips' if survey.skips else 'stops at'}:"
     yield from (f"    {mistake}" for mistake in survey.mistakes)
     if survey.mistaken_rows > len(survey.mistakes):
         yield f"    and {survey.mistaken_rows - len(survey.mistakes):,} more"

@@ -33,6 +33,8 @@ _FEWEST_STEPS = 10
 """Of them, before anything counts as unusual."""
 _SMALL_KL = 0.01
 """Nats per token; a jump that stays below is no alarm, since a KL starts from 0."""
+_CUT_ROWS = 0.1
+"""Share of rows that lose their end, or are left out as too long or as training nothing."""
 _SAME = 1e-6
 """Rewards within this range are one value."""
 
@@ -165,6 +167,34 @@ def _one_sided(past: Past) -> str | None:
     )
 
 
+def cut_rows(past: Past) -> tuple[float, str]:
+    """Return which share of the rows of some steps is not trained whole, and a sentence on it; "" where all are."""
+    counts = {name: sum(line.get(f"data/{name}", 0.0) for line in past) for name in _CUT}
+    read = sum(line.get("data/rows", line.get("rollout/groups", 0.0)) for line in past)
+    left_out = counts["overlong_dropped"] + counts["untrained"]
+    total = read + left_out
+    named = ", ".join(f"{number:.0f} {_CUT[name]}" for name, number in counts.items() if number)
+    if not named or not total:
+        return 0.0, ""
+    steps = "this step" if len(past) == 1 else f"the last {len(past)} steps"
+    sentence = (
+        f"of the {total:.0f} rows of {steps}, {named}. `holdfast data check` counts all rows and suggests lengths."
+    )
+    return min(1.0, (counts["truncated"] + left_out) / total), sentence
+
+
+_CUT = {
+    "truncated": "are longer than data.max_length and lose their end",
+    "overlong_dropped": "are left out as too long",
+    "untrained": "are left out since no token of them is trained",
+}
+
+
+def _much_cut(past: Past) -> str | None:
+    share, sentence = cut_rows(past[-_LASTING_STEPS:])
+    return sentence if share > _CUT_ROWS else None
+
+
 _ALARMS: Mapping[str, Callable[[Past], str | None]] = {
     "flat_reward": _flat_reward,
     "flat_groups": _flat_groups,
@@ -175,6 +205,7 @@ _ALARMS: Mapping[str, Callable[[Past], str | None]] = {
     "reward_faults": _reward_faults,
     "kl_jump": _kl_jump,
     "gradient_spike": _gradient_spike,
+    "cut_rows": _much_cut,
 }
 
 

@@ -20,12 +20,14 @@ from holdfast.config.sections.policy import (
     BuiltInObjective,
     CISPOConfig,
     ClipConfig,
+    ClipCovConfig,
     CorrectionConfig,
     DPPOConfig,
     EntropyConfig,
     GSPOConfig,
     GSPOTokenConfig,
     KLConfig,
+    KLCovConfig,
     MaskConfig,
     NoCorrectionConfig,
     OffPolicyMaskConfig,
@@ -44,7 +46,19 @@ from holdfast.objectives.base import (
     sequence_sum,
 )
 from holdfast.objectives.regularisers import kl_terms, kl_total, shaped_advantages
-from holdfast.objectives.surrogates import CISPO, DPPO, GSPO, SAPO, Actions, Clip, GSPOToken, Reinforce, Surrogate
+from holdfast.objectives.surrogates import (
+    CISPO,
+    DPPO,
+    GSPO,
+    SAPO,
+    Actions,
+    Clip,
+    ClipCov,
+    GSPOToken,
+    KLCov,
+    Reinforce,
+    Surrogate,
+)
 from holdfast.types import Scores
 
 
@@ -287,6 +301,10 @@ def surrogate_of(config: BuiltInObjective) -> Surrogate:
             return SAPO(config.tau_positive, config.tau_negative)
         case DPPOConfig():
             return DPPO(config.divergence, config.low, config.high, config.cap)
+        case ClipCovConfig():
+            return ClipCov(config.low, config.high)
+        case KLCovConfig():
+            return KLCov(config.coefficient)
         case ReinforceConfig():
             return Reinforce()
 

@@ -12,7 +12,10 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.objectives.base import Tokens, bounded_exp, ratio, sequence_mean
+from holdfast.objectives.base import Tokens, bounded_exp, carried, ratio, sequence_mean
+
+COVARIANCE_MASK = "covariance_mask"
+"""What tokens carry that say whether they were chosen by their covariance."""
 
 
 class Actions(NamedTuple):
@@ -204,6 +207,52 @@ class Clip:
             beyond = (ratios > self.ceiling) & (advantages < 0)
             sums["clip_ratio/dual_mean"] = ratio(beyond.sum(), float(beyond.numel()))
         return sums
+
+
+@dataclass(frozen=True)
+class ClipCov(Clip):
+    """PPO's surrogate, 0 for the tokens that were chosen by their covariance.
+
+    Cui et al. (arXiv:2505.22617), Clip-Cov; `objectives/covariances.py` chooses. A token that is chosen counts as one,
+    whether the ratio clips it besides or not.
+    """
+
+    def terms(self, actions: Actions) -> Tensor:
+        """Return [N] terms."""
+        return torch.where(_chosen(actions), 0.0, super().terms(actions))
+
+    def sums(self, actions: Actions) -> dict[str, Tensor]:
+        """Return the clipped shares, and the share of tokens that were chosen."""
+        return super().sums(actions) | _share_chosen(actions)
+
+
+@dataclass(frozen=True)
+class KLCov:
+    """-r A, and coefficient |log r| for the tokens that were chosen by their covariance.
+
+    Cui et al. (arXiv:2505.22617), KL-Cov, with the penalty of their code, which is 0 in the first update of a rollout.
+    """
+
+    coefficient: float = 1.0
+    needs_whole_sequences: bool = False
+
+    def terms(self, actions: Actions) -> Tensor:
+        """Return [N] terms."""
+        penalty = torch.where(_chosen(actions), self.coefficient * actions.log_ratio.abs(), 0.0)
+        return penalty - bounded_exp(actions.log_ratio) * actions.advantages
+
+    def sums(self, actions: Actions) -> dict[str, Tensor]:
+        """Return the share of tokens that were chosen."""
+        return _share_chosen(actions)
+
+
+def _chosen(actions: Actions) -> Tensor:
+    return carried(COVARIANCE_MASK, actions.logprobs, actions.tokens) > 0
+
+
+def _share_chosen(actions: Actions) -> dict[str, Tensor]:
+    chosen = _chosen(actions)
+    return {"covariance/chosen_mean": ratio(chosen.sum(), float(chosen.numel()))}
 
 
 @dataclass(frozen=True)

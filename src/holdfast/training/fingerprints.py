@@ -37,8 +37,6 @@ from holdfast.training.run import Identity, RunFile, Setting
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
-
-
 _OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
 _SAMPLED_BY = {
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
@@ -62,8 +60,7 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
-    if config.data.on_bad_row != "stop":  # checkpoints from before one could choose go on
-        data["data.on_bad_row"] = config.data.on_bad_row
+    data |= _chosen(config)
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
     if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
@@ -83,6 +80,16 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
+
+
+def _chosen(config: TrainingConfig) -> dict[str, str]:
+    """Return what earlier versions had no key for, where it is not as it was there: their checkpoints go on."""
+    chosen: dict[str, str] = {}
+    if config.data.on_bad_row != "stop":
+        chosen["data.on_bad_row"] = config.data.on_bad_row
+    if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
+        chosen["data.max_prompt_length"] = str(config.data.max_prompt_length)
+    return chosen
 
 
 def _adapters(config: TrainingConfig) -> dict[str, str]:
@@ -210,15 +217,11 @@ def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     changes = {}
     for kind, values in now.items():
         before = then.get(kind, {})
-        comparable = {what for what in {*before, *values} if what in before or not _is_new(what)}
+        comparable = {*before, *(what for what in values if not (is_new(what) or what.startswith(_IMAGES)))}
         changed = [what for what in sorted(comparable) if before.get(what) != values.get(what)]
         if changed:
             changes[kind] = changed
     return changes
-
-
-def _is_new(what: str) -> bool:
-    return is_new(what) or what.startswith(_IMAGES)
 
 
 def user_files(setting: RunFile) -> dict[str, str]:

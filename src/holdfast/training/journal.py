@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from holdfast.checkpoint.session import Saved
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
-from holdfast.metrics.health import Health
+from holdfast.metrics.health import Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
+from holdfast.metrics.sample_files import SAMPLE_FOLDER, SampleFiles
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink
 from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
@@ -49,6 +51,7 @@ class Journal:
         first = run.setting.world.is_first
         run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
         self._samples: JsonlSink | None = None
+        self._sample_files: SampleFiles | None = None
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
@@ -123,9 +126,7 @@ class Journal:
             self._write(step, line)
         self._tell()
         if "loss" in line:
-            for alarm, sentence in (self._health.see(step, line) if self._health else {}).items():
-                self.event("health", alarm=alarm, text=sentence)
-                self.say(f"warning: {sentence}")
+            self._warn(step, line)
         if evaluated:
             shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in shown.items())
@@ -152,22 +153,43 @@ class Journal:
         for sink in self._sinks:
             sink.write(step, line)
 
+    def _warn(self, step: int, line: Mapping[str, float]) -> None:
+        """Print and note what looks wrong."""
+        if self._health is None:
+            return
+        alarms = self._health.see(step, line)
+        for alarm, sentence in alarms.items():
+            self.event("health", alarm=alarm, text=sentence)
+            self.say(f"warning: {sentence}")
+        _, sentence = cut_rows([line])
+        if step == 1 and sentence and "cut_rows" not in alarms:
+            self.say(f"note: {sentence}")
+
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:
-            if self._samples is None:
-                self._samples = JsonlSink(run.setting.directory / SAMPLES)
-                if self._samples.had_lines:
-                    self._samples.event({"event": "rewind", "to": self._first_step})
-            for sample in run.setting.log.samples:
-                self._samples.event(sample)
+            self._write_samples(run.setting.log.samples)
         for text in self._trackers.news() if self._trackers else ():
             self.say(text)
         run.setting.log.messages.clear()
         run.setting.log.samples.clear()
+
+    def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the completions of a step as the configuration says."""
+        if self._run.setting.config.metrics.samples == "parquet":
+            if self._sample_files is None:
+                self._sample_files = SampleFiles(self._run.setting.directory / SAMPLE_FOLDER, self._first_step)
+            self._sample_files.write(samples)
+            return
+        if self._samples is None:
+            self._samples = JsonlSink(self._run.setting.directory / SAMPLES)
+            if self._samples.had_lines:
+                self._samples.event({"event": "rewind", "to": self._first_step})
+        for sample in samples:
+            self._samples.event(sample)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""

@@ -149,6 +149,30 @@ trainer: {default_local_dir: out/gsm8k, max_actor_ckpt_to_keep: 1, save_freq: -1
         "run.name": "gsm8k", "checkpoint.keep.last": 2, "checkpoint.every_steps": None, "launch.device": "cpu",
         "data.max_samples": None, "rollout.top_k": None, "advantage.kind": "reinforce_pp",
     }),
+    "tokens left out by covariance": (REWARD + """
+data: {train_files: train.parquet}
+algorithm: {adv_estimator: opo}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  actor:
+    policy_loss: {loss_mode: clip_cov, clip_cov_ratio: 0.001, clip_cov_lb: 0.5, clip_cov_ub: 4.0}
+    clip_ratio_low: 0.1
+  rollout: {n: 4}
+""", {
+        "advantage.kind": "opo", "objective.kind": "clip_cov", "objective.share": 0.001, "objective.low": 0.1,
+        "objective.covariance_low": 0.5, "objective.covariance_high": 4.0, "objective.coefficient": None,
+    }),
+    "trust in divergence": (REWARD + """
+data: {train_files: train.parquet}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  actor: {policy_loss: {loss_mode: dppo_kl}, clip_ratio_low: 0.05, clip_ratio_high: 0.05}
+  rollout: {n: 4}
+""", {
+        "objective.kind": "dppo", "objective.divergence": "kl", "objective.low": 0.05, "objective.high": 0.05,
+        "objective.dual_clip": None,
+    }),
 }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Names of a run's checkpoints.
 
 checkpoints/step-00000040/   manifest.json dcp/ rank/ trainer.json assets/
-checkpoints/.staging-...     being written; .quarantine-... damaged; .trash-... being deleted
+checkpoints/.staging-...     being written; .quarantine-... damaged; .trash-... being deleted; .later-... left behind
+                             by a run that went back to an earlier step
 checkpoints/pins.json        steps the user keeps
 """
 
@@ -17,6 +18,8 @@ FOLDER = "checkpoints"
 DCP, RANK, ASSETS = "dcp", "rank", "assets"
 TRAINER, PINS, LEASE = "trainer.json", "pins.json", ".lease.json"
 STAGING, QUARANTINE, TRASH, REHEARSAL = ".staging-", ".quarantine-", ".trash-", ".rehearsal-"
+LATER = ".later-"
+"""Of a checkpoint behind the step that a run went back to; under its own name it is one of the run's again."""
 NOT_FINITE = f"{QUARANTINE}not-finite-"
 
 

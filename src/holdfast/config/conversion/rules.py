@@ -303,10 +303,7 @@ def clip_bounds(foreign: ForeignKey) -> KeyOutcome:
 def both_bounds(foreign: ForeignKey) -> KeyOutcome:
     """Write one number for both bounds, unless each has its own."""
     prefix = "actor_rollout_ref.actor.clip_ratio"
-    bounds = {
-        "objective.low": foreign.facts.get(f"{prefix}_low"),
-        "objective.high": foreign.facts.get(f"{prefix}_high"),
-    }
+    bounds = {f"objective.{side}": foreign.facts.get(f"{prefix}_{side}") for side in ("low", "high")}
     return KeyOutcome({key: foreign.value for key, own in bounds.items() if own is None})
 
 

@@ -99,6 +99,7 @@ def prompt_and_response(foreign: ForeignKey) -> KeyOutcome:
     """Add both bounds."""
     prompt, response = _prompt_and_response(foreign.facts)
     settings = {"rollout.max_new_tokens": response, "data.max_length": prompt + response}
+    settings["data.max_prompt_length"] = prompt
     if foreign.facts.get(*_MICRO_BATCHES) is None:
         settings["data.tokens_per_micro_batch"] = max(4096, prompt + response)
     return KeyOutcome(settings, f"{prompt} + {response}")

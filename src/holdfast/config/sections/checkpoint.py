@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,9 @@ class RetentionConfig(Section):
     """Steps that are a multiple of this stay for good."""
     best: list[BestConfig] = Field(default_factory=list)
     """The best by some metric stay too."""
+
+
+CheckpointPath = Annotated[str, Field(min_length=1)]
 
 
 class ResumeConfig(Section):
@@ -53,6 +56,19 @@ class ResumeConfig(Section):
     """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
     not_finite: bool = False
     """Also continue from a checkpoint with NaN or infinity in a tensor; off: such ones are put aside."""
+    # `from` cannot be written as a field's name in Python.
+    __annotations__["from"] = "PositiveInt | CheckpointPath | None"
+    locals()["from"] = Field(
+        default=None,
+        description="Where to continue once, instead of at the newest checkpoint: a step of this run, whose later\n"
+        "ones are renamed, or another run's checkpoint, of which this run, under another `run.name`, is a branch.",
+    )
+
+    @property
+    def start(self) -> int | str | None:
+        """The value of `from`."""
+        value: int | str | None = getattr(self, "from")
+        return value
 
 
 class RehearsalConfig(Section):
@@ -112,5 +128,7 @@ class CheckpointConfig(Section):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what contradicts itself."""
+        if self.init_from is not None and isinstance(self.resume.start, str):
+            yield "init_from", "resume.from names a checkpoint to begin with already; leave one of them out"
         if self.contents == "weights" and self.resume.hyperparameters == "checkpoint":
             yield "resume.hyperparameters", "a checkpoint of weights holds none; leave it at config"

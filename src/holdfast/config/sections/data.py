@@ -94,7 +94,8 @@ class TextConfig(Section):
     append_eos: bool = True
     """End `completion` and `text` rows with the tokenizer's end-of-sequence token."""
     format: str | None = None
-    """A jinja file that turns the row's columns into the user prompt."""
+    """A jinja file (or the template itself) that turns the row's columns into the user prompt; `{{ content }}` is the
+    prompt that the row has already."""
     system: str | None = None
     """A system message for conversations that have none."""
     chat_template: str | None = None
@@ -213,7 +214,11 @@ class PromptDataConfig(DataConfig):
     """Prompts for rollouts. `batch_size` counts prompts of one step; each is completed `rollout.group_size` times."""
 
     overlong: Literal["drop", "refuse"] = "drop"
-    """What happens to a prompt that leaves no room for max_new_tokens within max_length; dropped ones are counted."""
+    """What happens to a prompt that is longer than max_prompt_length, or leaves no room for max_new_tokens within
+    max_length; dropped ones are counted."""
+    max_prompt_length: PositiveInt | None = None
+    """Longest prompt in tokens; what happens to a longer one says `overlong`. Default: what `max_length` leaves beside
+    `rollout.max_new_tokens`, which bounds it in any case."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit` lays whole sequences side by side; `none` pads, one sequence per row."""
 

@@ -61,6 +61,9 @@ class MetricsConfig(Section):
     """Trackers that mirror metrics.jsonl, each in a process of its own."""
     track: list[Tracked] = ["metrics", "configuration", "versions", "completions"]
     """What trackers are sent; nothing else ever is."""
+    samples: Literal["jsonl", "parquet"] = "jsonl"
+    """Where completions of training steps go: `jsonl` is samples.jsonl, `parquet` a file for each such step under
+    samples/, which trackers do not read."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a bar on a terminal, lines elsewhere."""
     entropy: bool = False
@@ -72,6 +75,8 @@ class MetricsConfig(Section):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield trackers that would share a folder."""
+        if self.samples == "parquet" and self.sinks and "completions" in self.track:
+            yield "samples", "trackers read samples.jsonl; use jsonl, or leave completions out of metrics.track"
         labels = [tracker.label for tracker in self.sinks]
         for place, label in enumerate(labels):
             if label in labels[:place]:

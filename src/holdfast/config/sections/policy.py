@@ -112,13 +112,55 @@ class DPPOConfig(Section):
             yield "cap", f"{self.cap:g} would weigh down the policy that sampled; use 1 or more"
 
 
+class ClipCovConfig(Section):
+    """PPO's clipped ratio without a random few of the tokens that lower the entropy most (Clip-Cov, arXiv:2505.22617).
+
+    A token's covariance is (log p - mean) (advantage - mean) over the tokens of an update, before the rollout's first
+    one. Costs a forward pass.
+    """
+
+    kind: Literal["clip_cov"] = "clip_cov"
+    low: Fraction = 0.2
+    """As in `clip`."""
+    high: Positive = 0.2
+    """As in `clip`."""
+    share: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    """Of all tokens, those that are left out; at least one, where there is one to leave out."""
+    covariance_low: float = 1.0
+    """Tokens of a higher covariance may be left out."""
+    covariance_high: float = 5.0
+    """Tokens of a lower one."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a range without a number."""
+        if self.covariance_low >= self.covariance_high:
+            yield "covariance_low", f"{self.covariance_low:g} is not below covariance_high={self.covariance_high:g}"
+
+
+class KLCovConfig(Section):
+    """The plain ratio, and a penalty where tokens lower the entropy most (KL-Cov, arXiv:2505.22617).
+
+    Those of highest covariance, as in `clip_cov`, pay |log policy - log proximal policy|. Costs a forward pass.
+    """
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    share: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    """Of all tokens, those that pay; at least one."""
+    coefficient: Positive = 1.0
+    """Weight of the penalty."""
+
+
 class ReinforceConfig(Section):
     """Advantage times log-probability, without a ratio (Williams, 1992): right for one update per rollout."""
 
     kind: Literal["reinforce"] = "reinforce"
 
 
-BuiltInObjective = ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | DPPOConfig | ReinforceConfig
+ByCovariance = ClipCovConfig | KLCovConfig
+"""Those that choose tokens by their covariance before an update."""
+BuiltInObjective = (
+    ClipConfig | GSPOConfig | GSPOTokenConfig | CISPOConfig | SAPOConfig | DPPOConfig | ByCovariance | ReinforceConfig
+)
 PolicyObjective = Annotated[BuiltInObjective | UserObjectiveConfig, ByKind("clip")]
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "straight_through"]

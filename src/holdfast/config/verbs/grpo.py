@@ -12,6 +12,7 @@ from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConf
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
+    ByCovariance,
     ClipConfig,
     CorrectionConfig,
     EntropyConfig,
@@ -66,11 +67,18 @@ class GRPOConfig(TrainingConfig):
         yield from super().mistakes()
         yield from self._sampling()
         yield from self._learning()
+        yield from self._covariance()
         yield from self._reference()
         yield from self._critic()
         yield from self._resting()
         if sync_of(self.reference) is not None and self.kl.coefficient == 0:
             yield "reference.sync", "kl.coefficient is 0, so no reference can follow; set it, or leave sync out"
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens a prompt may have."""
+        room = self.data.max_length - self.rollout.max_new_tokens
+        return min(room, self.data.max_prompt_length or room)
 
     def _sampling(self) -> Iterator[Mistake]:
         least = self.advantage.smallest_group
@@ -86,6 +94,13 @@ class GRPOConfig(TrainingConfig):
                 "rollout.max_new_tokens",
                 f"{self.rollout.max_new_tokens} leaves no room for a prompt in data.max_length={self.data.max_length}; "
                 f"raise data.max_length to {self.rollout.max_new_tokens} and the longest prompt, or lower it",
+            )
+        elif (limit := self.data.max_prompt_length) is not None and limit > room:
+            yield (
+                "data.max_prompt_length",
+                f"{limit} is more than the {room} tokens that rollout.max_new_tokens={self.rollout.max_new_tokens} "
+                f"leaves in data.max_length={self.data.max_length}; lower it, or raise data.max_length to "
+                f"{limit + self.rollout.max_new_tokens}",
             )
         if self.data.batch_size % self.updates.mini_batches:
             yield (
@@ -155,6 +170,20 @@ class GRPOConfig(TrainingConfig):
         repeated = repeated_labels(self.reward)
         if repeated:
             yield "reward", f"two rewards are called {repeated[0]}; give one of them a name"
+
+    def _covariance(self) -> Iterator[Mistake]:
+        """Yield what choosing tokens by their covariance before an update does not go with."""
+        if not isinstance(self.objective, ByCovariance):
+            return
+        kind = self.objective.kind
+        if self.critic is not None:
+            yield "objective.kind", f"{kind} chooses tokens by advantages, before advantage: gae has some; use clip"
+        if kind == "kl_cov" and self.updates.count == 1:
+            yield (
+                "updates.mini_batches",
+                "objective: kl_cov penalises what an earlier update of the rollout moved, and there is one update; use "
+                "several mini_batches, or objective: clip_cov",
+            )
 
     def terms_of_ours(self) -> list[str]:
         """Return the sections that change our losses and say something; a user's own loss takes nothing from them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.data import DataConfig, PromptDataConfig
 from holdfast.data.batches.candidates import Candidates
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.content.lengths import joined_inputs
@@ -68,9 +68,12 @@ def prompt_tokeniser(
             counts = {"without_chat_template": 1} if skips_template else {}
             return Tokenised((prompt,), counts, lengths=(tokens.size,))
         if config.overlong == "refuse":
+            limit, key = f"data.max_length={config.max_length} less rollout.max_new_tokens", "data.max_length"
+            if isinstance(config, PromptDataConfig) and config.max_prompt_length is not None:
+                limit = key = "data.max_prompt_length"
             raise DataError(
-                f"{name}: its prompt has {tokens.size} tokens, and data.max_length={config.max_length} less "
-                f"rollout.max_new_tokens leaves room for {longest}. Raise data.max_length, or set data.overlong: drop."
+                f"{name}: its prompt has {tokens.size} tokens, and {limit} leaves room for {longest}. Raise {key}, or "
+                "set data.overlong: drop."
             )
         return Tokenised((), {"overlong_dropped": 1}, lengths=(tokens.size,))
 

@@ -119,9 +119,9 @@ def _index(path: Path, opened: IO[bytes], digest: Any, *, keep_bad: bool) -> arr
             try:
                 row = _parse(line, f"{path}, {unit} {number}")
             except DataError:
-                if not starts and unit == "line":
-                    _refuse_long_object(line, path)
                 if not keep_bad:
+                    if not starts and unit == "line":
+                        _refuse_long_object(line, path)
                     raise
             starts.append(end)
         end += len(line)

@@ -23,23 +23,26 @@ RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, At
 
 
 class PromptFormat:
-    """The template of `data.format`: a row's columns in, the user's prompt out."""
+    """The template of `data.format`: a row's columns in, the user's prompt out.
 
-    def __init__(self, path: str, base: Path) -> None:
-        """Load the template.
+    `content` is the prompt that the row has already, if that is text, unless a column has this name.
+    """
+
+    def __init__(self, value: str, base: Path) -> None:
+        """Load the template from the file that `value` names, or take it as it is written there.
 
         Raises:
             DataError: There is no such file, or it is not a jinja template.
         """
-        self._path = path
         environment = ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        self.source = read_template(path, base, "data.format")
+        self.source = template_text(value, base, "data.format")
+        self._name = "data.format" if self.source == value else f"data.format={value}"
         try:
             self._template = environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"data.format={path}, line {error.lineno}: {error.message}.") from None
+            raise DataError(f"{self._name}, line {error.lineno}: {error.message}.") from None
 
     def render(self, row: Mapping[str, Any], row_name: str) -> str:
         """Return the prompt.
@@ -47,12 +50,12 @@ class PromptFormat:
         Raises:
             DataError: The template names a column that the row lacks, or fails on its values.
         """
+        own = next((row[column] for column in ("prompt", "instruction") if isinstance(row.get(column), str)), None)
         try:
-            return self._template.render(dict(row))
+            return self._template.render({**({} if own is None else {"content": own}), **row})
         except RENDERING_ERRORS as error:
             raise DataError(
-                f"{row_name}: data.format={self._path} cannot be rendered: {error}. "
-                f"The row's columns are: {', '.join(row)}."
+                f"{row_name}: {self._name} cannot be rendered: {error}. The row's columns are: {', '.join(row)}."
             ) from None
 
 

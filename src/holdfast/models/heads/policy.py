@@ -202,11 +202,10 @@ class PolicyModel(nn.Module):
     ) -> LossSum | Scores:
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets = batch.tokens.flatten()[batch.scored]
-        head = self._head()
+        head, spec = self._head(), self.head_spec
         if objective is None:
-            return score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
-        entropy = entropy or objective.needs_entropy
-        tokens = scored_tokens(batch)
+            return score(predicted, head, targets, spec, temperature=temperature, entropy=entropy)
+        entropy, tokens = entropy or objective.needs_entropy, scored_tokens(batch)
         loss: Tensor
         if objective.separable:
 
@@ -214,18 +213,12 @@ class PolicyModel(nn.Module):
                 part = tokens.part(start, end)
                 return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
 
+            share = getattr(objective, "label_smoothing", 0.0)
             loss, scores = separable_loss(
-                predicted,
-                head,
-                targets,
-                terms,
-                self.head_spec,
-                temperature=temperature,
-                entropy=entropy,
-                label_smoothing=getattr(objective, "label_smoothing", 0.0),
+                predicted, head, targets, terms, spec, temperature=temperature, entropy=entropy, label_smoothing=share
             )
         else:
-            live = score(predicted, head, targets, self.head_spec, temperature=temperature, entropy=entropy)
+            live = score(predicted, head, targets, spec, temperature=temperature, entropy=entropy)
             terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
             loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
             scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]

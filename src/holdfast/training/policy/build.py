@@ -188,8 +188,7 @@ def _tokeniser(config: GRPOConfig, sharded: ShardedModel, images: ImageSide | st
 
 
 def _prompts(config: GRPOConfig, origin: Blueprint, rows: RowTokeniser, refusal: str = "") -> Tokenise[Prompt]:
-    longest = config.data.max_length - config.rollout.max_new_tokens
-    return prompt_tokeniser(rows, origin.tokenizer.decode, config.data, longest, refusal)
+    return prompt_tokeniser(rows, origin.tokenizer.decode, config.data, config.longest_prompt, refusal)
 
 
 def _reference(config: GRPOConfig, policy: ShardedModel, live: Live) -> Reference | None:
@@ -215,7 +214,7 @@ def _prompt_sets(started: Started, sharded: ShardedModel, tokenise: Tokenise[Pro
         if not sum(ranks.gather(len(prompts))):
             raise DataError(
                 f"evaluation.sets.{name}: no prompt of {source.name} leaves room for a completion in "
-                "data.max_length. Raise it."
+                "data.max_length, or is within data.max_prompt_length. Raise it."
             )
         sets.append(PromptSet(name, prompts))
     return tuple(sets)

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from holdfast.advantages.group import advantages
 from holdfast.advantages.user import Groups
+from holdfast.config.sections.policy import ByCovariance, ClipCovConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
@@ -22,8 +24,10 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
+from holdfast.objectives.covariances import covariances, highest, some_between
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import entropy_threshold
+from holdfast.objectives.surrogates import COVARIANCE_MASK
 from holdfast.training.engines import layout_of
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, rewards_of, trained_tokens
@@ -31,7 +35,7 @@ from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import scored
-from holdfast.types import Example, MiniBatch, Prompt, Trajectory
+from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory
 
 
 def batch_columns(config: GRPOConfig) -> dict[str, Any]:
@@ -157,35 +161,92 @@ def score_rollout(run: PolicyRun, objective: Objective, mini_batches: Sequence[M
 
     On-policy without a KL term there is nothing to add, and no forward pass is made.
     """
-    charged = isinstance(objective, PolicyGradient) and objective.charged_to_rewards
-    several = run.config.updates.count > 1 or charged
-    masked = isinstance(objective, PolicyGradient) and objective.needs_entropy_mask
-    result, policy = list(mini_batches), run.trained
-    if several or masked:
-        with run.setting.phase("proximal"):
-            result = [scored(policy, policy.model, part, "proximal_logprobs", entropy=masked) for part in result]
-    if masked:
-        share = run.config.entropy.top_quantile
-        result = [_with_entropy_mask(run, part, share, keep_proximal=several) for part in result]
+    result, policy = _compared_with_itself(run, objective, list(mini_batches)), run.trained
     if run.reference is not None:
         with run.setting.phase("reference"):
             result = [scored(policy, run.reference, part, "reference_logprobs") for part in result]
     return result
 
 
-def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float, *, keep_proximal: bool) -> MiniBatch:
+def _compared_with_itself(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+    """Add what the policy before its first update of the rollout says of its tokens, where anything asks for it."""
+    section, updates = run.config.objective, run.config.updates.count
+    charged, masked = _own_needs(objective)
+    several = updates > 1 or charged
+    if not (several or masked or isinstance(section, ByCovariance)):
+        return mini_batches
+    policy = run.trained
+    with run.setting.phase("proximal"):
+        result = [scored(policy, policy.model, part, "proximal_logprobs", entropy=masked) for part in mini_batches]
+    if isinstance(section, ByCovariance):
+        result = [_with_covariance_mask(run, part, section, number) for number, part in enumerate(result)]
+    if masked:
+        result = [_with_entropy_mask(run, part, run.config.entropy.top_quantile) for part in result]
+    return result if several else [_with_column(part, "proximal_logprobs", None) for part in result]
+
+
+def _own_needs(objective: Objective) -> tuple[bool, bool]:
+    """Return whether rewards must hold the KL beforehand, and whether tokens are trained by their entropy."""
+    if not isinstance(objective, PolicyGradient):
+        return False, False
+    return objective.charged_to_rewards, objective.needs_entropy_mask
+
+
+def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float) -> MiniBatch:
     """Mark the tokens of highest entropy among all of the update's."""
-    own_entropies = [
-        batch.per_token["entropy"].flatten()[batch.scored].cpu().numpy() for batch in mini_batch.micro_batches
-    ]
-    threshold = entropy_threshold(
-        np.concatenate([part for of_rank in run.setting.ranks.gather(own_entropies) for part in of_rank]), share
-    )
-    batches = []
+    threshold = entropy_threshold(_of_all_ranks(run, _column(mini_batch, "entropy")), share)
+    marks = [batch.per_token["entropy"] >= threshold for batch in mini_batch.micro_batches]
+    return _with_column(_with_column(mini_batch, "entropy", None), "entropy_mask", marks)
+
+
+def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCovariance, number: int) -> MiniBatch:
+    """Mark the tokens that are chosen by their covariance among all of the update's."""
+    seeds = [run.setting.config.seed, run.trained.state.step, number]
+    drawn = [_priorities(seeds, batch) for batch in mini_batch.micro_batches]
+    own = [_column(mini_batch, "proximal_logprobs"), _column(mini_batch, "advantages"), drawn]
+    logprobs, advantages, priorities = (_of_all_ranks(run, part).astype(np.float64) for part in own)
+    values = covariances(logprobs, advantages)
+    if isinstance(section, ClipCovConfig):
+        chosen = some_between(values, priorities, section.share, section.covariance_low, section.covariance_high)
+    else:
+        chosen = highest(values, section.share)
+    sizes = run.setting.ranks.gather(sum(part.size for part in drawn))
+    start, marks = sum(sizes[: run.setting.ranks.rank]), []
     for batch in mini_batch.micro_batches:
-        columns = {name: values for name, values in batch.per_token.items() if name != "entropy"}
-        if not keep_proximal:
-            del columns["proximal_logprobs"]
-        columns["entropy_mask"] = batch.per_token["entropy"] >= threshold
-        batches.append(replace(batch, per_token=columns))
+        end = start + batch.scored.numel()
+        mark = torch.zeros_like(batch.loss_mask)
+        mark.view(-1)[batch.scored] = torch.as_tensor(chosen[start:end], device=mark.device)
+        marks.append(mark)
+        start = end
+    return _with_column(mini_batch, COVARIANCE_MASK, marks)
+
+
+def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
+    """Return [N] random numbers that follow from a token's sequence and place alone, whatever packs it lies in."""
+    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    drawn = np.zeros(sequence.size)
+    for index, sample_id in enumerate(batch.sample_ids):
+        own = sequence == index
+        drawn[own] = np.random.default_rng([*seeds, sample_id]).random(int(own.sum()))
+    return drawn
+
+
+def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
+    """Return what scored tokens carry, for each micro-batch of this rank; one without tokens carries nothing."""
+    return [
+        batch.per_token[name].flatten()[batch.scored].cpu().numpy() if batch.scored.numel() else np.zeros(0)
+        for batch in mini_batch.micro_batches
+    ]
+
+
+def _of_all_ranks(run: PolicyRun, own: list[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate([part for of_rank in run.setting.ranks.gather(own) for part in of_rank])
+
+
+def _with_column(mini_batch: MiniBatch, name: str, values: Sequence[Tensor] | None) -> MiniBatch:
+    """Return a mini-batch whose tokens carry something more; with None, something less."""
+    batches = []
+    for number, batch in enumerate(mini_batch.micro_batches):
+        columns = {key: column for key, column in batch.per_token.items() if key != name}
+        batches.append(replace(batch, per_token=columns if values is None else columns | {name: values[number]}))
     return replace(mini_batch, micro_batches=tuple(batches))

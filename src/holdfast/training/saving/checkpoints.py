@@ -27,12 +27,13 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run, say
+from holdfast.training.saving.earlier_steps import go_on_from
 from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
 from holdfast.training.saving.leases import Places
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
-from holdfast.training.saving.resume import go_on, start_from
+from holdfast.training.saving.resume import start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 
@@ -49,6 +50,7 @@ class Checkpoints:
         self._places = Places(run.setting.directory, self._storage, lambda words: say(run, words))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
+        self._first_step = 0
         self._patience = 60 * self._config.timeout_minutes
 
     def __enter__(self) -> Checkpoints:
@@ -171,7 +173,7 @@ class Checkpoints:
     def _leave_nothing(self, error: BaseException | None) -> None:
         """Remove the directory of a new run that was refused before its first step."""
         run = self._run
-        if isinstance(error, UserError) and self._is_new_run and run.trained.state.step == 0:
+        if isinstance(error, UserError) and self._is_new_run and run.trained.state.step == self._first_step:
             self._places.remove()
 
     @property
@@ -182,21 +184,33 @@ class Checkpoints:
 
     def _start(self, *, has_checkpoints: bool) -> None:
         run = self._run
-        restored = go_on(run, self._storage, self._ranks, self.session.run_id) if has_checkpoints else None
+        if not has_checkpoints:
+            self._check_not_lost()
+        where = (run, self._storage, self._ranks, self.session.run_id)
+        restored, own = go_on_from(*where, has_checkpoints=has_checkpoints)
         if restored is not None:
-            self.session.resumed = restored.manifest
+            self._first_step = run.trained.state.step
+            if own:
+                self.session.resumed = restored.manifest
+            else:
+                self._deviations = (f"a branch of run {restored.manifest.run_id} ({restored.manifest.hash})",)
             # Retention deletes the checkpoints that recorded them first.
-            self._deviations = tuple(dict.fromkeys((*restored.manifest.deviations, *restored.deviations)))
+            self._deviations = tuple(
+                dict.fromkeys((*self._deviations, *restored.manifest.deviations, *restored.deviations))
+            )
             state, total_steps = run.trained.state, run.trained.total_steps
             run.setting.ranks.on_first_rank(lambda: self._places.check_names_free(state.step, total_steps))
             if not run.finished:
                 run.stream.read_ahead(run.trained.state.step)
             return
+        if self._config.init_from is not None:
+            self._deviations = start_from(run, self._config.init_from, self._ranks)
+
+    def _check_not_lost(self) -> None:
+        run = self._run
         lost = run.setting.ranks.on_first_rank(lambda: directory.last_saved(run.setting.directory))
         if lost is not None:
             raise self._places.gone(lost)
-        if self._config.init_from is not None:
-            self._deviations = start_from(run, self._config.init_from, self._ranks)
 
     def rehearse(self, requests: StopRequests) -> None:
         """Save, verify and load once before anything is trained (`training/saving/rehearsals.py`).

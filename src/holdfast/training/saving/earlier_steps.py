@@ -1,0 +1,172 @@
+"""Continue from an earlier step of the run, or as a branch from a checkpoint of another run.
+
+A run goes back once for each value of `checkpoint.resume.from`; a record beside its checkpoints says that it did, so
+that the same command continues what came after. Nothing is renamed before the step was restored. A kill at any moment
+leaves the step, each later one under one of its two names, and no record: the same command goes back again, and another
+continues from the newest that still has its name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.keep.find import one
+from holdfast.checkpoint.keep.retention import put_aside, steps
+from holdfast.checkpoint.load.reader import verified_manifest
+from holdfast.checkpoint.place.layout import LATER, fresh, step_name, step_of
+from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.errors import ConfigError
+from holdfast.files import append_text, parse_json
+from holdfast.parallel.collectives import RankGroup
+from holdfast.training import directory
+from holdfast.training.run import Run, say
+from holdfast.training.saving.resume import Continuation, go_on, restore
+
+RECORD = ".resumed-from.json"
+
+
+def go_on_from(
+    run: Run, storage: Storage, ranks: RankGroup, run_id: str, *, has_checkpoints: bool
+) -> tuple[Continuation | None, bool]:
+    """Continue from where `checkpoint.resume.from` says, if the run was not there yet, or else as `go_on`.
+
+    Returns:
+        What the run continues from, None at its beginning; and whether that is a checkpoint of its own.
+
+    Raises:
+        ConfigError, NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: It is not there, damaged, or does not fit.
+    """
+    if _is_due(run, storage, ranks, has_checkpoints=has_checkpoints):
+        return _go_to(run, storage, ranks, run_id)
+    return go_on(run, storage, ranks, run_id) if has_checkpoints else None, True
+
+
+def _is_due(run: Run, storage: Storage, ranks: RankGroup, *, has_checkpoints: bool) -> bool:
+    """Return whether the run has to go to where `checkpoint.resume.from` says; without that key it forgets that it did.
+
+    Raises:
+        ConfigError: The run has checkpoints of its own, and would have to leave them for another run's.
+    """
+    start = run.setting.config.checkpoint.resume.start
+    if run.setting.config.dry_run:  # which begins at step 0, and finds no checkpoints where it writes
+        return False
+    with run.setting.ranks.together():
+        first = run.setting.world.is_first
+        done = _recorded(storage) if first else None
+        if first and start is None and done is not None:
+            storage.remove(RECORD)
+        if first and done != start and has_checkpoints and _of_another(storage, start):
+            raise ConfigError(
+                f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its "
+                "own. Choose another run.name, which makes the run a branch of that checkpoint."
+            )
+    done = ranks.agree(done)
+    # A branch begins anew as long as it has saved nothing.
+    return start is not None and (done != start or not has_checkpoints)
+
+
+def _recorded(storage: Storage) -> int | str | None:
+    if not storage.exists(RECORD):
+        return None
+    try:
+        value = parse_json(storage.read(RECORD))["from"]
+    except (ValueError, KeyError, TypeError):
+        return None  # what it says is damaged: the run goes back once more, and loses nothing by it
+    return value if isinstance(value, int | str) else None
+
+
+def _of_another(storage: Storage, start: int | str | None) -> bool:
+    return isinstance(start, str) and _own_step(storage, start) is None
+
+
+def _own_step(storage: Storage, place: str) -> int | None:
+    """Return the step that a path names in the run's own place; None for another place."""
+    parent, _, name = place.rstrip("/").rpartition("/")
+    step = step_of(name)
+    same = parent == storage.root or Path(parent or ".").resolve() == Path(storage.root).resolve()
+    return step if same else None
+
+
+def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[Continuation, bool]:
+    """Put a run where the checkpoint left it that `checkpoint.resume.from` names; all ranks call this together.
+
+    Returns:
+        What it continues from, and whether that is the run's own.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: It is not there, damaged, or does not fit; nothing was
+            changed.
+    """
+    start = run.setting.config.checkpoint.resume.start
+    assert start is not None
+    step = start if isinstance(start, int) else _own_step(storage, start)
+    if step is None:
+        return _branch(run, str(start), storage, ranks), False
+    if not storage.renames:
+        raise ConfigError(
+            f"checkpoint.resume.from={start}: {storage.root} is an object store, where no checkpoint is renamed in one "
+            f"act. Make a branch instead: another run.name, and checkpoint.resume.from: {storage.root}/"
+            f"{step_name(step)}."
+        )
+    restored = _restored(run, storage, _name_of(run, storage, step, ranks), ranks, run_id)
+    later = _put_later_aside(run, storage, step)
+    say(run, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)
+    return restored, True
+
+
+def _name_of(run: Run, storage: Storage, step: int, ranks: RankGroup) -> str:
+    there = ranks.agree(sorted(steps(storage)) if run.setting.world.is_first else [])
+    if step not in there:
+        raise NoCheckpoint(
+            f"checkpoint.resume.from={step}: {storage.root} has no checkpoint of that step; it has "
+            f"{', '.join(map(str, there)) or 'none'}. A checkpoint of another run is named by its path."
+        )
+    return step_name(step)
+
+
+def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: str | None) -> Continuation:
+    manifest = verified_manifest(storage, name, ranks)
+    if not (manifest.finite or run.setting.config.checkpoint.resume.not_finite):
+        raise CheckpointCorrupt(
+            f"{storage.root}/{name}: a tensor in it holds NaN or infinity. To continue from it nevertheless, set "
+            "checkpoint.resume.not_finite: true."
+        )
+    return restore(run, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
+
+
+def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:
+    """Rename the later checkpoints, the newest first, and note that the run went back; return words about them."""
+    words: list[str] = []
+    with run.setting.ranks.together():
+        if run.setting.world.is_first:
+            later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
+            for number, name in later.items():
+                aside = fresh(LATER, name)
+                put_aside(storage, name, aside)
+                words.append(f"step {number} is kept as {storage.root}/{aside}")
+            _record(run, storage)
+            event = {"event": "back", "step": step, "renamed": sorted(later)}
+            append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")
+    return words
+
+
+def _record(run: Run, storage: Storage) -> None:
+    storage.replace(RECORD, json.dumps({"from": run.setting.config.checkpoint.resume.start}).encode())
+
+
+def _branch(run: Run, place: str, storage: Storage, ranks: RankGroup) -> Continuation:
+    """Continue what another run saved, which stays as it is."""
+    with run.setting.ranks.together():
+        places: list[tuple[str, str]] = []
+        if run.setting.world.is_first:
+            checkpoint = one(place)
+            places.append((checkpoint.storage.root, checkpoint.name))
+    root, name = ranks.agree(places[0] if places else ("", ""))
+    restored = _restored(run, open_storage(root), name, ranks, None)
+    with run.setting.ranks.together():
+        if run.setting.world.is_first:
+            _record(run, storage)
+    say(run, f"a branch of {root}/{name}, step {restored.manifest.step}, which stays as it is", *restored.lines)
+    return restored

@@ -1,0 +1,188 @@
+"""`checkpoint.resume.from`: back to an earlier step, or off as a branch; what is there stays on the disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.interface import verify
+from holdfast.metrics.sink import read_metrics
+from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.warm import Done, WarmPython
+
+STEPS = 6
+CHECKPOINTS = "runs/run/checkpoints"
+
+
+@pytest.fixture(scope="module")
+def straight(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a run of six steps and all their checkpoints; nobody changes it."""
+    place = tmp_path_factory.mktemp("straight")
+    write_rows(place / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(12)])
+    tree = {
+        "steps": STEPS,
+        "model": {"config": dict(TINY), "tokenizer": "builtin:characters"},
+        "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
+        "optim": {"lr": 0.01, "schedule": "constant"},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}, "rehearsal": {"enabled": False}},
+        "launch": {"ranks": 1, "device": "cpu"},
+    }
+    write_run(place / "run.yaml", tree)
+    done = sft(warm, place)
+    assert done.code == 0, done.err
+    return place
+
+
+@pytest.fixture
+def place(straight: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(straight, tmp_path / "copy"))
+
+
+def sft(warm: WarmPython, place: Path, *overrides: str) -> Done:
+    return warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", *overrides, cwd=place)
+
+
+def losses(place: Path, name: str = "run") -> dict[int, float]:
+    lines = read_metrics(place / "runs" / name / "metrics.jsonl")
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def rewinds(place: Path) -> list[int]:
+    lines = (place / "runs/run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["to"] for line in lines if '"rewind"' in line]
+
+
+def steps_in(place: Path, prefix: str, folder: str = CHECKPOINTS) -> list[int]:
+    """Return the steps of checkpoints whose names begin so, each of which must be whole."""
+    names = sorted(path.name for path in (place / folder).iterdir() if path.name.startswith(prefix))
+    return [verify(str(place / folder / name)).step for name in names]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_goes_back_once_and_makes_the_later_steps_again(warm: WarmPython, straight: Path, place: Path) -> None:
+    back = sft(warm, place, "checkpoint.resume.from=2", "optim.lr=0.02")
+    changed = losses(place)
+    again = sft(warm, place, "checkpoint.resume.from=2", "optim.lr=0.02", "steps=7")
+
+    assert (back.code, again.code) == (0, 0), back.err + again.err
+    assert "going back to step 2, which checkpoint.resume.from names" in back.out
+    assert "resuming from step 6" in again.out
+    assert rewinds(place) == [2, 6]
+    was = losses(straight)
+    assert [changed[step] == was[step] for step in range(1, STEPS + 1)] == [True] * 3 + [False] * 3
+    assert steps_in(place, ".later-step-") == [3, 4, 5, 6]
+    assert steps_in(place, "step-") == [1, 2, 3, 4, 5, 6, 7]
+    events = [json.loads(line) for line in (place / "runs/run/events.jsonl").read_text().splitlines()]
+    assert [event for event in events if event["event"] == "back"] == [
+        {"event": "back", "step": 2, "renamed": [3, 4, 5, 6]}
+    ]
+
+
+def test_two_ranks_go_back_together(warm: WarmPython, straight: Path, place: Path) -> None:
+    done = sft(warm, place, "checkpoint.resume.from=3", "launch.ranks=2")
+
+    assert done.code == 0, done.err
+    assert rewinds(place) == [3]
+    assert losses(place) == pytest.approx(losses(straight), rel=1e-5)
+    assert steps_in(place, ".later-step-") == [4, 5, 6]
+
+
+def test_without_the_key_a_run_forgets_that_it_went_back_and_may_do_so_again(
+    warm: WarmPython, straight: Path, place: Path
+) -> None:
+    done = [sft(warm, place, *words) for words in (["checkpoint.resume.from=4"], [], ["checkpoint.resume.from=4"])]
+
+    assert [each.code for each in done] == [0, 0, 0], done[-1].err
+    assert "nothing to do" in done[1].out
+    assert rewinds(place) == [4, 6, 4]
+    assert steps_in(place, ".later-step-") == [5, 5, 6, 6]
+    assert losses(place) == losses(straight)
+
+
+def test_under_another_name_it_is_a_branch_and_the_original_stays(
+    warm: WarmPython, straight: Path, place: Path
+) -> None:
+    before = bytes_of(place / "runs/run")
+    words = ["run.name=branch", f"checkpoint.resume.from={CHECKPOINTS}/step-00000003"]
+
+    first = sft(warm, place, *words, "steps=5")
+    second = sft(warm, place, *words)
+
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert bytes_of(place / "runs/run") == before
+    assert f"{CHECKPOINTS}/step-00000003, step 3, which stays as it is" in first.out
+    assert "resuming from step 5" in second.out
+    was = losses(straight)
+    assert losses(place, "branch") == {step: was[step] for step in (4, 5, 6)}
+    assert steps_in(place, "step-", "runs/branch/checkpoints") == [4, 5, 6]
+    own, other = (json.loads((place / f"runs/{name}/run.json").read_text())["run_id"] for name in ("branch", "run"))
+    assert own != other
+    manifest = verify(str(place / "runs/branch/checkpoints/step-00000004"))
+    assert manifest.run_id == own
+    assert any(f"a branch of run {other}" in words for words in manifest.deviations)
+
+
+@pytest.mark.parametrize("renamed", range(5))
+@pytest.mark.parametrize("same", [True, False])
+def test_a_kill_between_two_renames_leaves_a_run_that_goes_on(
+    warm: WarmPython, straight: Path, place: Path, renamed: int, same: bool
+) -> None:
+    """As the renames go from the newest to the oldest, and the record follows: what is there after so many of them."""
+    for step in range(STEPS, STEPS - renamed, -1):
+        (place / CHECKPOINTS / f"step-{step:08d}").rename(place / CHECKPOINTS / f".later-step-{step:08d}-killed00")
+
+    done = sft(warm, place, *(["checkpoint.resume.from=2"] if same else []), "optim.lr=0.01")
+
+    assert done.code == 0, done.err
+    assert rewinds(place) == [2 if same else STEPS - renamed]
+    assert losses(place) == losses(straight)
+    assert steps_in(place, "step-") == [1, 2, 3, 4, 5, 6]
+    assert steps_in(place, ".later-step-") == ([3, 4, 5, 6] if same else list(range(STEPS - renamed + 1, STEPS + 1)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["checkpoint.resume.from=9"], "has no checkpoint of that step; it has 1, 2, 3, 4, 5, 6"),
+        (["checkpoint.resume.from=other/step-00000002"], "is another run's, and runs/run has checkpoints of its own"),
+        (["checkpoint.resume.from=2", "run.name=new"], "has no checkpoint of that step; it has none"),
+        (["checkpoint.resume.from=gone/step-00000002", "run.name=new"], "gone"),
+        (["checkpoint.resume.from=2", "data.path=other.jsonl"], "was made with other things than this run has"),
+        (
+            ["checkpoint.resume.from=x", "checkpoint.init_from=y"],
+            "resume.from names a checkpoint to begin with already",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    warm: WarmPython, place: Path, words: list[str], said: str
+) -> None:
+    write_rows(place / "other.jsonl", [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(12)])
+    before = bytes_of(place / CHECKPOINTS)
+
+    done = sft(warm, place, *words)
+
+    assert done.code == 2, done.out
+    assert said in done.err
+    assert bytes_of(place / CHECKPOINTS) == before
+    assert not (place / "runs/new").exists()
+
+
+def test_a_damaged_step_is_refused_and_the_later_ones_keep_their_names(warm: WarmPython, place: Path) -> None:
+    file = next((place / CHECKPOINTS / "step-00000002/dcp").glob("*.distcp"))
+    file.write_bytes(b"?" + file.read_bytes()[1:])
+
+    done = sft(warm, place, "checkpoint.resume.from=2")
+
+    assert done.code != 0
+    assert "step-00000002" in done.err
+    assert "Traceback" not in done.err
+    assert sorted(path.name for path in (place / CHECKPOINTS).iterdir() if path.name.startswith("step-")) == [
+        f"step-{step:08d}" for step in range(1, STEPS + 1)
+    ]
