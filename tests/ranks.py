@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
-from holdfast.rewards.processes.kernel import die_with_parent
+from tests.forked import end_with_tests
 
 DESCRIPTORS = 700
 """Open files at which the processes of a pool are replaced by new ones; ordinary limits begin at 1,024."""
@@ -30,7 +30,7 @@ class RankError(AssertionError):
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
-    die_with_parent()
+    end_with_tests()
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     world = World(rank, size, rank, torch.device("cpu"), FailureChannel(store, rank, size))

@@ -105,9 +105,9 @@ def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Don
 def _serve(address: str, program: str, ready: Event) -> None:
     import torch
 
-    from holdfast.rewards.processes.kernel import die_with_parent
+    from tests.forked import end_with_tests
 
-    die_with_parent()
+    end_with_tests()
     torch.set_num_threads(1)
     sys.executable = program
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children that wait for runs
