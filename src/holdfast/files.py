@@ -7,14 +7,17 @@ reads, writes and flushes carry no path in Python; what is opened here adds it.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import io
 import json
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from holdfast import patience
@@ -255,3 +258,14 @@ def size_words(count: float) -> str:
         if count >= size:
             return f"{count / size:,.1f}".removesuffix(".0") + f" {unit}"
     return f"{count:,.0f} bytes"
+
+
+def load_module(file: Path, name: str) -> ModuleType:
+    """Import a file of the user's under a name of its own; raises whatever it raises."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up by name
+    spec.loader.exec_module(module)
+    return module

@@ -14,7 +14,8 @@ from tests.config.conftest import WHOLE
 
 Mistakes = Callable[..., list[str]]
 ROOT_KEYS = (
-    "run, seed, steps, epochs, min_steps, stop_when, max_minutes, limit_batches, overfit_batches, dry_run, determinism, "
+    "run, seed, steps, epochs, min_steps, stop_when, max_minutes, limit_batches, overfit_batches, dry_run, "
+    "determinism, "
     "observers, parallel, optim, checkpoint, metrics, evaluation, launch, model, data, objective, neftune_alpha"
 )
 
@@ -119,7 +120,8 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
                                             "timescale, warmup_steps or warmup_ratio"),
         ("optim: {schedule: {kind: constant, final_ratio: 0.1}}", "optim.schedule.final_ratio: kind constant has no "
                                                                   "such key; it belongs to kind linear and cosine "
-                                                                  "and cosine_with_restarts and polynomial and wsd and plateau"),
+                                                                  "and cosine_with_restarts and polynomial and wsd "
+                                                                  "and plateau"),
         ("optim: {kind: sgd, schedule: {kind: wsd, decay: 0.1}}", "optim.schedule.decay: unknown key; did you mean "
                                                                   "decay_ratio?"),
         ("objective: path", "objective.path: required, and missing"),

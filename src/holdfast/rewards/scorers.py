@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 import threading
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast import patience
+from holdfast.files import load_module
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.functions.rules import rule, template_columns
 from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
@@ -112,14 +112,8 @@ def _in_file(file: str, base: Path, name: str) -> ModuleType:
     module_name = f"holdfast_reward_{module_file.stem}_{place}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, module_file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickles look their module up by name
     with _importing(str(module_file), name):
-        spec.loader.exec_module(module)
-    return module
+        return load_module(module_file, module_name)
 
 
 def _installed(module: str, base: Path, name: str) -> ModuleType:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.files import load_module
 from holdfast.types import StepEvent
 
 ANSWERS = ("stop", "save", "evaluate")
@@ -92,13 +91,8 @@ def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
     """
     script, name = find_script(path, base, key), path.rpartition(":")[2]
     place = hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"holdfast_user_{script.stem}_{place}", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickles look their module up by name
     try:
-        spec.loader.exec_module(module)
+        module = load_module(script, f"holdfast_user_{script.stem}_{place}")
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {script} raises when it is imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, name, None)

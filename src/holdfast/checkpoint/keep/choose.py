@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint, TensorsDiffer
@@ -149,7 +150,7 @@ def _check_each(storage: Storage, names: Sequence[str], ranks: RankGroup, check:
 
 def _quarantine(storage: Storage, names: Sequence[str], ranks: RankGroup) -> None:
     for name in names:
-        _put_aside(storage, name, fresh(QUARANTINE, name), ranks)
+        ranks.on_first_rank(partial(_put_aside, storage, name, fresh(QUARANTINE, name)))
 
 
 def _none_left(storage: Storage, skipped: Sequence[str], *, spoiled: bool) -> str:
@@ -174,7 +175,7 @@ def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: RankGroup, *
         reason = _NOT_FINITE
         if rename:
             aside = ranks.agree(fresh(NOT_FINITE, name))
-            _put_aside(storage, name, aside, ranks)
+            ranks.on_first_rank(partial(_put_aside, storage, name, aside))
             reason += f"; it was put aside as {aside}"
         words.append(f"step {step} ({reason})")
     return words
@@ -182,19 +183,17 @@ def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: RankGroup, *
 
 def _on_rank_0(ranks: RankGroup, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
     """Return rank 0's answer, or raise its error on every rank."""
-    return ranks.agree(ranks.on_all_ranks(lambda: patiently(storage.root, ask) if ranks.rank == 0 else []))
+    return ranks.on_first_rank(lambda: patiently(storage.root, ask))
 
 
-def _put_aside(storage: Storage, name: str, aside: str, ranks: RankGroup) -> None:
-    with ranks.together():
-        if ranks.rank == 0:
-            try:
-                put_aside(storage, name, aside)
-            except OSError as error:
-                raise CheckpointUnreadable(
-                    f"{storage.root}/{name} is no good and cannot be put aside: {error.strerror or error}. Rename it "
-                    "yourself, or mend the permissions of its directory."
-                ) from error
+def _put_aside(storage: Storage, name: str, aside: str) -> None:
+    try:
+        put_aside(storage, name, aside)
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{storage.root}/{name} is no good and cannot be put aside: {error.strerror or error}. Rename it "
+            "yourself, or mend the permissions of its directory."
+        ) from error
 
 
 def _not_looked_at(storage: Storage, passed: Sequence[str]) -> list[str]:

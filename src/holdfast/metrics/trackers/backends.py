@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import inspect
 import json
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.escaping import escaped
+from holdfast.files import load_module
 from holdfast.metrics.sink import cut_torn_line
 from holdfast.metrics.trackers.content import COLUMNS, TrackedRun, flat
 
@@ -157,12 +157,7 @@ class UserTracker:
 
     def __init__(self, run: TrackedRun, file: Path, name: str, kwargs: Mapping[str, Any]) -> None:
         sys.path.append(str(file.parent))  # last, so that a sibling called random.py shadows nothing
-        spec = importlib.util.spec_from_file_location(f"holdfast_tracker_{file.stem}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses and pickles look their module up by name
-        spec.loader.exec_module(module)
+        module = load_module(file, f"holdfast_tracker_{file.stem}")
         self._tracker = getattr(module, name)(run, **kwargs)
         self._takes_completions = callable(inspect.getattr_static(self._tracker, "completions", None))
 

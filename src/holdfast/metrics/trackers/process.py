@@ -194,10 +194,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _CHUNK = 1 << 20
 _PAUSE_BETWEEN_NOTES_SECONDS = 1.0
 
@@ -299,3 +295,7 @@ class FollowedTo:
             temporary = self._path.with_suffix(".new")
             temporary.write_text(json.dumps(settled), encoding="utf-8")
             temporary.replace(self._path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -72,7 +72,7 @@ class Checkpoints:
         if not has_checkpoints:
             run.stream.read_ahead(run.trained.state.step)
         try:
-            run_id, has_checkpoints = self._take_directory()
+            run_id, has_checkpoints = run.setting.ranks.on_first_rank(self._take_directory)
         except BaseException:
             self._stack.close()
             raise
@@ -111,19 +111,13 @@ class Checkpoints:
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
-        identity: list[tuple[str, bool]] = []
-        with run.setting.ranks.together():
-            if run.setting.world.is_first:
-                self._places.take(self._stack)
-                # The job that was waited for may have made this a run, and saved.
-                self._is_new_run, has_checkpoints = not self._places.has_run(), self._places.has_any()
-                lost = self._places.lost_identity()
-                if lost is not None or not directory.is_run(run.setting.directory):
-                    directory.create(
-                        run.setting.directory, run.setting.config, run.setting.config.verb, lost, parent_of(run)
-                    )
-                identity.append((directory.run_id(run.setting.directory), has_checkpoints))
-        return run.setting.ranks.agree(identity[0] if identity else ("", False))
+        self._places.take(self._stack)
+        # The job that was waited for may have made this a run, and saved.
+        self._is_new_run, has_checkpoints = not self._places.has_run(), self._places.has_any()
+        lost = self._places.lost_identity()
+        if lost is not None or not directory.is_run(run.setting.directory):
+            directory.create(run.setting.directory, run.setting.config, run.setting.config.verb, lost, parent_of(run))
+        return directory.run_id(run.setting.directory), has_checkpoints
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -214,9 +208,7 @@ class Checkpoints:
 
     def _check_not_lost(self) -> None:
         run = self._run
-        lost = run.setting.ranks.agree(
-            directory.last_saved(run.setting.directory) if run.setting.world.is_first else None
-        )
+        lost = run.setting.ranks.on_first_rank(lambda: directory.last_saved(run.setting.directory))
         if lost is not None:
             raise self._places.gone(lost)
 
