@@ -268,8 +268,8 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 24
 def frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
     """Return what of a bar's line fits into a width.
 
-    The step and the time left stand there always. What else there is comes by rank: the first two numbers, the bar, the
-    third number, the time since the start, and the others, up to the first that has no room.
+    The step stands there always. What else there is comes by rank: the first number, the time left, the second number,
+    the bar, the third number, the time since the start, and the others, up to the first that has no room.
 
     Args:
         times: What stands around the numbers.
@@ -278,7 +278,7 @@ def frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_ba
         has_bar: Whether there is one; not where the number of steps is not known.
         width: Columns.
     """
-    room = width - len(times.step) - (2 + len(times.left) if times.left else 0)
+    room = width - len(times.step)
     chosen = set()
     for name, size in _sizes(times, numbers, ranks, has_bar).items():
         if size > room:
@@ -286,12 +286,13 @@ def frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_ba
         room -= size
         chosen.add(name)
     shown = "".join(f"  {text}" for name, text in numbers.items() if name in chosen)
-    ending = " ".join(part for part in (times.elapsed if _ELAPSED in chosen else "", times.left) if part)
+    ends = times.elapsed if _ELAPSED in chosen else "", times.left if _LEFT in chosen else ""
+    ending = " ".join(part for part in ends if part)
     bar = min(_LONGEST_BAR, _SHORTEST_BAR + room) if _BAR in chosen else 0
     return Frame(times.step + " " * bool(bar), bar, shown + (f"  {ending}" if ending else ""))
 
 
-_BAR, _ELAPSED = " bar", " elapsed"
+_BAR, _ELAPSED, _LEFT = " bar", " elapsed", " left"
 """Names that no number has."""
 
 
@@ -299,7 +300,9 @@ def _sizes(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_b
     """Return the columns that each part takes with the blanks before it, by rank."""
     sizes = [(name, 2 + len(numbers[name])) for name in ranks if name in numbers]
     bar = [(_BAR, 1 + _SHORTEST_BAR)] if has_bar else []
-    return dict([*sizes[:2], *bar, *sizes[2:3], (_ELAPSED, 1 + len(times.elapsed)), *sizes[3:]])
+    left = [(_LEFT, 2 + len(times.left))] if times.left else []
+    elapsed = (_ELAPSED, 2 - len(left) + len(times.elapsed))
+    return dict([*sizes[:1], *left, *sizes[1:2], *bar, *sizes[2:3], elapsed, *sizes[3:]])
 
 
 class Frame(NamedTuple):

@@ -38,12 +38,12 @@ def go_on_from(
     Raises:
         ConfigError, NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: It is not there, damaged, or does not fit.
     """
-    if _is_due(run, storage, ranks, has_checkpoints=has_checkpoints):
+    if _is_due(run, storage, has_checkpoints=has_checkpoints):
         return _go_to(run, storage, ranks, run_id)
     return go_on(run, storage, ranks, run_id) if has_checkpoints else None, True
 
 
-def _is_due(run: Run, storage: Storage, ranks: RankGroup, *, has_checkpoints: bool) -> bool:
+def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
     """Return whether the run has to go to where `checkpoint.resume.from` says; without that key it forgets that it did.
 
     Raises:
@@ -52,19 +52,22 @@ def _is_due(run: Run, storage: Storage, ranks: RankGroup, *, has_checkpoints: bo
     start = run.setting.config.checkpoint.resume.start
     if run.setting.config.dry_run:  # which begins at step 0, and finds no checkpoints where it writes
         return False
-    with run.setting.ranks.together():
-        first = run.setting.world.is_first
-        done = _recorded(storage) if first else None
-        if first and start is None and done is not None:
-            storage.remove(RECORD)
-        if first and done != start and has_checkpoints and _of_another(storage, start):
-            raise ConfigError(
-                f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its "
-                "own. Choose another run.name, which makes the run a branch of that checkpoint."
-            )
-    done = ranks.agree(done)
+    done = run.setting.ranks.on_first_rank(lambda: _done(run, storage, start, has_checkpoints=has_checkpoints))
     # A branch begins anew as long as it has saved nothing.
     return start is not None and (done != start or not has_checkpoints)
+
+
+def _done(run: Run, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
+    """Return where the run went before, if it still shall go anywhere."""
+    done = _recorded(storage)
+    if start is None and done is not None:
+        storage.remove(RECORD)
+    if done != start and has_checkpoints and isinstance(start, str) and _own_step(storage, start) is None:
+        raise ConfigError(
+            f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its own. "
+            "Choose another run.name, which makes the run a branch of that checkpoint."
+        )
+    return done
 
 
 def _recorded(storage: Storage) -> int | str | None:
@@ -75,10 +78,6 @@ def _recorded(storage: Storage) -> int | str | None:
     except (ValueError, KeyError, TypeError):
         return None  # what it says is damaged: the run goes back once more, and loses nothing by it
     return value if isinstance(value, int | str) else None
-
-
-def _of_another(storage: Storage, start: int | str | None) -> bool:
-    return isinstance(start, str) and _own_step(storage, start) is None
 
 
 def _own_step(storage: Storage, place: str) -> int | None:
@@ -110,14 +109,14 @@ def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[C
             f"act. Make a branch instead: another run.name, and checkpoint.resume.from: {storage.root}/"
             f"{step_name(step)}."
         )
-    restored = _restored(run, storage, _name_of(run, storage, step, ranks), ranks, run_id)
-    later = _put_later_aside(run, storage, step)
+    restored = _restored(run, storage, _name_of(storage, step, ranks), ranks, run_id)
+    later = run.setting.ranks.on_first_rank(lambda: _put_later_aside(run, storage, step))
     say(run, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)
     return restored, True
 
 
-def _name_of(run: Run, storage: Storage, step: int, ranks: RankGroup) -> str:
-    there = ranks.agree(sorted(steps(storage)) if run.setting.world.is_first else [])
+def _name_of(storage: Storage, step: int, ranks: RankGroup) -> str:
+    there = ranks.on_first_rank(lambda: sorted(steps(storage)))
     if step not in there:
         raise NoCheckpoint(
             f"checkpoint.resume.from={step}: {storage.root} has no checkpoint of that step; it has "
@@ -139,16 +138,14 @@ def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: s
 def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:
     """Rename the later checkpoints, the newest first, and note that the run went back; return words about them."""
     words: list[str] = []
-    with run.setting.ranks.together():
-        if run.setting.world.is_first:
-            later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
-            for number, name in later.items():
-                aside = fresh(LATER, name)
-                put_aside(storage, name, aside)
-                words.append(f"step {number} is kept as {storage.root}/{aside}")
-            _record(run, storage)
-            event = {"event": "back", "step": step, "renamed": sorted(later)}
-            append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")
+    later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
+    for number, name in later.items():
+        aside = fresh(LATER, name)
+        put_aside(storage, name, aside)
+        words.append(f"step {number} is kept as {storage.root}/{aside}")
+    _record(run, storage)
+    event = {"event": "back", "step": step, "renamed": sorted(later)}
+    append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")
     return words
 
 
@@ -156,17 +153,15 @@ def _record(run: Run, storage: Storage) -> None:
     storage.replace(RECORD, json.dumps({"from": run.setting.config.checkpoint.resume.start}).encode())
 
 
+def _place_of(place: str) -> tuple[str, str]:
+    checkpoint = one(place)
+    return checkpoint.storage.root, checkpoint.name
+
+
 def _branch(run: Run, place: str, storage: Storage, ranks: RankGroup) -> Continuation:
     """Continue what another run saved, which stays as it is."""
-    with run.setting.ranks.together():
-        places: list[tuple[str, str]] = []
-        if run.setting.world.is_first:
-            checkpoint = one(place)
-            places.append((checkpoint.storage.root, checkpoint.name))
-    root, name = ranks.agree(places[0] if places else ("", ""))
+    root, name = run.setting.ranks.on_first_rank(lambda: _place_of(place))
     restored = _restored(run, open_storage(root), name, ranks, None)
-    with run.setting.ranks.together():
-        if run.setting.world.is_first:
-            _record(run, storage)
+    run.setting.ranks.on_first_rank(lambda: _record(run, storage))
     say(run, f"a branch of {root}/{name}, step {restored.manifest.step}, which stays as it is", *restored.lines)
     return restored
