@@ -95,7 +95,8 @@ def is_linear(layer: nn.Module) -> bool:
     """Whether a layer is a product with one matrix, [out, in] as torch's or [in, out] as GPT-2's."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(layer, nn.Linear | Conv1D)
+    # PhiMoE's router is a subclass whose forward pass returns its choice too; peft would add a matrix to the three.
+    return isinstance(layer, nn.Linear | Conv1D) and type(layer).forward in {nn.Linear.forward, Conv1D.forward}
 
 
 def is_transposed(layer: nn.Module) -> bool:
