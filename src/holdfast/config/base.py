@@ -101,10 +101,10 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 """A regular expression, searched (not anchored) in canonical parameter or module names."""
 
 FunctionPath = Annotated[str, AfterValidator(_check_function_path)]
+"""`file.py:function`; a relative file is looked up beside the YAML."""
 
 ImportPath = Annotated[str, AfterValidator(_check_import_path)]
 """A function in a file, or in a module that can be imported."""
-"""`file.py:function`; a relative file is looked up beside the YAML."""
 
 _A_NUMBER = BeforeValidator(_refuse_truth_value)
 

@@ -40,7 +40,8 @@ report_to: [wandb, tensorboard]
 """, {  # TRL's defaults: 8 rows a device, 3 epochs, 1024 tokens
         "data.batch_size": 8, "data.tokens_per_micro_batch": 8192, "epochs": 3.0, "model.lora.rank": 32,
         "model.lora.alpha": 16, "model.lora.dropout": 0.05, "model.lora.targets": ["q_proj", "v_proj"],
-        "data.packing": "best_fit", "run.dir": ".", "run.name": "Qwen2-0.5B-SFT", "metrics.sinks": ["tensorboard"],
+        "data.packing": "best_fit", "run.dir": ".", "run.name": "Qwen2-0.5B-SFT",
+        "metrics.sinks": ["wandb", "tensorboard"],
     })),
     "SFT in windows by steps": (4, ("""
 model_name_or_path: HuggingFaceTB/SmolLM2-135M

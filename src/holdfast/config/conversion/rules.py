@@ -7,6 +7,7 @@ remark, such as the arithmetic of a batch. `NotConverted` says why a person has 
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -24,6 +25,7 @@ from holdfast.config.conversion.facts import (
 )
 from holdfast.config.conversion.rows import ROW_RULES
 from holdfast.config.conversion.sizes import SIZE_RULES
+from holdfast.config.sections.metrics import TrackerConfig
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SCHEDULER_OPTIONS = {
@@ -31,6 +33,7 @@ _SCHEDULER_OPTIONS = {
     "num_cycles": "optim.schedule.cycles",
     "power": "optim.schedule.power",
 }
+_TRACKERS = typing.get_args(TrackerConfig.model_fields["kind"].annotation)
 _SCHEDULERS = {"min_lr_rate": "cosine_with_min_lr", "num_cycles": "cosine_with_restarts", "power": "polynomial"}
 """The schedule there that has the option in this meaning."""
 _EVALUATION_SAMPLING = {
@@ -140,13 +143,12 @@ def run_name(foreign: ForeignKey) -> KeyOutcome:
 
 
 def trackers(foreign: ForeignKey) -> KeyOutcome:
-    """Keep tensorboard, and name what is not offered."""
-    names = [str(name) for name in (foreign.value if isinstance(foreign.value, list) else [foreign.value])]
-    others = [name for name in names if name.lower() not in {"tensorboard", "none", "console", "file", "false"}]
+    """Keep the trackers that are here too, and name the others."""
+    names = [str(name).lower() for name in (foreign.value if isinstance(foreign.value, list) else [foreign.value])]
+    sinks = [name for name in names if name in _TRACKERS]
+    others = [name for name in names if name not in {*_TRACKERS, "none", "console", "file", "false"}]
     missing = f"{', '.join(others)}: not offered" if others else ""
-    if not any(name.lower() == "tensorboard" for name in names):
-        return KeyOutcome({}, missing)
-    return KeyOutcome({"metrics.sinks": ["tensorboard"]}, missing)
+    return KeyOutcome({"metrics.sinks": sinks} if sinks else {}, missing)
 
 
 def name_list(foreign: ForeignKey) -> KeyOutcome:
