@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.conftest import write_rows
@@ -17,21 +17,25 @@ from tests.cli.warm import Done, WarmPython
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a model of 24,736 weights for 128 positions."""
-    place = tmp_path_factory.mktemp("small-model")
+def model_of(kind: str, place: Path) -> Path:
+    """Return a directory with a small model of a kind for 128 positions; of llama, 24,736 weights."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if kind == "qwen3_moe" else {}
+    config = AutoConfig.for_model(
+        kind, vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **experts,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(place)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of("llama", tmp_path_factory.mktemp("small-model"))
 
 
 def holdfast(warm: WarmPython, folder: Path, *arguments: object) -> Done:
@@ -65,10 +69,14 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "granite", "gpt2", "qwen3_moe")
+
+
+@pytest.mark.parametrize(("shape", "kind"), zip(SHAPES, KINDS, strict=True))
 @pytest.mark.cases(1)
-def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, model: Path, shape: str) -> None:
+def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, shape: str, kind: str) -> None:
     rows, asked, verb = SHAPES[shape]
+    model = model_of(kind, tmp_path / "model")
     initialised(warm, tmp_path, model, rows, *(word for word in asked if word != "train"))
 
     done = holdfast(warm, tmp_path, verb, "run.yaml", "dry_run=true", "launch.device=cpu", "launch.ranks=1")

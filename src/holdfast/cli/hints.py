@@ -14,7 +14,7 @@ _ELSEWHERE = {
     "ppo": "`holdfast grpo RUN.yaml` with a `critic` section trains by PPO.",
     "export": "`holdfast checkpoint export CHECKPOINT` makes a model of a checkpoint.",
     "chat": "`holdfast generate MODEL --chat` asks a model in its chat template.",
-    "resume": "A run goes on by itself: start it with the command that began it; checkpoint.resume.from=STEP goes back.",
+    "resume": "A run goes on by itself: start the same command again; checkpoint.resume.from=STEP goes back.",
     "verify": "`holdfast checkpoint verify CHECKPOINT` reads every byte of a checkpoint.",
 }
 
