@@ -69,7 +69,7 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
 }  # fmt: skip
 
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "granite", "gpt2", "qwen3_moe")
+KINDS = ("llama", "granite", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "qwen2", "gpt2", "qwen3_moe")
 
 
 @pytest.mark.parametrize(("shape", "kind"), list(zip(SHAPES, KINDS, strict=True)))
