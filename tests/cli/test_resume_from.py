@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,76 @@ def test_a_run_goes_back_once_and_makes_the_later_steps_again(warm: WarmPython, 
     ]
 
 
+def test_a_refused_start_without_the_key_forgets_nothing_and_the_same_command_goes_on(
+    warm: WarmPython, place: Path
+) -> None:
+    write_rows(place / "other.jsonl", [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(12)])
+    back = sft(warm, place, "checkpoint.resume.from=2")
+    before = bytes_of(place / CHECKPOINTS)
+
+    refused = sft(warm, place, "data.path=other.jsonl")
+    after = bytes_of(place / CHECKPOINTS)
+    again = sft(warm, place, "checkpoint.resume.from=2", "steps=7")
+
+    assert (back.code, refused.code, again.code) == (0, 2, 0), back.err + refused.err + again.err
+    assert "was made with other things than this run has" in refused.err
+    assert after == before
+    assert rewinds(place) == [2, 6]
+    assert steps_in(place, ".later-step-") == [3, 4, 5, 6]
+
+
+def test_two_checkpoints_can_be_verified_after_a_run_went_back_to_its_first(warm: WarmPython, place: Path) -> None:
+    for step in range(3, STEPS + 1):  # as of a run that keeps two: the one it goes back to, and the one it leaves
+        shutil.rmtree(place / CHECKPOINTS / f"step-{step:08d}")
+
+    done = sft(warm, place, "checkpoint.resume.from=1", "checkpoint.keep.last=2")
+    kept = [path for path in (place / CHECKPOINTS).iterdir() if path.name.startswith((".later-", "step-00000001"))]
+    verified = [warm.run("-m", "holdfast.cli.main", "checkpoint", "verify", str(path), cwd=place) for path in kept]
+
+    assert done.code == 0, done.err
+    assert sorted(path.name[:20] for path in kept) == [".later-step-00000002", "step-00000001"]
+    assert [each.code for each in verified] == [0, 0], verified[0].err + verified[-1].err
+
+
+def best_exports(place: Path) -> dict[str, tuple[int, float]]:
+    """Return step and metric of each best export, and of what became of earlier ones, by its name."""
+    by_name = {}
+    for path in (place / "runs/run/exports").iterdir():
+        about = json.loads((path / "holdfast_export.json").read_text())
+        name = path.name.rpartition("-")[0] if path.name.startswith(".") else path.name
+        if about["rating"] is not None:
+            by_name[name] = (about["step"], about["rating"]["value"])
+    return by_name
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.cases("all")
+def test_a_best_export_of_a_later_step_is_set_aside_and_the_best_of_now_takes_its_name(
+    warm: WarmPython, place: Path, killed: bool
+) -> None:
+    best = ["checkpoint.export_best.metric=learning_rate", "checkpoint.export_best.mode=max", "steps=8"]
+    higher = sft(warm, place, *best, "optim.lr=0.04")
+    exports = place / "runs/run/exports"
+    shutil.copytree(exports / "best", exports / "best-ema")
+
+    stays = sft(warm, place, *best, "optim.lr=0.02", "checkpoint.resume.from=7")
+    before = best_exports(place)
+    if killed:  # after the first of two exports was renamed
+        for path in sorted((place / CHECKPOINTS).glob("step-*"))[3:]:
+            path.rename(path.with_name(f".later-{path.name}-killed00"))
+        (exports / "best-ema").rename(exports / ".later-step-00000007-ema-killed00")
+    lower = sft(warm, place, *best, "optim.lr=0.02", "checkpoint.resume.from=3")
+
+    assert (higher.code, stays.code, lower.code) == (0, 0, 0), higher.err + stays.err + lower.err
+    assert before == {"best": (7, 0.04), "best-ema": (7, 0.04)}
+    assert best_exports(place) == {
+        "best": (4, 0.02),
+        ".later-step-00000007": (7, 0.04),
+        ".later-step-00000007-ema": (7, 0.04),
+    }
+    assert "exports/best is kept as runs/run/exports/.later-step-00000007-" in lower.out
+
+
 def test_two_ranks_go_back_together(warm: WarmPython, straight: Path, place: Path) -> None:
     done = sft(warm, place, "checkpoint.resume.from=3", "launch.ranks=2")
 
@@ -128,6 +199,46 @@ def test_under_another_name_it_is_a_branch_and_the_original_stays(
     assert any(f"a branch of run {other}" in words for words in manifest.deviations)
 
 
+def test_a_branch_started_once_without_the_key_goes_on_by_its_own_command(warm: WarmPython, place: Path) -> None:
+    words = ["run.name=branch", f"checkpoint.resume.from={CHECKPOINTS}/step-00000003"]
+
+    done = [sft(warm, place, *each) for each in ([*words, "steps=4"], [words[0], "steps=5"], words)]
+
+    assert [each.code for each in done] == [0, 0, 0], done[-1].err
+    assert "resuming from step 5" in done[-1].out
+    assert steps_in(place, "step-", "runs/branch/checkpoints") == [4, 5, 6]
+
+
+def test_a_branch_records_the_checkpoint_that_it_starts_from_with_and_without_a_model(
+    warm: WarmPython, place: Path
+) -> None:
+    model = ["model.path=runs/run/exports/final", "model.config=null", "model.tokenizer=null"]
+    of_random = f"checkpoint.resume.from={CHECKPOINTS}/step-00000005"
+    of_model = "checkpoint.resume.from=runs/second/checkpoints/step-00000001"
+
+    done = [
+        sft(warm, place, "run.name=branch", of_random),
+        sft(warm, place, "run.name=second", *model, "steps=1"),
+        sft(warm, place, "run.name=third", *model, "steps=2", of_model),
+    ]
+
+    assert [each.code for each in done] == [0, 0, 0], "".join(each.err for each in done)
+    assert parent(place, "branch") == {"resume_from": f"{CHECKPOINTS}/step-00000005"}
+    second = parent(place, "second")
+    assert (second["model"], second["export"]["step"]) == ("runs/run/exports/final", STEPS)
+    assert parent(place, "third") == {**second, "resume_from": "runs/second/checkpoints/step-00000001"}
+
+
+def parent(place: Path, name: str) -> dict[str, Any]:
+    """Return what a run says that it started from, which its export must say too."""
+    folder = place / "runs" / name
+    run, export = (
+        json.loads((folder / file).read_text()) for file in ("run.json", "exports/final/holdfast_export.json")
+    )
+    assert run["parent"] == export["parent"]
+    return dict(run["parent"])
+
+
 @pytest.mark.parametrize("renamed", range(5))
 @pytest.mark.parametrize("same", [True, False])
 def test_a_kill_between_two_renames_leaves_a_run_that_goes_on(
@@ -152,7 +263,10 @@ def test_a_kill_between_two_renames_leaves_a_run_that_goes_on(
         (["checkpoint.resume.from=9"], "has no checkpoint of that step; it has 1, 2, 3, 4, 5, 6"),
         (["checkpoint.resume.from=other/step-00000002"], "is another run's, and runs/run has checkpoints of its own"),
         (["checkpoint.resume.from=2", "run.name=new"], "has no checkpoint of that step; it has none"),
-        (["checkpoint.resume.from=gone/step-00000002", "run.name=new"], "gone"),
+        (
+            ["checkpoint.resume.from=gone/step-00000002", "run.name=new"],
+            "is no checkpoint of Holdfast: there is nothing",
+        ),
         (["checkpoint.resume.from=2", "data.path=other.jsonl"], "was made with other things than this run has"),
         (
             ["checkpoint.resume.from=x", "checkpoint.init_from=y"],

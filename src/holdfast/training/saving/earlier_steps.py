@@ -3,7 +3,7 @@
 A run goes back once for each value of `checkpoint.resume.from`; a record beside its checkpoints says that it did, so
 that the same command continues what came after. Nothing is renamed before the step was restored. A kill at any moment
 leaves the step, each later one under one of its two names, and no record: the same command goes back again, and another
-continues from the newest that still has its name.
+continues from the newest that still has its name. A branch keeps its record: nothing takes it to its beginning again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from holdfast.files import append_text, parse_json
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run, say
+from holdfast.training.saving.exports import set_best_aside
 from holdfast.training.saving.resume import Continuation, go_on, restore
 
 RECORD = ".resumed-from.json"
@@ -40,11 +41,21 @@ def go_on_from(
     """
     if _is_due(run, storage, has_checkpoints=has_checkpoints):
         return _go_to(run, storage, ranks, run_id)
-    return go_on(run, storage, ranks, run_id) if has_checkpoints else None, True
+    restored = go_on(run, storage, ranks, run_id) if has_checkpoints else None
+    if restored is not None and run.setting.config.checkpoint.resume.start is None:
+        run.setting.ranks.on_first_rank(lambda: _forget_step(storage))
+    return restored, True
+
+
+def _forget_step(storage: Storage) -> None:
+    """Let a run go back to the same step of its own again."""
+    done = _recorded(storage)
+    if isinstance(done, int) or (done is not None and _own_step(storage, done) is not None):
+        storage.remove(RECORD)
 
 
 def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
-    """Return whether the run has to go to where `checkpoint.resume.from` says; without that key it forgets that it did.
+    """Return whether the run has to go to where `checkpoint.resume.from` says.
 
     Raises:
         ConfigError: The run has checkpoints of its own, and would have to leave them for another run's.
@@ -58,10 +69,8 @@ def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
 
 
 def _done(run: Run, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
-    """Return where the run went before, if it still shall go anywhere."""
+    """Return where the run went before."""
     done = _recorded(storage)
-    if start is None and done is not None:
-        storage.remove(RECORD)
     if done != start and has_checkpoints and isinstance(start, str) and _own_step(storage, start) is None:
         raise ConfigError(
             f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its own. "
@@ -136,13 +145,14 @@ def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: s
 
 
 def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:
-    """Rename the later checkpoints, the newest first, and note that the run went back; return words about them."""
+    """Rename what is of later steps, the newest first, and note that the run went back; return words about it."""
     words: list[str] = []
     later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
     for number, name in later.items():
         aside = fresh(LATER, name)
         put_aside(storage, name, aside)
         words.append(f"step {number} is kept as {storage.root}/{aside}")
+    words += set_best_aside(run, step)
     _record(run, storage)
     event = {"event": "back", "step": step, "renamed": sorted(later)}
     append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")

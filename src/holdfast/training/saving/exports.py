@@ -15,7 +15,7 @@ from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported, read_about
 from holdfast.checkpoint.export.adapters import Description, export_adapters
 from holdfast.checkpoint.export.model import check_export_names, export, sync_directory
-from holdfast.checkpoint.place.layout import TRASH, fresh, step_name
+from holdfast.checkpoint.place.layout import LATER, TRASH, fresh, step_name
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ModelError
 from holdfast.files import read_json
@@ -182,6 +182,34 @@ def _set_aside(place: Path, kind: str, now: int) -> str:
         shutil.rmtree(target, ignore_errors=True)
         return f"exports/{place.name} was removed, since training goes on and exports/{step}{kind} is of its step"
     return f"exports/{place.name} is now exports/{target.name}, since training goes on beyond its step"
+
+
+def set_best_aside(run: Run, step: int) -> list[str]:
+    """Rename exports/best where it is of a later step than the one that a run goes back to, on the first rank alone.
+
+    Its steps will be made again, so it takes none of their names, and no other export is in its way.
+
+    Returns:
+        Words about each.
+    """
+    folder, words = run.setting.directory / EXPORTS, []
+    for kind in _KINDS:
+        place = folder / f"{BEST}{kind}"
+        its_step = _rated_step(place)
+        if its_step is not None and its_step > step:
+            aside = place.rename(folder / fresh(LATER, f"{step_name(its_step)}{kind}"))
+            sync_directory(folder)
+            words.append(f"exports/{place.name} is kept as {aside}")
+    return words
+
+
+def _rated_step(place: Path) -> int | None:
+    """Return the step of a best export; None where none stands, or it does not say its step."""
+    try:
+        about = read_about(place)
+        return about.step if about is not None else int(read_json(place / RATING)["step"])
+    except (ModelError, OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def what_exports_hold(run_directory: Path) -> str:

@@ -67,19 +67,21 @@ def _plain_name(name: str) -> str:
 
 
 def parent_of(run: Run) -> dict[str, Any] | None:
-    """Return what a run started from, as run.json has it, or will have it; None for random weights."""
+    """Return what a run started from, as run.json has it, or will have it; None where it starts from nothing."""
     if directory.is_run(run.setting.directory) and not directory.is_blank(run.setting.directory):
         return directory.parent(run.setting.directory)
-    section = run.setting.config.model
-    if section.path is None:
-        return None
-    parent: dict[str, Any] = {"model": section.path, "export": _identity(run.trained.origin.directory)}
-    if section.lora is not None and section.lora.path is not None:
-        place = Path(section.lora.path)
-        parent |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
-    if run.setting.config.checkpoint.init_from is not None:
-        parent["init_from"] = str(run.setting.config.checkpoint.init_from)
-    return parent
+    section, checkpoint = run.setting.config.model, run.setting.config.checkpoint
+    parent: dict[str, Any] = {}
+    if section.path is not None:
+        parent = {"model": section.path, "export": _identity(run.trained.origin.directory)}
+        if section.lora is not None and section.lora.path is not None:
+            place = Path(section.lora.path)
+            parent |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
+    if checkpoint.init_from is not None:
+        parent["init_from"] = checkpoint.init_from
+    if isinstance(checkpoint.resume.start, str):
+        parent["resume_from"] = checkpoint.resume.start
+    return parent or None
 
 
 def _identity(place: Path | None) -> dict[str, Any] | None:
