@@ -172,6 +172,17 @@ def test_what_an_error_in_an_evaluation_leaves_is_measured_by_the_next_start(
     assert (second.step, str(second.stopped)[-17:]) == (4, "in 3 measurements")
 
 
+def test_a_run_that_a_metric_of_its_steps_ends_is_evaluated_as_at_its_last_step(pools: Any, tmp_path: Path) -> None:
+    stop = {"metric": "loss", "mode": "min", "patience": 2, "min_delta": 99.0}
+    values = tree(str(tmp_path), steps=9, evaluation={"sets": HELD_OUT["sets"]}, stop_when=stop, checkpoint=BEST)
+
+    outcome = pools(1).run(run, values)[0]
+
+    steps = [line["step"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if "eval/s/loss" in line]
+    assert (outcome.step, str(outcome.stopped)[:10], steps) == (3, "stop_when:", [3])
+    assert exported_step(tmp_path, "best") == 3
+
+
 def test_rates_fall_on_plateaus_as_torch_has_them_and_go_on_after_a_resume(pools: Any, tmp_path: Path) -> None:
     schedule = {
         "kind": "plateau", "metric": "eval/s/loss", "mode": "min", "patience": 2, "factor": 0.5, "min_delta": 0.2,

@@ -101,7 +101,7 @@ class _Loop:
         if self._has_ended():
             return reason_to_end(run)
         stopped = self._begin() or self._train()
-        if stopped is None and (evaluation.at_end or dry) and self.evaluated_at != state.step:
+        if is_end(stopped) and (evaluation.at_end or dry) and self.evaluated_at != state.step:
             self._evaluate_at_end()
         if stopped is not None or run.setting.config.checkpoint.at_end:
             self.journal.saved(self.checkpoints.save_last(self.line))
