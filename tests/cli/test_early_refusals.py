@@ -111,3 +111,23 @@ def test_a_column_that_only_a_late_row_has_is_no_mistake_of_all_rows() -> None:
     refuse_absent_columns(data, {"exact": ["answer"]})
     with pytest.raises(DataError, match="it needs column gold, and no row of the first batch has one"):
         refuse_absent_columns(data, {"exact": ["answer", "gold"]})
+
+
+def test_rows_that_are_left_out_are_left_out_of_the_search_for_columns(tmp_path: Path) -> None:
+    from holdfast.config.sections.data import SourceConfig
+    from holdfast.data.rows.rows import open_source
+    from holdfast.errors import DataError
+    from holdfast.training.build.rows import OpenedData
+    from holdfast.training.policy.reward_columns import refuse_absent_columns
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a\n{"prompt": "b", "answer": "1"}\n')
+    source = open_source(SourceConfig(path=str(file)), tmp_path, keep_bad=True)
+    data = OpenedData((source,), None, {}, {}, {})
+
+    refuse_absent_columns(data, {"exact": ["answer"]}, skips=True)
+    refuse_absent_columns(data, {})
+    with pytest.raises(DataError, match="rows.jsonl"):
+        refuse_absent_columns(data, {"exact": ["answer"]})
+    with pytest.raises(DataError, match="needs column gold"):
+        refuse_absent_columns(data, {"exact": ["gold"]}, skips=True)

@@ -75,7 +75,10 @@ def test_files_of_steps_that_a_resume_went_back_behind_are_removed(tmp_path: Pat
     (tmp_path / ".step-00000004.parquet").write_bytes(b"torn")
     (tmp_path / "notes.txt").write_text("mine")
 
-    SampleFiles(tmp_path, 1).write([sample | {"step": 2, "reward": 1.0}])
+    opened = SampleFiles(tmp_path, 1)
+
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.txt", "step-00000001.parquet"]
+    opened.write([sample | {"step": 2, "reward": 1.0}])
 
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "notes.txt", "step-00000001.parquet", "step-00000002.parquet",

@@ -157,6 +157,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"objective": {"kind": "path", "path": "f.py:g"}, "kl": {"coefficient": 0.1}},
         "kl: a loss of your own (objective.path) takes nothing from this section",
     ),
+    (
+        {"objective": "clip_cov", "kl": {"coefficient": 0.1, "where": "reward_to_go"}},
+        "kl.where: clip_cov chooses tokens by advantages, before the KL is taken from them; use loss",
+    ),
     ({"advantage": "gae"}, "critic: advantage: gae compares with what a critic expects, and there is none"),
     (
         {"critic": {}},

@@ -35,6 +35,8 @@ from tests.crash.disks import disk as disk  # noqa: PLC0414 - a fixture
 from tests.crash.runs import saved_steps, values_of
 from tests.training.cases import run, tree
 
+REHEARSED = {"rehearsal": {"enabled": True}}
+
 
 class Channel:
     """A failure channel that does something where saves are published, from one save on."""
@@ -185,7 +187,9 @@ def test_a_rank_that_raises_later_waits_for_the_save_it_takes_part_in(pools: Any
 def test_a_checkpoint_finds_the_room_of_those_that_it_replaces(pools: Any, disk: tuple[Path, Remount]) -> None:
     """Room for six and a half: three that stay, what a resumed run began with, one that is written and one deleted."""
     place, _ = disk
-    values = tree(str(place), steps=5, checkpoint={"every_steps": 1, "keep": {"last": 3}, "export_at_end": False})
+    values = tree(
+        str(place), steps=5, checkpoint={"every_steps": 1, "keep": {"last": 3}, "export_at_end": False} | REHEARSED
+    )
     pools(2).run(run, values)
     size = sum(file.stat().st_size for file in (place / "r/checkpoints/step-00000005").rglob("*"))
     shutil.rmtree(place / "r")
@@ -201,7 +205,9 @@ def test_a_checkpoint_finds_the_room_of_those_that_it_replaces(pools: Any, disk:
 
 def test_a_disk_without_that_room_is_refused_naming_what_is_there(pools: Any, disk: tuple[Path, Remount]) -> None:
     place, _ = disk
-    values = tree(str(place), steps=5, checkpoint={"every_steps": 1, "keep": {"last": 3}, "export_at_end": False})
+    values = tree(
+        str(place), steps=5, checkpoint={"every_steps": 1, "keep": {"last": 3}, "export_at_end": False} | REHEARSED
+    )
     pools(2).run(run, values)
     size = sum(file.stat().st_size for file in (place / "r/checkpoints/step-00000005").rglob("*"))
     free = shutil.disk_usage(place).free
@@ -240,7 +246,7 @@ def test_a_directory_is_removed_while_nobody_else_can_take_it(pools: Any, disk: 
     free = shutil.disk_usage(place).free
     (place / "filler").write_bytes(bytes(free - 900_000))
 
-    name, seen = pools(1).run(run_refused, tree(str(place), checkpoint={"keep": {"last": 9}}))[0]
+    name, seen = pools(1).run(run_refused, tree(str(place), checkpoint={"keep": {"last": 9}} | REHEARSED))[0]
 
     assert (name, seen) == ("RehearsalFailed", ["held"])
     assert not (place / "r").exists()

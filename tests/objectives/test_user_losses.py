@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 from torch.testing import assert_close
 
 from holdfast.config.sections.algorithm import UserObjectiveConfig
 from holdfast.config.sections.policy import KLConfig, PolicyObjective
+from holdfast.objectives.base import Tokens
 from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.training.observe import load_function
+from holdfast.types import Scores
 from tests.models.architectures import strong_model, twin
 from tests.objectives.cases import draw, means, objective_found, scores_of, tokens_of
 from tests.objectives.heads import a_batch, through_our_head, through_transformers
@@ -127,3 +131,30 @@ def test_each_reports_what_its_bound_or_weight_does() -> None:
     assert shown["gmpo"]["clip_ratio/high_mean"] == pytest.approx(high.mean())
     assert shown["vespo"]["vespo/phi_seq_mean"] == pytest.approx(phi.mean(), rel=1e-9)
     assert shown["luspo"]["clip_ratio/high_mean"] == pytest.approx((positive & (of_sequence > 1.0004)).mean())
+
+
+@dataclass(frozen=True)
+class Named:
+    """A loss of a user's own, one of whose numbers is called as ours."""
+
+    label_smoothing: float = 0.5
+    separable: bool = True
+    needs_entropy: bool = False
+
+    def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
+        return -logprobs
+
+    def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:  # noqa: ARG002
+        return {}
+
+
+def test_a_number_of_a_users_loss_is_its_own() -> None:
+    model = twin(strong_model("llama", scale=2.0), torch.float64)
+    batch = a_batch(model, proximal=True)
+
+    result, _ = through_our_head(model, Named(), batch)
+
+    plain, _ = through_our_head(model, NegativeLogLikelihood(), batch)
+    smoothed, _ = through_our_head(model, NegativeLogLikelihood(label_smoothing=0.5), batch)
+    assert torch.equal(result.loss, plain.loss)
+    assert not torch.allclose(result.loss, smoothed.loss)

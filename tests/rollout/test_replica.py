@@ -47,7 +47,7 @@ def test_completions_with_soft_caps_sinks_and_windows_are_those_of_the_plain_mod
 
     pools(2).run(evaluate, tree(str(tmp_path), model=section, evaluation=evaluation))
 
-    (file,) = (tmp_path / "r" / "completions").iterdir()
+    (file,) = (tmp_path / "r" / "completions").glob("model-*/*.jsonl")
     found = [json.loads(line)["completion"] for line in file.read_text().splitlines()]
     assert found == [greedy(model, prompt) for prompt in PROMPTS]
     assert len(set(found)) == len(PROMPTS)

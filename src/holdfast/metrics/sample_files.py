@@ -1,7 +1,7 @@
 """Completions as parquet, a file for each step that has some.
 
 A step that is made again after a resume writes its file again, and files of steps that a resume went back behind are
-removed, so the files there are those of the effective run.
+removed, when the run is opened, so the files there are those of the effective run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _flat(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type(name: str, values: Sequence[Any]) -> str:
-    """Return Arrow's name of a column's type, the same in the files of all steps; a column of nulls has numbers."""
+    """Return Arrow's name of a column's type; a column of nulls alone has numbers."""
     if name in _WHOLE:
         return "int64"
     kinds = {type(value) for value in values if value is not None}

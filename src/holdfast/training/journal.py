@@ -49,9 +49,9 @@ class Journal:
         """The last step, if it has no line."""
         self._trackers: Trackers | None = None
         first = run.setting.world.is_first
-        run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
         self._samples: JsonlSink | None = None
         self._sample_files: SampleFiles | None = None
+        run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
@@ -65,6 +65,8 @@ class Journal:
             if (run.setting.directory / name).exists():
                 # What cannot be appended to is refused before a step is made.
                 append_text(run.setting.directory / name, "")
+        if (folder := run.setting.directory / SAMPLE_FOLDER).is_dir():
+            self._sample_files = SampleFiles(folder, self._first_step)
         lines = JsonlSink(run.setting.directory / METRICS)
         if lines.had_lines:
             lines.event({"event": "rewind", "to": run.trained.state.step})

@@ -149,7 +149,7 @@ class UserAdvantageConfig(_Advantage):
     kind: Literal["path"] = "path"
     path: FunctionPath
     """`file.py:function`; takes a holdfast.advantages.user.Groups and returns one number for each completion. It is
-    called once a step, on one rank."""
+    called once a step, on one rank, and once before step 1 with tiny groups; what it keeps to itself is not saved."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Its arguments besides."""
 

@@ -178,6 +178,8 @@ class GRPOConfig(TrainingConfig):
         kind = self.objective.kind
         if self.critic is not None:
             yield "objective.kind", f"{kind} chooses tokens by advantages, before advantage: gae has some; use clip"
+        if self.kl.coefficient > 0 and self.kl.where != "loss":
+            yield "kl.where", f"{kind} chooses tokens by advantages, before the KL is taken from them; use loss"
         if kind == "kl_cov" and self.updates.count == 1:
             yield (
                 "updates.mini_batches",

@@ -30,6 +30,7 @@ from holdfast.models.layers.routers import Routed, RouterLoss, Routers, Tally, r
 from holdfast.models.names import POLICY_MODULE
 from holdfast.models.scores import HeadSpec, HeadWeights, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
+from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, LossSum, Scores
 
 
@@ -213,7 +214,8 @@ class PolicyModel(nn.Module):
                 part = tokens.part(start, end)
                 return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
 
-            share = getattr(objective, "label_smoothing", 0.0)
+            # A loss of the user's own that has such a number smooths by itself.
+            share = objective.label_smoothing if isinstance(objective, NegativeLogLikelihood) else 0.0
             loss, scores = separable_loss(
                 predicted, head, targets, terms, spec, temperature=temperature, entropy=entropy, label_smoothing=share
             )

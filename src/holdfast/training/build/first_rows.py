@@ -63,8 +63,8 @@ def _look_for_images(setting: Setting, data: OpenedData, *, skips: bool) -> None
     lacking = [reason for reasons in ranks.gather(absent) for reason in reasons]
     if lacking:
         setting.log.messages.append(
-            f"warning: {len(lacking)} rows of the first pass name images that are not there, and are skipped: "
-            f"{lacking[0]}"
+            f"warning: {len(lacking)} rows of the first pass name images that are not there, and are skipped, though "
+            f"epochs count them: {lacking[0]}"
         )
 
 

@@ -156,7 +156,9 @@ def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], 
 def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
     def look(origin: Blueprint) -> None:
         setting, ranks = started.setting, started.setting.ranks
-        ranks.on_all_ranks(lambda: refuse_absent_columns(started.data, columns or {}))
+        ranks.on_all_ranks(
+            lambda: refuse_absent_columns(started.data, columns or {}, skips=config.data.on_bad_row == "skip")
+        )
         rows = ranks.on_all_ranks(
             lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, _images(config, origin))
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 
 from holdfast.errors import ConfigError, DataError
 from holdfast.training.build.rows import OpenedData
@@ -52,22 +53,32 @@ def _has_no_column(absent: Mapping[str, str], place: str, there: Sequence[str]) 
     )
 
 
-def refuse_absent_columns(data: OpenedData, needed_columns: Mapping[str, Sequence[str]]) -> None:
+def refuse_absent_columns(
+    data: OpenedData, needed_columns: Mapping[str, Sequence[str]], *, skips: bool = False
+) -> None:
     """Refuse rewards whose columns no row of the only source, or of an evaluation set, has; before a weight is read.
 
     `check_columns` looks at what is read first; this at all rows that have numbers, and beyond the first one only for
     what that lacks.
 
+    Args:
+        data: The rows.
+        needed_columns: By the name of the reward.
+        skips: Rows to train on that cannot be read are left out (`data.on_bad_row`), so they are here too.
+
     Raises:
-        DataError: As `check_columns`.
+        DataError: As `check_columns`; or a row that is read cannot be.
     """
+    if not any(needed_columns.values()):
+        return
     places = [(_FIRST, data.training[0])] if len(data.training) == 1 else []
     places += [(f"evaluation set {name}", source) for name, source in data.evaluation.items()]
     for place, source in places:
         there: dict[str, None] = {}
         absent: dict[str, str] = {}
         for index in range(source.size or 0):
-            there |= dict.fromkeys(map(str, source.row(index)))
+            with suppress(DataError) if skips and place == _FIRST else nullcontext():
+                there |= dict.fromkeys(map(str, source.row(index)))
             absent = _absent(needed_columns, list(there))
             if not absent:
                 break
