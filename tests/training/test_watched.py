@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.export.about import read_about
 from holdfast.cli.runs import State, state_of
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.metrics.sink import read_metrics
 from holdfast.training.watched import Standing, after
+from tests.ranks import RankError
 from tests.training.cases import run, tree
 
 HELD_OUT = {"sets": {"s": {"synthetic": {"task": "sort", "rows": 16, "seed": 9}}}, "every_steps": 1}
@@ -98,6 +100,87 @@ def test_a_run_stopped_at_an_evaluation_makes_it_later_and_decides_as_one_that_w
     assert (first.step, first.stopped) == (4, "stopped by SIGTERM")
     assert (second.step, second.stopped) == (whole.step, whole.stopped) == (4, whole.stopped)
     assert second.metrics["eval/s/loss"] == whole.metrics["eval/s/loss"]
+
+
+BEST = {"export_best": {"metric": "eval/s/loss", "mode": "min"}}
+
+
+def exported_step(directory: Path, name: str) -> int:
+    about = read_about(directory / "r" / "exports" / name)
+    assert about is not None
+    return about.step
+
+
+def test_an_evaluation_that_is_made_later_counts_in_all_starts_that_follow(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text(WATCH.format(mark=tmp_path / "mark"))
+    values = stopping(tmp_path, observers=["watch.py:interrupt"], checkpoint=BEST)
+    more = stopping(tmp_path, observers=["watch.py:interrupt"], checkpoint=BEST)
+    more["stop_when"]["patience"] = 5
+
+    pools(1).run(run, values, str(tmp_path))
+    second = pools(1).run(run, values, str(tmp_path))[0]
+    best, lines, before = (
+        exported_step(tmp_path, "best"),
+        read_metrics(tmp_path / "r" / "metrics.jsonl"),
+        events(tmp_path),
+    )
+    third = pools(1).run(run, values, str(tmp_path))[0]
+    same = (read_metrics(tmp_path / "r" / "metrics.jsonl"), events(tmp_path))
+    fourth = pools(1).run(run, more, str(tmp_path))[0]
+
+    losses = [line["eval/s/loss"] for line in lines if "eval/s/loss" in line]
+    assert (len(losses), losses.index(min(losses)), best) == (4, 3, 4)
+    assert (third.step, third.stopped) == (second.step, second.stopped)
+    assert same == (lines, before)
+    # Three without an improvement up to step 4, and two more.
+    assert (fourth.step, str(fourth.stopped)[-17:]) == (6, "in 5 measurements")
+
+
+def test_an_evaluation_that_a_stop_left_at_the_last_step_is_made_by_the_next_start(pools: Any, tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text(WATCH.format(mark=tmp_path / "mark"))
+    values = stopping(tmp_path, observers=["watch.py:interrupt"], checkpoint=BEST) | {"steps": 4}
+    values["stop_when"]["patience"] = 9
+
+    outcomes = [pools(1).run(run, values, str(tmp_path))[0] for _ in range(3)]
+
+    steps = [line["step"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if "eval/s/loss" in line]
+    assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [
+        (4, "stopped by SIGTERM"),
+        (4, None),
+        (4, None),
+    ]
+    assert (steps, exported_step(tmp_path, "best"), exported_step(tmp_path, "final")) == ([1, 2, 3, 4], 4, 4)
+    assert state_of(tmp_path / "r", events(tmp_path), 4) == State("done", "")
+
+
+@pytest.mark.parametrize("metric", ["eval/s/mean_token_accuracy", "loss"])
+def test_what_an_error_in_an_evaluation_leaves_is_measured_by_the_next_start(
+    pools: Any, tmp_path: Path, metric: str
+) -> None:
+    values = stopping(tmp_path)
+    values["stop_when"] |= {"metric": metric, "min_delta": 99.0}
+    values["evaluation"] = HELD_OUT | {"completions": {"samples": 2, "max_new_tokens": 2}}
+    in_the_way = tmp_path / "r" / "completions" / "step-00000003.s.jsonl"
+    in_the_way.mkdir(parents=True)
+
+    with pytest.raises(RankError, match=in_the_way.name):
+        pools(1).run(run, values)
+    in_the_way.rmdir()
+    second = pools(1).run(run, values)[0]
+
+    assert [event["saved"] for event in events(tmp_path) if event["event"] == "checkpoint"] == [3, 4]
+    assert (second.step, str(second.stopped)[-17:]) == (4, "in 3 measurements")
+
+
+def test_a_run_that_a_metric_of_its_steps_ends_is_evaluated_as_at_its_last_step(pools: Any, tmp_path: Path) -> None:
+    stop = {"metric": "loss", "mode": "min", "patience": 2, "min_delta": 99.0}
+    values = tree(str(tmp_path), steps=9, evaluation={"sets": HELD_OUT["sets"]}, stop_when=stop, checkpoint=BEST)
+
+    outcome = pools(1).run(run, values)[0]
+
+    steps = [line["step"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if "eval/s/loss" in line]
+    assert (outcome.step, str(outcome.stopped)[:10], steps) == (3, "stop_when:", [3])
+    assert exported_step(tmp_path, "best") == 3
 
 
 def test_rates_fall_on_plateaus_as_torch_has_them_and_go_on_after_a_resume(pools: Any, tmp_path: Path) -> None:

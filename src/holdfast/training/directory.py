@@ -134,15 +134,17 @@ def parent(directory: Path) -> dict[str, Any] | None:
 
 def last_saved(directory: Path) -> int | None:
     """Return the newest step that a run said is on disk, None if it never did."""
+    return max((int(event["saved"]) for event in events(directory, "checkpoint")), default=None)
+
+
+def events(directory: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a name from events.jsonl, oldest first."""
     path = directory / EVENTS
-    lines = read_text(path, _LONGEST_LOG).splitlines() if path.exists() else []
-    steps = []
-    for line in lines:
+    for line in read_text(path, _LONGEST_LOG).splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):  # a kill may tear the last line
             event = parse_json(line)
-            if event.get("event") == "checkpoint":
-                steps.append(int(event["saved"]))
-    return max(steps, default=None)
+            if event.get("event") == name:
+                yield event
 
 
 def note_saved(directory: Path, step: int) -> None:

@@ -26,7 +26,7 @@ from holdfast.training.saving.exports import (
     note_exported,
     set_final_aside,
 )
-from holdfast.training.watched import OWED, reason_to_end, watch
+from holdfast.training.watched import MADE_LATER, OWED, owe, reason_to_end, set_standings, standings, watch
 from holdfast.types import StepEvent
 
 Step = Callable[[], dict[str, float] | None]
@@ -101,7 +101,7 @@ class _Loop:
         if self._has_ended():
             return reason_to_end(run)
         stopped = self._begin() or self._train()
-        if stopped is None and (evaluation.at_end or dry) and self.evaluated_at != state.step:
+        if is_end(stopped) and (evaluation.at_end or dry) and self.evaluated_at != state.step:
             self._evaluate_at_end()
         if stopped is not None or run.setting.config.checkpoint.at_end:
             self.journal.saved(self.checkpoints.save_last(self.line))
@@ -111,6 +111,8 @@ class _Loop:
 
     def _has_ended(self) -> bool:
         """Say so where the run stands at its end already."""
+        if self._owes_evaluation():
+            return False
         place, step, reason = self.run.setting.directory, self.run.trained.state.step, reason_to_end(self.run)
         if self.run.finished:
             self.journal.say(
@@ -124,6 +126,25 @@ class _Loop:
             )
         return self.run.finished or reason is not None
 
+    def _owes_evaluation(self) -> bool:
+        """Say whether an evaluation of the step the run stands at is left to make; one that was made later counts.
+
+        Its checkpoint cannot say so: it was on disk before.
+        """
+        run, newest = self.run, self.checkpoints.session.newest
+        if not run.trained.state.watched.get(OWED):
+            return False
+        if newest is not None:
+            place = run.setting.directory
+            records = run.setting.ranks.on_first_rank(
+                lambda: [
+                    line["watched"] for line in directory.events(place, MADE_LATER) if line["checkpoint"] == newest.hash
+                ]
+            )
+            if records:
+                set_standings(run, records[-1])
+        return bool(run.trained.state.watched.get(OWED))
+
     def _begin(self) -> str | None:
         """Make the evaluations that come before the first step of a start; return why the run ends with them."""
         config, step = self.run.setting.config, self.run.trained.state.step
@@ -131,13 +152,19 @@ class _Loop:
             self.journal.say(words)
         if (config.evaluation.at_start and step == 0) or config.dry_run:
             self.journal.report(self._evaluate())
-        if not self.run.trained.state.watched.pop(OWED, 0):
-            return None
+        return self._evaluate_later() if self.run.trained.state.watched.get(OWED) else None
+
+    def _evaluate_later(self) -> str | None:
+        """Make the evaluation that an earlier start left; return why the run ends with it."""
         metrics = self._evaluate()
         asked = self.requests.pending(self.run.setting.ranks)
         stopped = watch(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
         self.line |= metrics
         self.journal.report(metrics)
+        self._export_best(metrics)
+        newest = self.checkpoints.session.newest
+        if newest is not None and OWED not in self.run.trained.state.watched:
+            self.journal.event(MADE_LATER, checkpoint=newest.hash, watched=standings(self.run))
         if stopped is not None:
             self.journal.event("stop", reason=stopped)
         return stopped
@@ -148,7 +175,7 @@ class _Loop:
             metrics = self._evaluate()
             self.line |= metrics
             self.journal.report(metrics)
-            self._export([name for name in due_exports(self.run, metrics) if name == BEST])
+            self._export_best(metrics)
         except Exception as error:
             self._save_before(error)
             raise
@@ -196,16 +223,19 @@ class _Loop:
         run, stopped = self.run, decision.stop
         if decision.collect:
             self.journal.saved(self.checkpoints.collect())
+        numbers = self.line
         if decision.evaluate:
-            self.line |= self._evaluate()
+            owe(run, self.line)
+            numbers = self._evaluate()
             # Evaluating is no part of the next step's time.
-            self.line |= {
+            numbers |= {
                 name: value for name, value in run.setting.log.clock.read().items() if name == "timing/evaluation"
             }
+            self.line |= numbers
             asked = self.requests.pending(run.setting.ranks)
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
-        stopped = watch(run, self.line, due=decision.due, stopped=stopped)
+        stopped = watch(run, numbers, due=decision.due, stopped=stopped)
         self.journal.report(self.line)
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.
@@ -218,6 +248,9 @@ class _Loop:
         for name in names:
             self.journal.event("export", path=export_run(self.run, name, self.line))
             note_exported(self.run, name, self.line)
+
+    def _export_best(self, metrics: dict[str, float]) -> None:
+        self._export([name for name in due_exports(self.run, metrics) if name == BEST])
 
     def _save_before(self, error: Exception) -> None:
         """Save the last whole step before an error ends the run, whether it is this rank's alone or everybody's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.optim import PlateauSchedule
@@ -18,7 +18,9 @@ BY_METRIC = "stop_when: "
 """How the reason begins for which a metric ends a run."""
 STOP, PLATEAU = "stop_when", "plateau"
 OWED = "evaluation_owed"
-"""In the state of a run that was stopped at an evaluation which decides: the next start makes it."""
+"""In the state of a run that left an evaluation which decides, stopped or by an error: the next start makes it."""
+MADE_LATER = "evaluation_made_later"
+"""The event of a start that made it, with where metrics stand since."""
 
 
 class Standing(NamedTuple):
@@ -78,10 +80,12 @@ def watch(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: st
     Returns:
         Why the run stops now.
     """
-    followed = list(_followed(run))
+    state, followed = run.trained.state, list(_followed(run))
+    if followed:
+        line = run.setting.ranks.agree(dict(line))
+    state.watched.pop(OWED, None)
     if not followed:
         return stopped
-    line = run.setting.ranks.agree(dict(line))
     names = [section.metric for _, section in followed]
     if due and stopped is not None:
         line = _without_half_an_evaluation(run, names, line)
@@ -93,9 +97,27 @@ def watch(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: st
         if isinstance(section, PlateauSchedule):
             _reduce(trained, section, line[section.metric])
         else:
-            standing = after(section, standing_of(trained.state, STOP, section), line[section.metric])
-            _note(trained.state, STOP, section, standing)
+            standing = after(section, standing_of(state, STOP, section), line[section.metric])
+            _note(state, STOP, section, standing)
     return stopped or reason_to_end(run)
+
+
+def owe(run: Run, line: Mapping[str, float]) -> None:
+    """Take the numbers of a step before its evaluation, whose numbers `watch` takes: an error may come between them."""
+    watch(run, line)
+    if any(_is_evaluated(section.metric) for _, section in _followed(run)):
+        run.trained.state.watched[OWED] = 1.0
+
+
+def standings(run: Run) -> dict[str, dict[str, Any]]:
+    """Return where all metrics stand, by the name of the model beside the run's own, which has none."""
+    return {name: dict(trained.state.watched) for name, trained in {"": run.trained, **run.companions}.items()}
+
+
+def set_standings(run: Run, values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let all metrics stand as `standings` had them."""
+    for name, trained in {"": run.trained, **run.companions}.items():
+        trained.state.watched = dict(values.get(name, trained.state.watched))
 
 
 def _without_half_an_evaluation(run: Run, names: list[str], line: Mapping[str, float]) -> Mapping[str, float]:
@@ -113,7 +135,7 @@ def _is_evaluated(name: str) -> bool:
 def _warn_of_missing(run: Run, names: list[str], line: Mapping[str, float]) -> None:
     evaluated, first = any(map(_is_evaluated, line)), run.trained.state.step == 1
     for name in names:
-        if name not in line and (evaluated if _is_evaluated(name) else first):
+        if name not in line and (evaluated if _is_evaluated(name) else first and not evaluated):
             run.setting.log.messages.append(
                 f"warning: {name}, which stop_when or optim.schedule follows, was not measured at step "
                 f"{run.trained.state.step}; metrics.jsonl has the names of those that were"
