@@ -55,7 +55,8 @@ Mistakes = Callable[..., list[str]]
         (
             "report_to: wandb",
             "report_to: unknown key; transformers' report_to differs from metrics.sinks here: metrics.jsonl "
-            "is always written; tensorboard is the one mirror that is offered",
+            "is always written; csv, tensorboard, wandb, trackio, mlflow and swanlab mirror it, each offline unless "
+            "its variables say otherwise",
         ),
         (
             "val_set_size: 0.1",
