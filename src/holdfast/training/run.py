@@ -110,6 +110,8 @@ class Setting(RunFile):
     log: Logbook = field(default_factory=Logbook)
     interrupted: Callable[[], bool] = lambda: False
     """Whether this rank was asked to stop; long work may be left for it."""
+    computes: bool = True
+    """Whether tensors hold numbers. In a plan they do not: no weight is read, and nothing is compared with its files."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
