@@ -69,6 +69,8 @@ class Ledger:
         self._storages: dict[int, _Storage] = {}
         self._scopes: list[str] = []
         self.phase = "load"
+        self.loading = PARAMETERS
+        """What is made while models are loaded."""
         self.now: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         """Device type -> kind -> bytes that are allocated."""
         self.totals: dict[str, int] = defaultdict(int)
@@ -77,8 +79,8 @@ class Ledger:
 
     @property
     def moment(self) -> str:
-        """The phase, where passes are told apart: a forward pass, or a backward pass."""
-        if self.phase == "forward_backward":
+        """The phase; where passes are made forwards and backwards, which of them."""
+        if self.phase in {"forward_backward", "critic"}:
             return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
         return self.phase
 
@@ -148,7 +150,9 @@ class Ledger:
     def _kind(self, size: int) -> str:
         if self._scopes:
             return self._scopes[-1]
-        if torch.is_grad_enabled() and self.phase not in {"optimizer", "load", "save"}:
+        if self.phase == "load":
+            return self.loading
+        if torch.is_grad_enabled() and self.phase not in {"optimizer", "save"}:
             return ACTIVATIONS  # of a forward pass, or made again in a backward pass
         if size >= _LARGE and torch._C._current_graph_task_id() != -1:
             node = torch._C._current_autograd_node()  # type: ignore[attr-defined]  # private, no stub

@@ -50,27 +50,45 @@ class Traffic:
         """(phase, kind) -> messages"""
         self.flops: dict[str, float] = defaultdict(float)
         """Phase -> operations of matrix products and attention; a multiplication and an addition are two."""
-        self.longest = 0
-        """Tokens of the documents that variable-length attention is over; its shapes do not say."""
+        self.micro_batches = 1
+        """Of an update, of which at most two are executed: the first stands for all but the last."""
+        self._calls, self._times = 0, 1
 
     def restart(self) -> None:
         """Begin to count anew."""
         self.messages.clear()
         self.flops.clear()
 
+    def begin_phase(self) -> None:
+        """Count what follows once, until a micro-batch begins."""
+        self._calls, self._times = 0, 1
+
+    def begin_micro_batch(self) -> None:
+        """Count what follows for as many micro-batches as it stands for."""
+        self._times = self.micro_batches - 1 if self._calls == 0 and self.micro_batches > 2 else 1
+        self._calls += 1
+
+    def scale(self, phase: str, factor: int) -> None:
+        """Let what a phase executed once stand for several times."""
+        for (of_phase, _), note in self.messages.items():
+            if of_phase == phase:
+                note.count, note.bytes = note.count * factor, note.bytes * factor
+        if phase in self.flops:
+            self.flops[phase] *= factor
+
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count one operation."""
         packet = func._overloadpacket
         own = _OWN_FLOPS.get(packet.__name__)
         if own is not None:
-            self.flops[self._moment()] += own(args, result)
+            self.flops[self._moment()] += own(args, result) * self._times
         elif packet in flop_registry:
-            self.flops[self._moment()] += float(flop_registry[packet](*args, **kwargs, out_val=result))
+            self.flops[self._moment()] += float(flop_registry[packet](*args, **kwargs, out_val=result)) * self._times
         elif func.namespace in _SPACES and packet.__name__ not in _NOT_SENT:
             kind = _KINDS.get(packet.__name__, OTHER)
             note = self.messages[self._moment(), kind if kind != OTHER else packet.__name__]
-            note.count += 1
-            note.bytes += _sent(kind, args, kwargs, result)
+            note.count += self._times
+            note.bytes += _sent(kind, args, kwargs, result) * self._times
 
 
 def _sent(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -63,11 +63,13 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
         router_loss, router_note = ranks.on_all_ranks(lambda: _router_loss(config, origin, world))
     policy = _policy_model(config, origin, router_loss)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
-    apply_plan(policy, plan, mesh)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
-    if not setting.computes:
-        place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
+    if setting.without_numbers is not None:
+        with setting.without_numbers():
+            apply_plan(policy, plan, mesh)
+            place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
         return sharded
+    apply_plan(policy, plan, mesh)
     ranks.on_all_ranks(
         lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     )

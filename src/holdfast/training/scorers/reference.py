@@ -86,7 +86,7 @@ def build_reference(
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
-        if policy.setting.computes:
+        if policy.setting.without_numbers is None:
             _check_off(policy, ranks)
         return AdapterOff(policy.model)
     offload = config.parallel.cpu_offload or kind == "offloaded"
@@ -103,7 +103,7 @@ def build_reference(
     reference.model.padded = policy.model.padded
     reference.model.eval()
     ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
-    if policy.setting.computes:
+    if policy.setting.without_numbers is None:
         _check_numbers(reference.model, policy, ranks)
     return reference.model
 
